@@ -1,0 +1,212 @@
+"""Trains the same network on the same images with plain ddp and with sparsecomm, and compares accuracy, bytes and time.
+
+Prints a table, and writes a plot of accuracy against bytes sent and all numbers as JSON.
+"""
+
+import argparse
+import json
+import logging
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple, get_args
+
+import pytorch_lightning as pl
+import torch
+from classifier import Classifier
+from images import DataName, Images
+from matplotlib.figure import Figure
+from pytorch_lightning.utilities import rank_zero_info, rank_zero_only
+
+import lightning_sparsecomm  # noqa: F401  (registers the names of the strategies)
+
+
+class Epoch(NamedTuple):
+    """What was reached at the end of an epoch.
+
+    Attributes:
+        epoch: Epochs finished.
+        accuracy: Fraction of the test images that are recognized.
+        sent_bytes: Bytes of gradients that one rank has put on the link since the beginning.
+        ddp_bytes: Bytes that it would have put there under ddp.
+        seconds: Seconds of training since the beginning, without those of the test.
+    """
+
+    epoch: int
+    accuracy: float
+    sent_bytes: float
+    ddp_bytes: float
+    seconds: float
+
+
+class Recorder(pl.Callback):
+    """Writes a list of Epochs to a file, which also reaches us from a process that the strategy has started.
+
+    Args:
+        path: Where rank 0 writes, as JSON.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.epochs: list[Epoch] = []
+        self.gradient_bytes = 0
+        self.seconds = 0.0
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        torch.set_num_threads(1)
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.begin = time.perf_counter()
+
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        gradients = (parameter.grad for parameter in pl_module.parameters())
+        self.gradient_bytes += sum(gradient.nbytes for gradient in gradients if gradient is not None)
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.seconds += time.perf_counter() - self.begin
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        ranks = trainer.world_size
+        ddp_bytes = self.gradient_bytes * 2 * (ranks - 1) / ranks  # a ring all-reduce
+        ledger = getattr(trainer.strategy, "ledger", None)
+        sent_bytes = ddp_bytes if ledger is None else ledger.link_bytes("gradients")
+        accuracy = float(trainer.callback_metrics["accuracy"])
+        epoch = Epoch(trainer.current_epoch + 1, accuracy, sent_bytes, ddp_bytes, self.seconds)
+        self.epochs.append(epoch)
+        if trainer.is_global_zero:
+            self.path.write_text(json.dumps([epoch._asdict() for epoch in self.epochs]))
+            print(f"  epoch {epoch.epoch:2} of {trainer.max_epochs}: {accuracy:6.1%} right, {sent_bytes / 1e6:8.2f} MB sent", flush=True)
+
+
+class Options(NamedTuple):
+    """What the command line asks for."""
+
+    strategies: list[str]
+    data: DataName
+    data_dir: Path
+    processes: int
+    epochs: int
+    batch_size: int
+    seed: int
+    output: Path
+
+
+def main() -> None:
+    options = parse()
+    quieten()
+    runs: dict[str, list[Epoch]] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        for strategy in options.strategies:
+            path = Path(directory) / f"{strategy}.json"
+            train(strategy, options, path)
+            # Lightning's default start method runs this script in every process; rank 0 reports.
+            if rank_zero_only.rank == 0:
+                runs[strategy] = [Epoch(**epoch) for epoch in json.loads(path.read_text())]
+    if rank_zero_only.rank == 0:
+        report(runs, options)
+
+
+def train(strategy: str, options: Options, path: Path) -> None:
+    """Trains from the same start on the same batches whatever the strategy; rank 0 leaves its epochs in `path`."""
+    rank_zero_info(f"Training with strategy={strategy!r}")
+    pl.seed_everything(options.seed, verbose=False)
+    trainer = pl.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=options.processes,
+        max_epochs=options.epochs,
+        callbacks=[Recorder(path)],
+        num_sanity_val_steps=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        enable_progress_bar=False,
+    )
+    trainer.fit(Classifier(), Images(options.data, options.data_dir, options.batch_size))
+
+
+def report(runs: dict[str, list[Epoch]], options: Options) -> None:
+    """Prints the table, writes plot and numbers."""
+    options.output.mkdir(parents=True, exist_ok=True)
+    numbers, plot = options.output / "compare.json", options.output / "compare.png"
+    rows = [["strategy", "test accuracy", "MB sent per rank", "less than ddp", "training seconds"]]
+    for strategy, epochs in runs.items():
+        last = epochs[-1]
+        sent, ratio = f"{last.sent_bytes / 1e6:,.2f}", f"{last.ddp_bytes / last.sent_bytes:.1f} x"
+        rows.append([strategy, f"{last.accuracy:.1%}", sent, ratio, f"{last.seconds:.1f}"])
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    print()
+    for row in rows:
+        print("   ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]))
+    print(
+        f"\n{options.processes} processes, {options.epochs} epochs of {options.data}, seed {options.seed}. MB are 10^6 bytes of"
+        " gradients on the link by the\ncollectives' published algorithms: a ring all-reduce sends 2(W-1)/W times its tensor,"
+        " an all-gather W-1 times.\nSeconds are those of one machine, where sending costs next to nothing: the price of"
+        f" compression without its gain.\n\nPlot: {plot}\nNumbers: {numbers}"
+    )
+    draw(runs, options, plot)
+    settings = options._asdict() | {"data_dir": str(options.data_dir), "output": str(options.output)}
+    results = {
+        strategy: {
+            **epochs[-1]._asdict(),
+            "ratio": epochs[-1].ddp_bytes / epochs[-1].sent_bytes,
+            "history": [epoch._asdict() for epoch in epochs],
+        }
+        for strategy, epochs in runs.items()
+    }
+    numbers.write_text(json.dumps({"settings": settings, "runs": results}, indent=2) + "\n")
+
+
+def draw(runs: dict[str, list[Epoch]], options: Options, path: Path) -> None:
+    """Accuracy against bytes sent, one line per strategy, one point per epoch."""
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for strategy, epochs in runs.items():
+        megabytes = [epoch.sent_bytes / 1e6 for epoch in epochs]
+        axes.plot(megabytes, [100 * epoch.accuracy for epoch in epochs], ".-", label=strategy)
+    axes.set_xscale("log")
+    axes.set_xlabel("gradients that one rank has sent, MB")
+    axes.set_ylabel("test images recognized, %")
+    axes.set_title(f"{options.data}, {options.processes} processes, a point per epoch")
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")
+    figure.savefig(path, dpi=150)
+
+
+def quieten() -> None:
+    """Leaves out what Lightning says of hardware and data loading, which is not what is compared."""
+    logging.getLogger("pytorch_lightning").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+
+
+def parse() -> Options:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add = parser.add_argument
+    add("--strategies", nargs="+", default=["ddp", "sparsecomm"], metavar="NAME", help="names that Trainer(strategy=...) takes")
+    add("--data", choices=get_args(DataName), default="digits", help="digits come with scikit-learn")
+    add("--data-dir", type=Path, default=Path("data"), metavar="DIR", help="where Fashion-MNIST is, or is downloaded to")
+    add("--processes", type=at_least(2), default=2, metavar="N", help="processes on this machine's CPU, one thread each")
+    add("--epochs", type=at_least(1), default=20, metavar="N", help="passes over the training images")
+    add("--batch-size", type=at_least(1), default=32, metavar="N", help="images per process and step")
+    add("--seed", type=int, default=0, metavar="N", help="of the network's first weights and of the order of the images")
+    add("--output", type=Path, default=Path("comparison"), metavar="DIR", help="folder for compare.png and compare.json")
+    return Options(**vars(parser.parse_args()))
+
+
+def at_least(minimum: int) -> Callable[[str], int]:
+    """A type for argparse: an integer not below `minimum`."""
+
+    def integer(text: str) -> int:
+        if int(text) < minimum:
+            raise argparse.ArgumentTypeError(f"must be at least {minimum}; got {text}")
+        return int(text)
+
+    return integer
+
+
+if __name__ == "__main__":
+    main()

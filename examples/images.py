@@ -1,0 +1,145 @@
+"""The images that the examples train on: digits that come with scikit-learn, or Fashion-MNIST."""
+
+import gzip
+import hashlib
+import os
+import urllib.request
+import zlib
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+import pytorch_lightning as pl
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+DataName = Literal["digits", "fashion-mnist"]
+
+TEST_DIGITS = 360
+
+FASHION_MNIST_HOME = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
+
+# SHA-256 of the unpacked files: the same images are also handed round in other gzip wrappings.
+FASHION_MNIST = {
+    "train-images-idx3-ubyte.gz": "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
+    "train-labels-idx1-ubyte.gz": "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
+    "t10k-images-idx3-ubyte.gz": "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
+    "t10k-labels-idx1-ubyte.gz": "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
+}
+
+
+class Read(NamedTuple):
+    """A data set in memory: images `[n, 1, height, width]` float32 in [0, 1], labels `[n]` int64."""
+
+    train_images: Tensor
+    train_labels: Tensor
+    test_images: Tensor
+    test_labels: Tensor
+
+
+class Images(pl.LightningDataModule):
+    """Training and test images with labels 0 to 9. Lightning gives each process its own share of them.
+
+    The test set is looked at after every epoch, and nothing is chosen by it.
+
+    Args:
+        data: `digits` are 1,797 images of 8x8 pixels, of which 360 are the test set. `fashion-mnist` are 60,000 and
+            10,000 images of 28x28.
+        data_dir: Where the four files of Fashion-MNIST are, or the folder above; if they are not, they are downloaded here.
+        batch_size: Images per process and step.
+    """
+
+    def __init__(self, data: DataName = "digits", data_dir: Path = Path("data"), batch_size: int = 32) -> None:
+        super().__init__()
+        self.data = data
+        self.data_dir = data_dir
+        self.batch_size = batch_size
+
+    def prepare_data(self) -> None:
+        """Downloads what is missing; Lightning calls it in one process per machine."""
+        if self.data == "fashion-mnist":
+            for name in FASHION_MNIST:
+                if find(self.data_dir, name) is None:
+                    download(self.data_dir, name)
+
+    def setup(self, stage: str) -> None:
+        """Reads all images into memory."""
+        read = read_digits() if self.data == "digits" else read_fashion_mnist(self.data_dir)
+        mean, std = read.train_images.mean(), read.train_images.std()
+        self.train = TensorDataset((read.train_images - mean) / std, read.train_labels)
+        self.test = TensorDataset((read.test_images - mean) / std, read.test_labels)
+
+    def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
+        """Shuffled anew in each epoch by the run's seed: equal seeds give equal batches."""
+        return DataLoader(self.train, self.batch_size, shuffle=True, drop_last=True)
+
+    def val_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
+        """The test set."""
+        return DataLoader(self.test, batch_size=500)
+
+
+def read_digits() -> Read:
+    """scikit-learn's digits, split by a fixed permutation."""
+    digits = load_digits()
+    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
+    labels = torch.tensor(digits.target, dtype=torch.int64)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    test, train = order[:TEST_DIGITS], order[TEST_DIGITS:]
+    return Read(images[train], labels[train], images[test], labels[test])
+
+
+def read_fashion_mnist(directory: Path) -> Read:
+    """The four files of Fashion-MNIST.
+
+    Raises:
+        FileNotFoundError: A file is not there.
+        ValueError: A file is not what was published.
+    """
+    arrays = []
+    for name, checksum in FASHION_MNIST.items():
+        path = find(directory, name)
+        if path is None:
+            raise FileNotFoundError(f"{name} is neither in {directory} nor in {directory / 'fashion-mnist'}.")
+        content = unpacked(path.read_bytes())
+        if content is None or hashlib.sha256(content).hexdigest() != checksum:
+            raise ValueError(f"{path} is damaged or is not the published file. Delete it; it is downloaded again.")
+        # An IDX file is a header of 16 bytes before images, of 8 before labels, and then one byte per number.
+        arrays.append(np.frombuffer(content, np.uint8, offset=16 if "images" in name else 8))
+    train_images, train_labels, test_images, test_labels = (torch.from_numpy(array.copy()) for array in arrays)
+    return Read(
+        train_images.view(-1, 1, 28, 28) / 255, train_labels.long(), test_images.view(-1, 1, 28, 28) / 255, test_labels.long()
+    )
+
+
+def find(directory: Path, name: str) -> Path | None:
+    """The file of Fashion-MNIST in `directory` or in its folder `fashion-mnist`; None where it is in neither."""
+    return next((path for path in (directory / name, directory / "fashion-mnist" / name) if path.is_file()), None)
+
+
+def download(directory: Path, name: str) -> None:
+    """Fetches a file of Fashion-MNIST; a file of this name appears in `directory` only when it is whole and right.
+
+    Raises:
+        OSError: It cannot be fetched.
+        ValueError: What came is not the published file.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    print(f"Downloading {FASHION_MNIST_HOME}{name} to {directory}", flush=True)
+    with urllib.request.urlopen(FASHION_MNIST_HOME + name, timeout=60) as response:
+        packed = response.read()
+    content = unpacked(packed)
+    if content is None or hashlib.sha256(content).hexdigest() != FASHION_MNIST[name]:
+        raise ValueError(f"{FASHION_MNIST_HOME}{name} did not give the published file ({len(packed):,} bytes came). Try again.")
+    partial = directory / f"{name}.{os.getpid()}.part"
+    partial.write_bytes(packed)
+    partial.replace(directory / name)
+
+
+def unpacked(packed: bytes) -> bytes | None:
+    """The content of gzip bytes; None where they are cut off or altered."""
+    try:
+        return gzip.decompress(packed)
+    except (EOFError, OSError, zlib.error):
+        return None

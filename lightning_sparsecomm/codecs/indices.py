@@ -1,0 +1,95 @@
+"""Positions as bytes."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_sparsecomm.codecs.payload import PayloadError
+
+
+class IndexCodec(ABC):
+    """Sorted positions to bytes and back, exactly. Frozen and pure.
+
+    Attributes:
+        code: The byte that names the codec in a payload.
+    """
+
+    code: ClassVar[int]
+
+    @abstractmethod
+    def encode(self, indices: Tensor, size: int) -> Tensor:
+        """The index section of a payload.
+
+        Args:
+            indices: `[k]` int64, strictly increasing, each in `[0, size)`.
+            size: Length of the vector that they point into.
+
+        Returns:
+            `[bytes]` uint8 on the device of `indices`.
+        """
+
+    @abstractmethod
+    def decode(self, section: Tensor, count: int, size: int) -> Tensor:
+        """The positions in an index section.
+
+        Args:
+            section: `[bytes]` uint8, from any source.
+            count: How many positions it holds, at most `size`. Trusted to be affordable: a full selection of `count`
+                positions comes from no bytes at all.
+            size: Length of the vector that they point into.
+
+        Returns:
+            `[count]` int64, strictly increasing, each in `[0, size)`; memory of its own.
+
+        Raises:
+            PayloadError: The section is not what `encode` writes for any such positions.
+        """
+
+    @abstractmethod
+    def bound_bytes(self, count: int, size: int) -> int | None:
+        """The length that no section for at most `count` positions exceeds; None where that is much above the usual."""
+
+
+@dataclass(frozen=True)
+class Raw32(IndexCodec):
+    """Each position as an unsigned 32-bit integer: 4 bytes, or no bytes at all where everything is selected."""
+
+    code: ClassVar[int] = 1
+
+    def encode(self, indices: Tensor, size: int) -> Tensor:
+        if indices.numel() == size:
+            return indices.new_empty(0, dtype=torch.uint8)
+        # The low half of each int64: a cast of positions from 2^31 on to int32 would be out of range.
+        return indices.contiguous().view(torch.int32)[::2].contiguous().view(torch.uint8)
+
+    def decode(self, section: Tensor, count: int, size: int) -> Tensor:
+        expected = 0 if count == size else 4 * count
+        if section.numel() != expected:
+            raise PayloadError(
+                f"raw index section: has {section.numel()} bytes, expected {expected} for {count} of {size} positions."
+            )
+        if count == size:
+            return torch.arange(size, device=section.device)
+        # The copy is aligned, wherever in the payload the section begins.
+        indices = section.clone().view(torch.int32).to(torch.int64).bitwise_and_(0xFFFFFFFF)
+        wrong = indices >= size
+        wrong[1:] |= indices[1:] <= indices[:-1]
+        if bool(wrong.any()):
+            at = int(wrong.nonzero()[0, 0])
+            before = f" and more than the one before, {int(indices[at - 1])}" if at else ""
+            raise PayloadError(
+                f"raw index section: position at byte {4 * at} is {int(indices[at])},"
+                f" expected less than {size}{before}."
+            )
+        return indices
+
+    def bound_bytes(self, count: int, size: int) -> int | None:
+        # All but one cost 4 bytes each, all cost nothing: the bound is then far above what is usual.
+        return 4 * count if count < size else None if size > 1 else 0
+
+
+INDEX_CODECS: dict[int, IndexCodec] = {codec.code: codec for codec in (Raw32(),)}
+"""The codec that decodes an index section, by the code in the payload."""

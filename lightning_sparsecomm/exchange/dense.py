@@ -1,0 +1,66 @@
+"""Everything is sent: one all-reduce."""
+
+from collections.abc import Sequence
+from typing import Literal, Optional
+
+import torch
+from torch import Tensor
+
+from lightning_sparsecomm.exchange.base import Exchange, Exchanged
+from lightning_sparsecomm.rounds import Round
+from lightning_sparsecomm.wire import Wire
+
+WireDtype = Literal["same", "float32", "float16", "bfloat16"]
+WIRE_DTYPES: dict[str, Optional[torch.dtype]] = {
+    "same": None,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
+
+def check_wire_dtype(wire_dtype: str) -> None:
+    """Refuses an unknown name.
+
+    Raises:
+        ValueError: `wire_dtype` is none of the known ones.
+    """
+    if wire_dtype not in WIRE_DTYPES:
+        raise ValueError(
+            f"wire_dtype must be one of {', '.join(WIRE_DTYPES)}; got {wire_dtype!r}."
+            " 'same' sends each gradient in its own dtype."
+        )
+
+
+class DenseAllReduce(Exchange):
+    """The mean of whole vectors, by one all-reduce. Exact but for the wire's rounding; unbiased.
+
+    Bytes handed over: one element of the wire's dtype for each of the n elements, and one for each tensor (how many
+    ranks have a gradient for it, which DDP finds out with a collective of its own).
+
+    Args:
+        wire_dtype: Dtype on the wire; "same" is the dtype that the vector has.
+
+    Raises:
+        ValueError: Unknown `wire_dtype`.
+    """
+
+    def __init__(self, wire_dtype: WireDtype = "same") -> None:
+        check_wire_dtype(wire_dtype)
+        self.wire_dtype = wire_dtype
+
+    def run(
+        self, x: Tensor, present: Sequence[bool], nonfinite_segment: Optional[int], round: Round, wire: Wire
+    ) -> Exchanged:
+        # Infinities and NaN spread to all ranks by the sum itself, as under DDP: no flag is needed.
+        n = x.numel()
+        buffer = x.new_empty(n + len(present), dtype=WIRE_DTYPES[self.wire_dtype])
+        # Divided before the sum, so that float16 does not overflow where the mean would not.
+        torch.div(x, wire.world_size, out=buffer[:n]) if buffer.dtype == x.dtype else buffer[:n].copy_(x / wire.world_size)
+        buffer[n:] = torch.tensor(present, dtype=buffer.dtype)
+        sent = x if buffer.dtype == x.dtype else buffer[:n].to(x.dtype) * wire.world_size
+        wire.all_reduce_(buffer)
+        return Exchanged(buffer[:n].to(x.dtype), sent, (buffer[n:] > 0).tolist())
+
+    def __repr__(self) -> str:
+        return f"DenseAllReduce(wire_dtype={self.wire_dtype!r})"

@@ -1,0 +1,84 @@
+"""Each rank sends one payload to all others, and all decode all of them."""
+
+from collections.abc import Sequence
+from typing import Optional, Union
+
+import torch
+from torch import Tensor
+
+from lightning_sparsecomm.codecs.compressor import Compressor
+from lightning_sparsecomm.codecs.payload import Envelope, PayloadError, open_envelope, seal, sealed_bytes
+from lightning_sparsecomm.exchange.base import Exchange, Exchanged, NonFiniteGradientError
+from lightning_sparsecomm.layout import SparseVector, mean
+from lightning_sparsecomm.rounds import Round
+from lightning_sparsecomm.wire import Wire
+
+
+class Gather(Exchange):
+    """All-gather of one self-contained payload per rank.
+
+    Where the compressor bounds its payloads, they are padded to the bound and travel in one collective; else lengths
+    are gathered first and the payloads padded to the longest. Either way all bytes, padding too, are in the ledger.
+    Every rank adds the decoded payloads in rank order, so the result is bit-equal on all of them.
+
+    Args:
+        compressor: Turns the vector into bytes.
+    """
+
+    def __init__(self, compressor: Compressor) -> None:
+        self.compressor = compressor
+
+    def run(
+        self, x: Tensor, present: Sequence[bool], nonfinite_segment: Optional[int], round: Round, wire: Wire
+    ) -> Exchanged:
+        body = x.new_empty(0, dtype=torch.uint8) if nonfinite_segment is not None else self.compressor.encode(x, round)
+        envelope = Envelope(body, None if all(present) else list(present), nonfinite_segment)
+        payload = seal(envelope, round.layout)
+        # Bytes are checked and parsed on the CPU, whatever the device.
+        gathered = self._gather(payload, round, wire).cpu()
+
+        # All are opened before any is used: ranks agree on which error comes first, and nothing is half done.
+        envelopes = [open_envelope(gathered[rank], round.layout, rank) for rank in range(wire.world_size)]
+        for rank, received in enumerate(envelopes):
+            if received.nonfinite_segment is not None:
+                raise NonFiniteGradientError(
+                    f"rank {rank} has a gradient that is not finite, for parameter"
+                    f" {round.layout.segments[received.nonfinite_segment].name!r} in step {round.step}."
+                    " Lower the learning rate, clip gradients, or look for a division by zero in the loss."
+                )
+        decoded = [self._decode(received.body, round, rank, x.device) for rank, received in enumerate(envelopes)]
+        anyone = [received.present or [True] * len(present) for received in envelopes]
+        return Exchanged(
+            mean(decoded, x.dtype),
+            decoded[wire.rank],
+            [any(column) for column in zip(*anyone)],
+        )
+
+    def _gather(self, payload: Tensor, round: Round, wire: Wire) -> Tensor:
+        bound = self.compressor.bound_bytes(round)
+        if bound is not None:
+            capacity = sealed_bytes(bound, round.layout)
+        else:
+            lengths = wire.all_gather(torch.tensor([payload.numel()], device=payload.device))
+            capacity = int(lengths.max())
+        padded = payload.new_zeros(capacity)
+        padded[: payload.numel()] = payload
+        return wire.all_gather(padded)
+
+    def _decode(self, body: Tensor, round: Round, rank: int, device: torch.device) -> Union[SparseVector, Tensor]:
+        try:
+            decoded = self.compressor.decode(body)
+        except PayloadError as error:
+            raise PayloadError(f"rank {rank}'s payload: {error}") from error
+        size = decoded.size if isinstance(decoded, SparseVector) else decoded.numel()
+        if size != round.layout.size:
+            raise PayloadError(
+                f"rank {rank}'s payload holds a vector of {size:,} elements, expected {round.layout.size:,}:"
+                " the ranks train different parameters."
+            )
+        if isinstance(decoded, SparseVector):
+            return SparseVector(decoded.indices.to(device), decoded.values.to(device), decoded.size)
+        return decoded.to(device)
+
+    def __repr__(self) -> str:
+        return f"Gather({self.compressor!r})"

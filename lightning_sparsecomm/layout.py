@@ -1,0 +1,130 @@
+"""Which element of a flat vector belongs to which parameter, and a sparse part of such a vector."""
+
+import zlib
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from math import prod
+from typing import NamedTuple, Union
+
+import torch
+from torch import Tensor
+
+# Positions travel as unsigned 32-bit integers.
+MAX_SIZE = 2**32 - 1
+
+
+class Segment(NamedTuple):
+    """One parameter's place in the flat vector: elements `offset` to `offset + size`."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    size: int
+
+
+class Layout:
+    """Names, shapes and offsets of tensors that lie one after the other in a flat vector.
+
+    Frozen. Two ranks may exchange positions exactly if their layouts are equal; `fingerprint` lets a payload prove it.
+
+    >>> layout = Layout([("weight", (2, 3)), ("bias", (2,))])
+    >>> layout.size, [segment.offset for segment in layout.segments]
+    (8, [0, 6])
+
+    Args:
+        tensors: Name and shape of each tensor, in order. Names must differ.
+
+    Raises:
+        ValueError: A name occurs twice, or the vector is too long for 32-bit positions.
+    """
+
+    def __init__(self, tensors: Iterable[tuple[str, Sequence[int]]]) -> None:
+        segments: list[Segment] = []
+        offset = 0
+        for name, shape in tensors:
+            size = prod(shape)
+            segments.append(Segment(name, tuple(shape), offset, size))
+            offset += size
+        if len({segment.name for segment in segments}) != len(segments):
+            raise ValueError("a layout's names must differ; got one twice. Name every parameter once.")
+        if offset > MAX_SIZE:
+            raise ValueError(
+                f"a vector can have at most {MAX_SIZE:,} elements, since positions travel as 32-bit integers; got {offset:,}."
+                " Give the parameters to more than one optimizer or sync."
+            )
+        self.segments = tuple(segments)
+        self.size = offset
+
+    @classmethod
+    def of(cls, named: Iterable[tuple[str, Tensor]]) -> "Layout":
+        """The layout of `(name, tensor)` pairs, such as `module.named_parameters()`."""
+        return cls((name, tensor.shape) for name, tensor in named)
+
+    @cached_property
+    def fingerprint(self) -> int:
+        """32-bit checksum of names and shapes: equal layouts have equal fingerprints."""
+        return zlib.crc32(repr([(segment.name, segment.shape) for segment in self.segments]).encode())
+
+    @cached_property
+    def bounds(self) -> Tensor:
+        """Where each segment begins, and where the last one ends. `[segments + 1]` int64."""
+        return torch.tensor([segment.offset for segment in self.segments] + [self.size], dtype=torch.int64)
+
+    def views(self, vector: Tensor) -> list[Tensor]:
+        """The parts of `vector` (`[size]`) in the tensors' shapes; no copy."""
+        return [vector[s.offset : s.offset + s.size].view(s.shape) for s in self.segments]
+
+    def counts(self, indices: Tensor) -> list[int]:
+        """How many of the sorted `indices` (`[k]` int64) fall into each segment."""
+        return torch.searchsorted(indices, self.bounds.to(indices.device)).diff().tolist()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Layout) and self.segments == other.segments
+
+    def __hash__(self) -> int:
+        return hash(self.segments)
+
+    def __repr__(self) -> str:
+        return f"Layout({len(self.segments)} tensors, {self.size:,} elements)"
+
+
+class SparseVector(NamedTuple):
+    """Some elements of a vector; the others are zero.
+
+    Attributes:
+        indices: `[k]` int64, strictly increasing, each in `[0, size)`.
+        values: `[k]`, floating point.
+        size: Length of the whole vector.
+    """
+
+    indices: Tensor
+    values: Tensor
+    size: int
+
+    def dense(self) -> Tensor:
+        """The whole vector, `[size]`, in the values' dtype."""
+        return self.values.new_zeros(self.size).index_copy_(0, self.indices, self.values)
+
+
+def mean(vectors: Sequence[Union[SparseVector, Tensor]], dtype: torch.dtype) -> Union[SparseVector, Tensor]:
+    """The mean of vectors of one size, with equal bits wherever the same vectors are given in the same order.
+
+    Sparse while the union of the vectors' elements surely is, else dense. The indices of one vector differ, so every
+    addition below touches an element once: the order of each sum is the order of `vectors`, on any device.
+    """
+    sparse = [vector for vector in vectors if isinstance(vector, SparseVector)]
+    if len(sparse) == len(vectors) and sum(vector.indices.numel() for vector in sparse) <= sparse[0].size // 8:
+        indices = torch.unique(torch.cat([vector.indices for vector in sparse]))
+        values = torch.zeros(indices.numel(), dtype=dtype, device=indices.device)
+        for vector in sparse:
+            values.index_add_(0, torch.searchsorted(indices, vector.indices), vector.values.to(dtype))
+        return SparseVector(indices, values.div_(len(vectors)), sparse[0].size)
+    first = vectors[0]
+    size, device = (first.size, first.values.device) if isinstance(first, SparseVector) else (first.numel(), first.device)
+    total = torch.zeros(size, dtype=dtype, device=device)
+    for vector in vectors:
+        if isinstance(vector, SparseVector):
+            total.index_add_(0, vector.indices, vector.values.to(dtype))
+        else:
+            total.add_(vector)
+    return total.div_(len(vectors))

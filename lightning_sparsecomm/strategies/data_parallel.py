@@ -1,0 +1,79 @@
+"""DistributedDataParallel with its reducer idle: gradients stay local, everything else is DDP's."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_sparsecomm.wire import DDP_BUFFERS, DDP_SETUP, Ledger
+
+
+def tensor_bytes(tensors: Sequence[Tensor]) -> int:
+    """Bytes of the tensors' elements."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+class CountedDataParallel(DistributedDataParallel):
+    """DDP whose own traffic (set-up broadcast and buffers) is entered in a ledger.
+
+    Args:
+        module: The module to train.
+        ledger: Where the traffic is entered.
+        options: DDP's own.
+    """
+
+    def __init__(self, module: nn.Module, ledger: Ledger, **options: object) -> None:
+        super().__init__(module, **options)  # type: ignore[arg-type]
+        self.ledger = ledger
+        ignored = self.parameters_to_ignore
+        state = [t for name, t in (*module.named_parameters(), *module.named_buffers()) if name not in ignored]
+        ledger.record(DDP_SETUP, "broadcast", tensor_bytes(state))
+
+    def forward(self, *inputs: object, **kwargs: object) -> object:
+        if self.will_sync_module_buffers():
+            self.ledger.record(DDP_BUFFERS, "broadcast", tensor_bytes(self.modules_buffers))
+        return super().forward(*inputs, **kwargs)
+
+
+class LocalDataParallel(CountedDataParallel):
+    """DDP that never reduces a gradient: it always works as in `no_sync()`.
+
+    What DDP sets up and broadcasts (parameters once, buffers before a forward pass) stays as it is. The options of
+    its reducer (buckets, unused parameters, static graph, gradient views) have nothing to act on and are left out:
+    so there is no copy into buckets, no map of unused parameters, and no error about them.
+    """
+
+    REDUCER_OPTIONS = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view")
+
+    def __init__(self, module: nn.Module, ledger: Ledger, **options: object) -> None:
+        self._wanted = self._buffers_due = True
+        super().__init__(module, ledger, **{k: v for k, v in options.items() if k not in self.REDUCER_OPTIONS})
+
+    # DDP and Lightning switch reduction on and off by this attribute. It reads False, so gradients stay local; what it
+    # was set to decides whether the next forward pass broadcasts buffers.
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        return False
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        self._wanted = value
+
+    # As under DDP, buffers are broadcast before the forward pass that follows one which would have reduced.
+    @property
+    def require_forward_param_sync(self) -> bool:
+        return self._buffers_due
+
+    @require_forward_param_sync.setter
+    def require_forward_param_sync(self, value: bool) -> None:
+        self._buffers_due = self._wanted and torch.is_grad_enabled()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        wanted, self._wanted = self._wanted, False
+        try:
+            yield
+        finally:
+            self._wanted = wanted

@@ -1,0 +1,77 @@
+"""The strategy for Fabric; the bindings join it to the DDPStrategy of their package."""
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, Optional
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_sparsecomm.methods import Method
+from lightning_sparsecomm.strategies.mixin import SynchronizingMixin
+from lightning_sparsecomm.synchronizer import Synchronizer
+
+if TYPE_CHECKING:
+    from lightning_fabric.strategies import DDPStrategy
+else:
+    DDPStrategy = object
+
+
+class FabricMixin(SynchronizingMixin, DDPStrategy):
+    """Trains by DDP, with the gradients synchronized by a method, in a Fabric loop.
+
+    `fabric.backward`, `fabric.clip_gradients`, `fabric.no_backward_sync` and `optimizer.step` are used as with ddp.
+    Code that reads or changes `.grad` by itself before the step calls `fabric.strategy.synchronize(optimizer)` first.
+
+    Args:
+        method: How gradients are synchronized; `methods.gradient_dropping(density=0.01)` by default.
+        seed: Seed of the method's own randomness, if it has any; equal on all ranks.
+        **kwargs: Options of DDPStrategy and of DistributedDataParallel.
+
+    Raises:
+        TypeError: `method` is not a Method.
+    """
+
+    def __init__(self, method: Optional[Method] = None, seed: int = 0, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._prepare(method, seed)
+
+    def setup_module(self, module: nn.Module) -> DistributedDataParallel:
+        if self._synchronizer is None:
+            self._begin(self.root_device, getattr(self.precision, "scaler", None))
+        device_ids = self._determine_ddp_device_ids()
+        # As Lightning does: https://pytorch.org/docs/stable/notes/cuda.html#id5
+        stream = torch.cuda.stream(torch.cuda.Stream()) if device_ids is not None else nullcontext()
+        with stream:
+            return self._wrap(module, device_ids=device_ids, **self._ddp_kwargs)
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        self.synchronizer.register(optimizer)
+        return super().setup_optimizer(optimizer)
+
+    def backward(self, tensor: Tensor, module: Optional[nn.Module], *args: Any, **kwargs: Any) -> None:
+        with self.synchronizer.backward():
+            super().backward(tensor, module, *args, **kwargs)
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        synchronizer: Synchronizer = self.synchronizer
+        closure = kwargs.pop("closure", None)
+        with synchronizer.stepping(optimizer):
+            if closure is None:
+                synchronizer.synchronize(optimizer)
+            else:
+                kwargs["closure"] = synchronizer.closure(optimizer, closure)
+            return super().optimizer_step(optimizer, **kwargs)
+
+    def clip_gradients_norm(self, module: nn.Module, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Tensor:
+        self.synchronize(optimizer)
+        return super().clip_gradients_norm(module, optimizer, *args, **kwargs)
+
+    def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
+        self.synchronize(optimizer)
+        super().clip_gradients_value(module, optimizer, clip_val)
+
+    def teardown(self) -> None:
+        self._end()
+        super().teardown()

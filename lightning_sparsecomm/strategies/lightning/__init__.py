@@ -1,0 +1,1 @@
+"""The strategies for the packages inside `lightning`."""

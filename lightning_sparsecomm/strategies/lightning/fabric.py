@@ -1,0 +1,11 @@
+"""The strategy for Fabric of `lightning.fabric`."""
+
+from lightning.fabric.strategies import DDPStrategy
+
+from lightning_sparsecomm.strategies.fabric import FabricMixin
+
+
+class SparseCommStrategy(FabricMixin, DDPStrategy):
+    __doc__ = FabricMixin.__doc__
+
+    lightning_package = "lightning.fabric"

@@ -1,0 +1,11 @@
+"""The strategy for Trainer of `lightning.pytorch`."""
+
+from lightning.pytorch.strategies import DDPStrategy
+
+from lightning_sparsecomm.strategies.trainer import TrainerMixin
+
+
+class SparseCommStrategy(TrainerMixin, DDPStrategy):
+    __doc__ = TrainerMixin.__doc__
+
+    lightning_package = "lightning.pytorch"

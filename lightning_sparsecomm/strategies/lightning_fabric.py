@@ -1,0 +1,11 @@
+"""The strategy for Fabric of `lightning_fabric`."""
+
+from lightning_fabric.strategies import DDPStrategy
+
+from lightning_sparsecomm.strategies.fabric import FabricMixin
+
+
+class SparseCommStrategy(FabricMixin, DDPStrategy):
+    __doc__ = FabricMixin.__doc__
+
+    lightning_package = "lightning_fabric"

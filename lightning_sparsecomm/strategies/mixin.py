@@ -1,0 +1,140 @@
+"""What the strategies for Trainer and Fabric have in common. Knows neither package: the bindings name the classes."""
+
+from collections.abc import Callable
+from typing import Optional, Protocol, TypeVar
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_sparsecomm.methods import RECIPES, Method, default
+from lightning_sparsecomm.strategies.data_parallel import CountedDataParallel, LocalDataParallel
+from lightning_sparsecomm.synchronizer import Synchronizer
+from lightning_sparsecomm.wire import Ledger, Wire
+
+T = TypeVar("T")
+
+START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork"}
+"""Suffixes of strategy names, and how each starts its processes; as Lightning's own `ddp`, `ddp_spawn`, `ddp_fork`."""
+
+COMM_HOOK_OPTIONS = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
+
+
+class Registry(Protocol):
+    """What is needed of Lightning's strategy registries."""
+
+    def register(
+        self, name: str, strategy: type, description: str, override: bool = ..., **init_params: object
+    ) -> Callable[..., object]: ...
+
+
+class SynchronizingMixin:
+    """Holds a method and, while a model trains, the synchronizer that carries it out."""
+
+    lightning_package: str
+    """The package whose Trainer or Fabric this strategy is for, as users import it."""
+
+    def _prepare(self, method: Optional[Method], seed: int) -> None:
+        if method is not None and not isinstance(method, Method):
+            hint = f" Did you mean lightning_sparsecomm.methods.{method}()?" if method in RECIPES else ""
+            raise TypeError(
+                f"method must be a Method, such as lightning_sparsecomm.methods.gradient_dropping(density=0.01);"
+                f" got {method!r}.{hint}"
+            )
+        for option in COMM_HOOK_OPTIONS:
+            if getattr(self, f"_{option}", None) is not None:
+                raise ValueError(
+                    f"{option} cannot be combined with a method, which takes the place of DDP's communication hook."
+                    " Leave it out, or use strategy='ddp'. methods.dense(wire_dtype='bfloat16') rounds on the wire."
+                )
+        self.method = method if method is not None else default()
+        self.seed = seed
+        self._synchronizer: Optional[Synchronizer] = None
+        self._ledger: Optional[Ledger] = None
+
+    @property
+    def synchronizer(self) -> Synchronizer:
+        """The method at work.
+
+        Raises:
+            RuntimeError: No model is set up for training.
+        """
+        if self._synchronizer is None:
+            raise RuntimeError("no model is set up for training yet: the method has nothing to synchronize.")
+        return self._synchronizer
+
+    @property
+    def ledger(self) -> Optional[Ledger]:
+        """What crossed the wire in the current fit, or in the last; None before the first."""
+        return self._ledger
+
+    def synchronize(self, optimizer: Optimizer) -> None:
+        """Shares the optimizer's gradients now, rather than at its step. For code that reads or changes `.grad` by
+        itself between backward and step, where ddp has averaged them already (clip_gradients does it by itself)."""
+        if self._synchronizer is not None:
+            self._synchronizer.synchronize(optimizer)
+
+    def _begin(self, device: torch.device, scaler: object) -> Synchronizer:
+        """A new run: its wire, its ledger, its synchronizer.
+
+        Raises:
+            ValueError: A device, backend or precision that cannot work.
+        """
+        if device.type not in ("cpu", "cuda"):
+            raise ValueError(
+                f"accelerator must be 'cpu' or 'cuda'; got {device.type!r}, on which DDP does not run. Use accelerator='cpu'."
+            )
+        if scaler is not None:
+            raise ValueError(
+                "precision='16-mixed' is not supported yet: its loss scaler may skip a step after the gradients have"
+                " been exchanged, and a residual would keep scaled values. Use precision='bf16-mixed' or '32-true'."
+            )
+        wire = Wire()
+        if device.type == "cpu" and "gloo" not in wire.backend:
+            raise ValueError(f"process_group_backend must be 'gloo' on CPUs; got {wire.backend!r}. Leave it out for the default.")
+        self._ledger = wire.ledger
+        self._synchronizer = Synchronizer(self.method, wire, self.seed)
+        return self._synchronizer
+
+    def _wrap(self, module: nn.Module, **options: object) -> DistributedDataParallel:
+        """The module as DDP, with its reducer idle, or with our hook in it."""
+        synchronizer = self.synchronizer
+        synchronizer.add_module(module)
+        ledger, buckets = synchronizer.wire.ledger, synchronizer.buckets
+        if buckets is None:
+            return LocalDataParallel(module, ledger, **options)
+        model = CountedDataParallel(module, ledger, **options)
+        in_buckets = [
+            parameter
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad and name not in model.parameters_to_ignore
+        ]
+        buckets.attach(in_buckets, model.find_unused_parameters and not model.static_graph, synchronizer.wire)
+        model.register_comm_hook(None, buckets.hook)
+        return model
+
+    def _end(self) -> None:
+        if self._synchronizer is not None:
+            self._synchronizer.close()
+            self._synchronizer = None
+
+    # Lightning prints this where a strategy of one package meets the Trainer of the other.
+    def __repr__(self) -> str:
+        return f"<SparseCommStrategy of {self.lightning_package}, for no other package's Trainer or Fabric; {self.method!r}>"
+
+
+def register(registry: Registry, strategy: type) -> None:
+    """Enters `sparsecomm`, and a name for each method, with Lightning's three ways to start processes."""
+    names: dict[str, Optional[Method]] = {"sparsecomm": None}
+    names.update({f"sparsecomm_{name}": recipe() for name, recipe in RECIPES.items()})
+    for name, method in names.items():
+        for suffix, start_method in START_METHODS.items():
+            registry.register(
+                name + suffix,
+                strategy,
+                description=f"{name} with start_method {start_method!r}",
+                override=True,
+                method=method,
+                start_method=start_method,
+            )

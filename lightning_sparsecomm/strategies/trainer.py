@@ -1,0 +1,128 @@
+"""The strategy for a Trainer; the bindings join it to the DDPStrategy of their package."""
+
+import pickle
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, Optional, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_sparsecomm.methods import Method
+from lightning_sparsecomm.strategies.mixin import SynchronizingMixin
+from lightning_sparsecomm.wire import LIGHTNING, Collective
+
+if TYPE_CHECKING:
+    import pytorch_lightning as pl
+    from pytorch_lightning.strategies import DDPStrategy
+else:
+    DDPStrategy = object
+
+T = TypeVar("T")
+
+
+class TrainerMixin(SynchronizingMixin, DDPStrategy):
+    """Trains by DDP, with the gradients synchronized by a method.
+
+    Switching from `strategy="ddp"` changes nothing else: the LightningModule, its optimizers, the Trainer's clipping
+    and accumulation stay as they are. A few hooks see a different moment: `on_after_backward` finds this rank's own
+    gradients, `on_before_optimizer_step` the shared ones.
+
+    Args:
+        method: How gradients are synchronized; `methods.gradient_dropping(density=0.01)` by default.
+        seed: Seed of the method's own randomness, if it has any; equal on all ranks.
+        **kwargs: Options of DDPStrategy and of DistributedDataParallel.
+
+    Raises:
+        TypeError: `method` is not a Method.
+        ValueError: A communication hook is given besides a method.
+    """
+
+    def __init__(self, method: Optional[Method] = None, seed: int = 0, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._prepare(method, seed)
+
+    def setup(self, trainer: "pl.Trainer") -> None:
+        fitting = trainer.state.fn == "fit"
+        if fitting:
+            self._begin(self.root_device, getattr(self.precision_plugin, "scaler", None))
+        super().setup(trainer)
+        if fitting:
+            self.synchronizer.check()
+            for optimizer in self.optimizers:
+                self.synchronizer.register(optimizer)
+            self._share_before_clipping()
+
+    def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
+        device_ids = self.determine_ddp_device_ids()
+        # As Lightning does: https://pytorch.org/docs/stable/notes/cuda.html#id5
+        stream = torch.cuda.stream(torch.cuda.Stream()) if device_ids is not None else nullcontext()
+        with stream:
+            return self._wrap(model, device_ids=device_ids, **self._ddp_kwargs)
+
+    def _register_ddp_hooks(self) -> None:
+        """Nothing: the hook, where the method has one, came with `_wrap`. (Lightning registers hooks on CUDA only.)"""
+
+    def _share_before_clipping(self) -> None:
+        """Lets every call of `clip_gradients`, Lightning's own or the user's, find shared gradients."""
+        clip = self.precision_plugin.clip_gradients
+
+        def share_and_clip(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            self.synchronize(optimizer)
+            clip(optimizer, *args, **kwargs)
+
+        self.precision_plugin.clip_gradients = share_and_clip  # type: ignore[method-assign]
+
+    def backward(self, closure_loss: Tensor, optimizer: Optional[Optimizer], *args: Any, **kwargs: Any) -> Tensor:
+        with self.synchronizer.backward():
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        synchronizer = self.synchronizer
+        synchronizer.epoch = self._epoch()
+        with synchronizer.stepping(optimizer):
+            return super().optimizer_step(optimizer, synchronizer.closure(optimizer, closure), model, **kwargs)
+
+    def _epoch(self) -> float:
+        """Epochs finished, with fraction; whole ones only where the length of an epoch is not known."""
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        batches = trainer.num_training_batches
+        done = trainer.fit_loop.epoch_loop.batch_idx / batches if 0 < batches < float("inf") else 0.0
+        return trainer.current_epoch + done
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        # Before each batch, Lightning broadcasts whether rank 0 was told to stop: one 64-bit integer.
+        self._count("broadcast", 8)
+        return super().training_step(*args, **kwargs)
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        if self._synchronizer is not None:
+            self._count("broadcast", len(pickle.dumps(obj)) + 8)
+        return super().broadcast(obj, src)
+
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(tensor, Tensor):
+            self._count("all_reduce", tensor.numel() * tensor.element_size())
+        return super().reduce(tensor, *args, **kwargs)
+
+    def all_gather(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self._count("all_gather", tensor.numel() * tensor.element_size())
+        return super().all_gather(tensor, *args, **kwargs)
+
+    def _count(self, collective: Collective, handed_bytes: int) -> None:
+        if self._synchronizer is not None:
+            self._synchronizer.wire.ledger.record(LIGHTNING, collective, handed_bytes)
+
+    def teardown(self) -> None:
+        vars(self.precision_plugin).pop("clip_gradients", None)
+        self._end()
+        super().teardown()

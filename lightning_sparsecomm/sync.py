@@ -1,0 +1,226 @@
+"""Whence, when and whither: what is exchanged for which parameters at which moment."""
+
+import copy
+import fnmatch
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Optional
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_sparsecomm.channel import Channel
+from lightning_sparsecomm.exchange.base import Exchanged
+from lightning_sparsecomm.exchange.dense import WIRE_DTYPES, DenseAllReduce, WireDtype, check_wire_dtype
+from lightning_sparsecomm.layout import Layout, SparseVector
+from lightning_sparsecomm.rounds import Round
+from lightning_sparsecomm.wire import DDP_UNUSED, GradBucket, Wire
+
+NamedParameters = Sequence[tuple[str, Parameter]]
+
+
+class Sync(ABC):
+    """What a method does for some of the parameters. A method is one or more syncs; each parameter belongs to one.
+
+    A sync as the user makes it is a prototype: training works on a copy of it, so that a method can be used again.
+
+    Args:
+        parameters: Shell-style patterns of parameter names, as in `module.named_parameters()`.
+        exclude: Patterns of names that are left to other syncs.
+
+    Raises:
+        TypeError: A string is given where a list of patterns is meant.
+    """
+
+    def __init__(self, parameters: Sequence[str] = ("*",), exclude: Sequence[str] = ()) -> None:
+        for option, patterns in (("parameters", parameters), ("exclude", exclude)):
+            if isinstance(patterns, str):
+                raise TypeError(f"{option} must be a list of patterns; got the string {patterns!r}. Use [{patterns!r}].")
+        self.parameters = tuple(parameters)
+        self.exclude = tuple(exclude)
+
+    def claims(self, name: str) -> bool:
+        """Whether the parameter of this name belongs to this sync."""
+        return matches(name, self.parameters) and not matches(name, self.exclude)
+
+    @abstractmethod
+    def synchronize(self, stream: int, parameters: NamedParameters, round: Round, wire: Wire) -> None:
+        """Called once per optimizer step: leaves the shared gradient in each parameter's `.grad`.
+
+        Args:
+            stream: Index of the optimizer. State of one stream never mixes with that of another.
+            parameters: This sync's parameters among the optimizer's, in named-parameter order: all that have required
+                a gradient at some time.
+            round: Step, epoch and seeds; its layout is that of `parameters`.
+            wire: Where to communicate.
+        """
+
+    def residual_norm(self) -> float:
+        """Euclidean norm of what this rank holds back; 0 where nothing is."""
+        return 0.0
+
+
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    """Whether any shell-style pattern matches; case counts."""
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+class GradientSync(Sync):
+    """Exchanges gradients through a channel once per optimizer step, when the first reader needs the shared gradient.
+
+    Until then every rank's gradients stay its own: several backward passes, accumulation and unused parameters need
+    no care, and a memory takes in exactly what the optimizer consumes.
+
+    Args:
+        channel: Memories and exchange.
+        parameters: Patterns of the parameters that go through it.
+        exclude: Patterns of those that do not.
+    """
+
+    def __init__(self, channel: Channel, parameters: Sequence[str] = ("*",), exclude: Sequence[str] = ()) -> None:
+        super().__init__(parameters, exclude)
+        self.channel = channel
+        self._streams: dict[int, tuple[Layout, Channel]] = {}
+
+    def synchronize(self, stream: int, parameters: NamedParameters, round: Round, wire: Wire) -> None:
+        channel = self._bound(stream, parameters, round.layout)
+        gradients = [gradient_of(name, parameter) for name, parameter in parameters]
+        begin = time.perf_counter()
+        exchanged = channel.reduce(gradients, round, wire)
+        ledger = wire.ledger
+        ledger.exchange_seconds += time.perf_counter() - begin
+        ledger.ddp_bytes += sum(p.numel() * p.element_size() for _, p in parameters if p.requires_grad)
+        ledger.elements += round.layout.size
+        sent = exchanged.sent
+        ledger.sent_elements += sent.indices.numel() if isinstance(sent, SparseVector) else sent.numel()
+        write_gradients(parameters, exchanged, round.layout)
+
+    def _bound(self, stream: int, parameters: NamedParameters, layout: Layout) -> Channel:
+        known, channel = self._streams.get(stream, (None, None))
+        if channel is None:
+            channel = copy.deepcopy(self.channel)
+        if known != layout:
+            dtype = torch.float32
+            for _, parameter in parameters:
+                dtype = torch.promote_types(dtype, parameter.dtype)
+            channel.bind(layout, dtype, parameters[0][1].device)
+            self._streams[stream] = (layout, channel)
+        return channel
+
+    def residual_norm(self) -> float:
+        return sum(channel.residual_norm() ** 2 for _, channel in self._streams.values()) ** 0.5
+
+    def state_dict(self) -> dict[int, list[dict[str, Tensor]]]:
+        """Each stream's memories, by parameter name."""
+        return {stream: channel.state_dict() for stream, (_, channel) in self._streams.items()}
+
+
+class BucketSync(Sync):
+    """Averages DDP's buckets by all-reduce inside its communication hook, overlapping the backward pass as DDP does.
+
+    For methods without memory only: the hook also sees gradients that no optimizer consumes. It must claim all
+    parameters. Parameters that DDP does not know, since they were frozen when it was set up, are averaged at the step;
+    stock DDP lets replicas drift there.
+
+    Args:
+        wire_dtype: Dtype on the wire: "same" as the gradient, or a narrower one that it is rounded to.
+
+    Raises:
+        ValueError: Unknown `wire_dtype`.
+    """
+
+    def __init__(self, wire_dtype: WireDtype = "same") -> None:
+        super().__init__()
+        check_wire_dtype(wire_dtype)
+        self.wire_dtype = wire_dtype
+        self._in_buckets: set[int] = set()
+        self._late = GradientSync(Channel(DenseAllReduce(wire_dtype)))
+
+    def attach(self, in_buckets: Sequence[Parameter], finds_unused: bool, wire: Wire) -> None:
+        """Says what DDP reduces in buckets, and where to communicate.
+
+        Args:
+            in_buckets: The parameters that DDP's reducer knows.
+            finds_unused: Whether DDP agrees on unused parameters after each backward pass.
+            wire: Where to communicate.
+        """
+        self._in_buckets = {id(parameter) for parameter in in_buckets}
+        self._finds_unused = finds_unused
+        self._wire = wire
+
+    # DDP checks the hook's signature: the argument must be called `bucket`, and annotations must not be strings.
+    def hook(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """DDP communication hook: the mean of one bucket over ranks."""
+        ledger, buffer = self._wire.ledger, bucket.buffer()
+        dtype = WIRE_DTYPES[self.wire_dtype] or buffer.dtype
+        ledger.ddp_bytes += buffer.numel() * buffer.element_size()
+        ledger.elements += buffer.numel()
+        ledger.sent_elements += buffer.numel()
+        if self._finds_unused and bucket.is_last():
+            # DDP's own all-reduce of one 32-bit integer for each parameter.
+            ledger.record(DDP_UNUSED, "all_reduce", 4 * len(self._in_buckets))
+        # Divided before the sum, so that float16 does not overflow where the mean would not.
+        sending = buffer.div_(self._wire.world_size).to(dtype)
+        begin = time.perf_counter()
+
+        def received(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+            ledger.exchange_seconds += time.perf_counter() - begin
+            (reduced,) = future.value()
+            return buffer if reduced.dtype == buffer.dtype else buffer.copy_(reduced)
+
+        return self._wire.all_reduce_future(sending).then(received)
+
+    def synchronize(self, stream: int, parameters: NamedParameters, round: Round, wire: Wire) -> None:
+        late = [(name, parameter) for name, parameter in parameters if id(parameter) not in self._in_buckets]
+        if late:
+            layout = Layout.of(late)
+            late_round = Round(layout, round.step, round.epoch, round.seed, round.rank, round.world_size)
+            self._late.synchronize(stream, late, late_round, wire)
+
+
+def gradient_of(name: str, parameter: Parameter) -> Optional[Tensor]:
+    """This rank's gradient, or None where the parameter is frozen or got none.
+
+    Raises:
+        TypeError: The gradient is sparse or complex, which no exchange of dense vectors can take.
+    """
+    gradient = parameter.grad
+    if gradient is None or not parameter.requires_grad:
+        return None
+    if gradient.layout != torch.strided or gradient.is_complex():
+        kind = "complex" if gradient.is_complex() else "sparse"
+        raise TypeError(
+            f"the gradient of {name!r} is {kind}, which this method cannot take. Build the layer with dense real"
+            " gradients (nn.Embedding(sparse=False)), or use strategy='ddp'."
+        )
+    return gradient.detach()
+
+
+def write_gradients(parameters: NamedParameters, exchanged: Exchanged, layout: Layout) -> None:
+    """Puts the shared gradient into each parameter's `.grad`, in place where there is one.
+
+    A parameter for which no rank has a gradient keeps what it has, as under DDP: an optimizer skips it.
+    """
+    shared = exchanged.shared
+    if isinstance(shared, SparseVector):
+        counts = layout.counts(shared.indices)
+        indices, values = shared.indices.split(counts), shared.values.split(counts)
+    else:
+        views = layout.views(shared)
+    for position, (segment, (_, parameter), present) in enumerate(zip(layout.segments, parameters, exchanged.present)):
+        if not present:
+            continue
+        if parameter.grad is None:
+            # Keeps the parameter's memory format, as autograd would.
+            parameter.grad = torch.empty_like(parameter)
+        gradient = parameter.grad.detach()
+        if not isinstance(shared, SparseVector):
+            gradient.copy_(views[position])
+            continue
+        # Positions count in row-major order, which is not how a channels-last gradient lies in memory.
+        flat = gradient.view(-1) if gradient.is_contiguous() else gradient.new_empty(segment.size)
+        flat.zero_().index_copy_(0, indices[position] - segment.offset, values[position].to(flat.dtype))
+        if not gradient.is_contiguous():
+            gradient.copy_(flat.view(segment.shape))

@@ -1,0 +1,148 @@
+"""Collectives, and the ledger of what they moved. The only file that imports torch.distributed."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, Optional
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Collective = Literal["all_reduce", "all_gather", "broadcast"]
+
+# Ledger rows. Only the first is ours; a ratio is computed from it alone.
+GRADIENTS = "gradients"
+DDP_SETUP = "DDP set-up"
+DDP_BUFFERS = "DDP buffers"
+DDP_UNUSED = "DDP unused-parameter map"
+LIGHTNING = "Lightning, metrics"
+
+BACKENDS = ("gloo", "nccl")
+
+
+def link_bytes(collective: Collective, handed_bytes: float, world_size: int) -> float:
+    """Bytes that one rank puts on the link, averaged over ranks, for `handed_bytes` that each rank hands over.
+
+    A model, by the collective's published algorithm: a ring all-reduce sends every byte 2(W-1)/W times (Patarasuk &
+    Yuan 2009), an all-gather sends it to W-1 others, and a broadcast crosses the network W-1 times in all.
+    """
+    if collective == "all_reduce":
+        return handed_bytes * 2 * (world_size - 1) / world_size
+    if collective == "all_gather":
+        return handed_bytes * (world_size - 1)
+    return handed_bytes * (world_size - 1) / world_size
+
+
+@dataclass
+class Traffic:
+    """Totals of one kind of collective.
+
+    Attributes:
+        calls: How often it was called.
+        handed_bytes: Bytes in the tensors that this rank handed over, padding and headers included.
+    """
+
+    calls: int = 0
+    handed_bytes: int = 0
+
+
+class Ledger:
+    """What crossed the wire, by purpose and collective.
+
+    Rows are purposes: `gradients` is what the method sent; the others are what DDP and Lightning send whatever the
+    method. Bytes handed over are exact; bytes on the link follow from them by `link_bytes`.
+
+    Args:
+        world_size: Number of ranks.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.rows: dict[str, dict[Collective, Traffic]] = defaultdict(lambda: defaultdict(Traffic))
+        self.ddp_bytes = 0
+        self.sent_elements = 0
+        self.elements = 0
+        self.exchange_seconds = 0.0
+        self.steps = 0
+
+    def record(self, row: str, collective: Collective, handed_bytes: int) -> None:
+        """Enters one call."""
+        traffic = self.rows[row][collective]
+        traffic.calls += 1
+        traffic.handed_bytes += handed_bytes
+
+    def handed_bytes(self, row: str = GRADIENTS) -> int:
+        """Bytes that this rank handed to the backend for one purpose."""
+        return sum(traffic.handed_bytes for traffic in self.rows.get(row, {}).values())
+
+    def link_bytes(self, row: str = GRADIENTS) -> float:
+        """Bytes that this rank put on the link for one purpose, by the collectives' published algorithms.
+
+        Every collective in use is symmetric on average over ranks: as much comes in.
+        """
+        traffics: Mapping[Collective, Traffic] = self.rows.get(row, {})
+        return sum(link_bytes(kind, traffic.handed_bytes, self.world_size) for kind, traffic in traffics.items())
+
+    @property
+    def ddp_link_bytes(self) -> float:
+        """Bytes that DDP's all-reduce of the same gradients, in their own dtype, would have put on the link."""
+        return link_bytes("all_reduce", self.ddp_bytes, self.world_size)
+
+    def compression_ratio(self) -> float:
+        """Link bytes over link bytes: DDP's for the same steps, by ours. `nan` in a world of one, where nothing is sent."""
+        sent = self.link_bytes()
+        return self.ddp_link_bytes / sent if sent else float("nan")
+
+    def density(self) -> float:
+        """Elements sent by elements trained, over all steps. `nan` before the first."""
+        return self.sent_elements / self.elements if self.elements else float("nan")
+
+
+class Wire:
+    """Collectives over one process group; every call is entered in the ledger.
+
+    Args:
+        ledger: Where the calls are entered; a new one by default.
+        group: Process group; the default group where None.
+
+    Raises:
+        ValueError: The group's backend is not one that these collectives are written for.
+    """
+
+    def __init__(self, ledger: Optional[Ledger] = None, group: Optional[dist.ProcessGroup] = None) -> None:
+        backend = dist.get_backend(group)
+        if backend not in BACKENDS:
+            raise ValueError(
+                f"process_group_backend must be one of {', '.join(BACKENDS)}, on which the collectives are tested;"
+                f" got {backend!r}. Use gloo on CPUs and nccl on NVIDIA GPUs."
+            )
+        self.group = group
+        self.backend = backend
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        self.ledger = ledger if ledger is not None else Ledger(self.world_size)
+
+    def all_reduce_(self, tensor: Tensor, row: str = GRADIENTS) -> Tensor:
+        """Sums `tensor` over ranks, in place. Bit-equal on all ranks."""
+        self.ledger.record(row, "all_reduce", tensor.numel() * tensor.element_size())
+        dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def all_reduce_future(self, tensor: Tensor, row: str = GRADIENTS) -> "torch.futures.Future[list[Tensor]]":
+        """Begins to sum `tensor` over ranks, in place; the future holds `[tensor]`."""
+        self.ledger.record(row, "all_reduce", tensor.numel() * tensor.element_size())
+        work = dist.all_reduce(tensor, group=self.group, async_op=True)
+        assert work is not None
+        future: torch.futures.Future[list[Tensor]] = work.get_future()
+        return future
+
+    def all_gather(self, tensor: Tensor, row: str = GRADIENTS) -> Tensor:
+        """Every rank's `tensor`, `[W, *tensor.shape]`; shapes must be equal on all ranks."""
+        self.ledger.record(row, "all_gather", tensor.numel() * tensor.element_size())
+        gathered = tensor.new_empty((self.world_size, *tensor.shape))
+        dist.all_gather_into_tensor(gathered.view(-1), tensor.reshape(-1), group=self.group)
+        return gathered
+
+
+GradBucket = dist.GradBucket

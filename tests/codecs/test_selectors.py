@@ -1,0 +1,118 @@
+"""Top-k: the reference's positions, exactly, whatever the ties, zeros, samples and blocks."""
+
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_sparsecomm.codecs import TopK, selectors
+from lightning_sparsecomm.layout import Layout
+from lightning_sparsecomm.rounds import Round
+from lightning_sparsecomm.schedules import InverseTimeWarmup
+from tests.reference.selection import k_of, top_k
+
+DENORMAL = 1e-45
+# Few distinct magnitudes, so that ties are the rule; both zeros; the smallest and the largest numbers.
+crowded = st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.0, -2.0, DENORMAL, -DENORMAL, 2 * DENORMAL, 3e38, -3e38])
+spread = st.floats(width=32, allow_nan=False, allow_infinity=False)
+densities = st.sampled_from([1e-9, 0.01, 0.1, 0.25, 0.5, 0.99, 1.0]) | st.floats(1e-6, 1.0)
+
+
+@st.composite
+def vectors(draw: st.DrawFn) -> tuple[torch.Tensor, Layout]:
+    """A vector of 0 to 60 elements, cut into tensors, some of them empty."""
+    elements = draw(st.sampled_from([crowded, spread, st.just(1.0), st.just(0.0), st.sampled_from([0.0] * 9 + [1.0])]))
+    dtype = draw(st.sampled_from([torch.float32, torch.float64]))
+    sizes = draw(st.lists(st.integers(0, 20), max_size=3))
+    x = torch.tensor(draw(st.lists(elements, min_size=sum(sizes), max_size=sum(sizes))), dtype=dtype)
+    return x, Layout((str(i), (size,)) for i, size in enumerate(sizes))
+
+
+@given(vectors(), densities, st.integers(0, 9), st.sampled_from([1, 3, 2**14]), st.sampled_from([1, 7, 2**20]))
+def test_selects_what_the_reference_selects(vector, density, step, sample, block):
+    x, layout = vector
+    before = x.clone()
+    round_ = Round(layout, step=step, seed=5)
+    seed = round_.shared_seed()
+    # Small samples and blocks, so that vectors this short go through them.
+    with mock.patch.multiple(selectors, _SAMPLE=sample, _BLOCK=block):
+        whole = TopK(density).select(x, round_)
+        by_tensor = TopK(density, scope="tensor").select(x, round_)
+    assert whole.dtype == by_tensor.dtype == torch.int64
+    assert whole.tolist() == top_k(x.numpy(), k_of(density, x.numel()), seed)
+    assert by_tensor.tolist() == [
+        s.offset + i
+        for s in layout.segments
+        for i in top_k(x[s.offset : s.offset + s.size].numpy(), k_of(density, s.size), seed)
+    ]
+    assert whole.numel() <= TopK(density).count(round_)
+    assert by_tensor.numel() <= TopK(density, scope="tensor").count(round_)
+    assert x.numpy().tobytes() == before.numpy().tobytes()
+
+
+@pytest.mark.parametrize("density", [0.001, 0.01, 0.3, 0.9, 1.0])
+@pytest.mark.parametrize("kind", ["normal", "ties", "rare", "periodic"])
+def test_long_vectors(density: float, kind: str):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(300_001, generator=generator)
+    if kind == "ties":
+        x = (x * 2).round()
+    elif kind == "rare":
+        x *= torch.rand(x.shape, generator=generator) < 0.004
+    elif kind == "periodic":
+        # The sample's stride: it sees none of the large elements, or nothing else.
+        x[:: x.numel() // selectors._SAMPLE | 1] *= 100
+    round_ = Round(Layout([("weight", (x.numel(),))]), step=3)
+    selected = TopK(density).select(x, round_)
+    k = min(k_of(density, x.numel()), int(x.count_nonzero()))
+    assert selected.numel() == k
+    assert bool((selected.diff() > 0).all())
+    expected = np.sort(np.abs(x.numpy()))[x.numel() - k :]
+    np.testing.assert_array_equal(np.sort(np.abs(x[selected].numpy())), expected)
+
+
+def test_ties_favour_no_position():
+    x = torch.ones(1000)
+    layout = Layout([("weight", (1000,))])
+    taken = torch.zeros(1000)
+    for step in range(2000):
+        taken[TopK(0.01).select(x, Round(layout, step=step))] += 1
+    # 20 times each, were all alike; 8 standard deviations of a binomial leave room for the hash.
+    assert taken.sum() == 20_000
+    assert taken.min() > 0
+    assert taken.max() < 60
+    assert abs(float(taken[:500].sum()) / 20_000 - 0.5) < 0.01
+
+
+def test_ties_depend_on_the_step_only():
+    x = torch.ones(1000)
+    layout = Layout([("weight", (1000,))])
+    first, again = (TopK(0.01).select(x, Round(layout, step=1, rank=rank)) for rank in (0, 1))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, TopK(0.01).select(x, Round(layout, step=2)))
+
+
+def test_density_follows_a_schedule():
+    x = torch.arange(1.0, 1001.0)
+    layout = Layout([("weight", (1000,))])
+    warmup = TopK(InverseTimeWarmup(0.01, warmup_steps=100))
+    counts = [warmup.select(x, Round(layout, step=step)).numel() for step in (0, 99, 500)]
+    assert counts == [round((1 - 0.99**100) * 1000), 10, 10]
+    assert counts == [warmup.count(Round(layout, step=step)) for step in (0, 99, 500)]
+
+
+def test_count():
+    layout = Layout([("a", (100,)), ("none", (0,)), ("b", (1,)), ("c", (10,))])
+    assert TopK(0.1).count(Round(layout)) == 11
+    assert TopK(0.1, scope="tensor").count(Round(layout)) == 10 + 0 + 1 + 1
+    assert TopK(0.1).count(Round(Layout([]))) == TopK(0.1, scope="tensor").count(Round(Layout([]))) == 0
+
+
+def test_refuses_arguments_when_built():
+    with pytest.raises(ValueError, match=r"density must be in \(0, 1\].*got 100\. Did you mean 0\.01"):
+        TopK(100)
+    with pytest.raises(ValueError, match="scope must be 'model'.*or 'tensor'.*got 'layer'"):
+        TopK(0.1, scope="layer")  # type: ignore[arg-type]

@@ -1,0 +1,198 @@
+"""The sparse codec: its laws, its bytes, its document, and bytes from elsewhere."""
+
+import re
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_sparsecomm.codecs import (
+    Envelope,
+    Float16,
+    Float32,
+    Float64,
+    PayloadError,
+    Raw32,
+    SparseCodec,
+    TopK,
+    ValueCodec,
+    decode_sparse,
+    open_envelope,
+    seal,
+)
+from lightning_sparsecomm.layout import Layout
+from lightning_sparsecomm.rounds import Round
+from tests.reference.payloads import GoldenCase, golden_bytes, golden_cases, record, reference_payload, sparse_body
+
+VALUES: dict[str, ValueCodec] = {"Float32": Float32(), "Float16": Float16(), "Float64": Float64()}
+FORMATS = (Path(__file__).parents[2] / "docs" / "formats.md").read_text(encoding="utf-8")
+
+
+def tensor_of(data: bytes) -> torch.Tensor:
+    return torch.tensor(list(data), dtype=torch.uint8)
+
+
+def round_of(x: torch.Tensor) -> Round:
+    return Round(Layout([("weight", tuple(x.shape))]))
+
+
+@given(
+    st.lists(st.sampled_from([0.0, -0.0, 1.0, -1.0, 1e-45]) | st.floats(-1e9, 1e9, width=32), max_size=20),
+    st.sampled_from([0.01, 0.3, 1.0]),
+    st.sampled_from(["model", "tensor"]),
+    st.sampled_from(list(VALUES)),
+)
+def test_decoded_is_what_was_selected(elements, density, scope, values):
+    x = torch.tensor(elements, dtype=torch.float32)
+    round_ = round_of(x)
+    selector = TopK(density, scope)
+    codec = SparseCodec(selector, VALUES[values])
+    payload = codec.encode(x, round_)
+    decoded = codec.decode(payload)
+
+    selected = selector.select(x, round_)
+    assert bytes(payload.tolist()) == sparse_body(selected.tolist(), x[selected].tolist(), x.numel(), values)
+    assert decoded.size == x.numel()
+    assert torch.equal(decoded.indices, selected)
+    bound = codec.bound_bytes(round_)
+    assert bound is None or payload.numel() <= bound
+    if values != "Float16":
+        # sent + residual = x, exactly: what is not sent stays, what is sent leaves nothing.
+        residual = x - decoded.dense()
+        assert torch.equal(residual + decoded.dense(), x)
+        assert not residual[selected].any()
+
+
+def test_bound():
+    codec = SparseCodec(TopK(0.1), Float16())
+    layout = Layout([("weight", (100,))])
+    assert codec.bound_bytes(Round(layout)) == 16 + 10 * 4 + 10 * 2
+    # Where all may be selected, positions usually cost nothing, and at worst much: no bound.
+    assert SparseCodec(TopK(1.0)).bound_bytes(Round(layout)) is None
+
+
+def test_decodes_by_the_payload_alone():
+    x = torch.tensor([0.0, 2.0, 0.1])
+    payload = SparseCodec(TopK(1.0), Float64()).encode(x, round_of(x))
+    decoded = SparseCodec(TopK(0.5), Float16()).decode(payload)
+    assert decoded.values.dtype == torch.float64
+    assert torch.equal(decoded.dense(), x.double())
+
+
+def test_refuses_a_vector_of_another_length():
+    with pytest.raises(ValueError, match="x must have the layout's 3 elements; got 4"):
+        SparseCodec(TopK()).encode(torch.ones(4), round_of(torch.ones(3)))
+
+
+def test_refuses_codecs_that_receivers_do_not_know():
+    @dataclass(frozen=True)
+    class Squeezed(Float32):
+        code: ClassVar[int] = 99
+
+    @dataclass(frozen=True)
+    class Impostor(Raw32):
+        pass
+
+    with pytest.raises(ValueError, match="values must be a codec.*code 99 is None's.*VALUE_CODECS"):
+        SparseCodec(TopK(), values=Squeezed())
+    with pytest.raises(ValueError, match=r"indices must be a codec.*code 1 is Raw32\(\)'s.*INDEX_CODECS"):
+        SparseCodec(TopK(), indices=Impostor())
+
+
+@pytest.mark.parametrize(
+    ("head", "message"),
+    [
+        ((0, 1, 0, 0, 8, 0, 0), r"index codec at byte 0 is 0, expected one of \[1\]"),
+        ((1, 9, 0, 0, 8, 0, 0), r"value codec at byte 1 is 9, expected one of \[1, 2, 3\]"),
+        ((1, 1, 7, 0, 8, 0, 0), "index codec parameter at byte 2 is 7, expected 0"),
+        ((1, 1, 0, 7, 8, 0, 0), "value codec parameter at byte 3 is 7, expected 0"),
+        ((1, 1, 0, 0, 8, 9, 0), "count at byte 8 is 9, expected at most the size, 8"),
+        ((1, 1, 0, 0, 8, 0, 5), "index section bytes at byte 12 is 5, expected at most the 4 that follow"),
+        ((1, 1, 0, 0, 8, 1, 0), "raw index section: has 0 bytes, expected 4"),
+        ((1, 1, 0, 0, 8, 1, 4), "value section: has 0 bytes, expected 4"),
+        # 48 GiB, were it believed before the value section is looked at.
+        ((1, 1, 0, 0, 2**32 - 1, 2**32 - 1, 0), "value section: has 4 bytes, expected 17179869180"),
+    ],
+)
+def test_messages_say_where_and_what(head, message):
+    with pytest.raises(PayloadError, match=message):
+        decode_sparse(tensor_of(struct.pack("<BBBBIII", *head) + bytes(4)))
+
+
+@pytest.mark.parametrize("values", list(VALUES))
+@pytest.mark.parametrize("density", [0.4, 1.0])
+def test_altered_bodies_decode_to_something_sound_or_not_at_all(values, density):
+    x = torch.tensor([0.5, -3.0, 0.25, 7.0, 1.0])
+    body = SparseCodec(TopK(density), VALUES[values]).encode(x, round_of(x))
+    for at in range(body.numel()):
+        for change in (*(1 << bit for bit in range(8)), 0x7C, 0x7F, 0xFF):
+            altered = body.clone()
+            altered[at] ^= change
+            try:
+                decoded = decode_sparse(altered)
+            except PayloadError:
+                continue
+            assert at >= 4, "a codec's code or parameter was altered and believed"
+            assert decoded.indices.numel() == decoded.values.numel() <= decoded.size
+            assert bool((decoded.indices.diff() > 0).all())
+            assert bool((decoded.indices < decoded.size).all())
+            assert bool(decoded.values.isfinite().all())
+    for length in range(body.numel()):
+        with pytest.raises(PayloadError):
+            decode_sparse(body[:length])
+
+
+@pytest.mark.parametrize("case", golden_cases(), ids=lambda case: case.name)
+def test_golden(case: GoldenCase, request: pytest.FixtureRequest):
+    if request.config.getoption("--record-golden", default=False):
+        record(case)
+    recorded = golden_bytes(case.name)
+    assert recorded == reference_payload(case)
+
+    layout = Layout(case.tensors)
+    x = torch.tensor(case.x, dtype=torch.float64).to(getattr(torch, case.dtype))
+    codec = SparseCodec(TopK(case.density), VALUES[case.values])
+    body = codec.encode(x, Round(layout))
+    assert bytes(seal(Envelope(body, case.present, case.nonfinite_segment), layout).tolist()) == recorded
+
+    opened = open_envelope(tensor_of(recorded), layout, rank=0)
+    assert (opened.present, opened.nonfinite_segment) == (case.present, case.nonfinite_segment)
+    if case.nonfinite_segment is None:
+        decoded, mine = decode_sparse(opened.body), decode_sparse(body)
+        assert decoded.size == layout.size
+        assert torch.equal(decoded.indices, mine.indices)
+        assert torch.equal(decoded.values, mine.values)
+
+
+@pytest.mark.parametrize("case", golden_cases(), ids=lambda case: case.name)
+def test_the_documents_decoder(case: GoldenCase):
+    (source,) = re.findall(r"```python\n(.*?)```", FORMATS, re.DOTALL)
+    names: dict[str, object] = {}
+    exec(source, names)
+    decode = names["decode"]
+    assert callable(decode)
+    recorded = golden_bytes(case.name)
+    layout = Layout(case.tensors)
+    fingerprint, present, nonfinite, size, elements = decode(recorded, len(case.tensors))
+    assert fingerprint == layout.fingerprint
+    assert (present, nonfinite) == (case.present, case.nonfinite_segment)
+    if nonfinite is None:
+        decoded = decode_sparse(open_envelope(tensor_of(recorded), layout, rank=0).body)
+        assert size == decoded.size
+        assert elements == dict(zip(decoded.indices.tolist(), decoded.values.tolist(), strict=True))
+    for at in range(len(recorded)):
+        with pytest.raises(AssertionError):
+            decode(recorded[:at] + bytes([recorded[at] ^ 1]) + recorded[at + 1 :], len(case.tensors))
+
+
+def test_the_documents_worked_example():
+    (dump,) = re.findall(r"```text\n(.*?)```", FORMATS, re.DOTALL)
+    lines = dump.splitlines()
+    data = bytes.fromhex(" ".join(line.split("  ")[1] for line in lines))
+    assert [int(line.split("  ")[0], 16) for line in lines] == list(range(0, len(data), 16))
+    assert data == golden_bytes("worked_example")

@@ -1,0 +1,97 @@
+"""Value codecs: exact or rounded to nearest, within their bound, and careful with bytes from elsewhere."""
+
+import math
+import struct
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_sparsecomm.codecs import VALUE_CODECS, Float16, Float32, Float64, PayloadError, ValueCodec
+from lightning_sparsecomm.layout import Layout
+
+LAYOUT = Layout([("weight", (100,))])
+CODECS = list(VALUE_CODECS.values())
+NUMPY = {Float32(): np.float32, Float16(): np.float16, Float64(): np.float64}
+
+finite32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
+finite64 = st.floats(allow_nan=False, allow_infinity=False)
+
+
+def encode(codec: ValueCodec, values: torch.Tensor) -> torch.Tensor:
+    return codec.encode(values, torch.arange(values.numel()), LAYOUT)
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+@given(data=st.data())
+def test_round_trip_is_numpys_rounding(codec: ValueCodec, data: st.DataObject):
+    dtype, floats = data.draw(st.sampled_from([(torch.float32, finite32), (torch.float64, finite64)]))
+    values = torch.tensor(data.draw(st.lists(floats, max_size=20)), dtype=dtype)
+    before = values.clone()
+    section = encode(codec, values)
+    assert section.dtype == torch.uint8
+    assert section.numel() == codec.bound_bytes(values.numel(), LAYOUT)
+    decoded = codec.decode(section, values.numel())
+
+    target = NUMPY[codec]
+    largest = float(np.finfo(target).max)
+    expected = np.clip(values.numpy(), -largest, largest).astype(target)
+    assert decoded.dtype == (torch.float64 if codec == Float64() else torch.float32)
+    # By bits, so that -0.0 is told from 0.0.
+    assert decoded.numpy().tobytes() == expected.astype(decoded.numpy().dtype).tobytes()
+    assert values.numpy().tobytes() == before.numpy().tobytes()
+
+
+def test_exact_where_promised():
+    tiny = torch.tensor([1e-45, -0.0, 3.4e38], dtype=torch.float32)
+    assert torch.equal(Float32().decode(encode(Float32(), tiny), 3), tiny)
+    assert Float64().decode(encode(Float64(), torch.tensor([0.1, 5e-324]).double()), 2).dtype == torch.float64
+
+
+def test_float16_clamps_and_leaves_the_rest():
+    values = torch.tensor([1e9, -70000.0, 65504.0, 2.0**-25, 2.0**-24])
+    assert Float16().decode(encode(Float16(), values), 5).tolist() == [65504.0, -65504.0, 65504.0, 0.0, 2.0**-24]
+
+
+def test_float32_clamps_wider_values():
+    decoded = Float32().decode(encode(Float32(), torch.tensor([1e300, -1e300], dtype=torch.float64)), 2)
+    assert decoded.tolist() == [float(torch.finfo(torch.float32).max), -float(torch.finfo(torch.float32).max)]
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_refuses_values_that_are_not_finite(codec: ValueCodec, bad: float):
+    letter = {Float32(): "f", Float16(): "e", Float64(): "d"}[codec]
+    section = torch.tensor(list(struct.pack(f"<3{letter}", 1.0, bad, bad)), dtype=torch.uint8)
+    with pytest.raises(PayloadError, match=f"value at byte {section.numel() // 3} is {bad}, expected a finite"):
+        codec.decode(section, 3)
+
+
+def test_finite_values_may_have_an_infinite_sum():
+    values = torch.full((4,), 3e38)
+    assert torch.equal(Float32().decode(encode(Float32(), values), 4), values)
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+def test_refuses_every_other_length(codec: ValueCodec):
+    right = encode(codec, torch.ones(3)).numel()
+    for length in set(range(right + 9)) - {right}:
+        with pytest.raises(PayloadError, match=f"has {length} bytes, expected {right} for 3 values"):
+            codec.decode(torch.zeros(length, dtype=torch.uint8), 3)
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+@pytest.mark.parametrize("shift", range(8))
+def test_decodes_at_any_alignment_into_memory_of_its_own(codec: ValueCodec, shift: int):
+    values = torch.tensor([1.0, -2.0, 0.5])
+    buffer = torch.cat([torch.zeros(shift, dtype=torch.uint8), encode(codec, values)])
+    decoded = codec.decode(buffer[shift:], 3)
+    buffer.zero_()
+    assert decoded.tolist() == [1.0, -2.0, 0.5]
+
+
+def test_registry_names_each_codec_by_its_code():
+    assert {code: type(codec) for code, codec in VALUE_CODECS.items()} == {1: Float32, 2: Float16, 3: Float64}
+    assert all(codec.code == code for code, codec in VALUE_CODECS.items())
