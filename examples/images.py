@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 DataName = Literal["digits", "fashion-mnist"]
 
-TEST_DIGITS = 360
+TEST_IMAGES: dict[DataName, int] = {"digits": 360, "fashion-mnist": 10_000}
 
 FASHION_MNIST_HOME = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
 
@@ -45,9 +45,9 @@ class Images(pl.LightningDataModule):
     The test set is looked at after every epoch, and nothing is chosen by it.
 
     Args:
-        data: `digits` are 1,797 images of 8x8 pixels, of which 360 are the test set. `fashion-mnist` are 60,000 and
-            10,000 images of 28x28.
-        data_dir: Where the four files of Fashion-MNIST are, or the folder above; if they are not, they are downloaded here.
+        data: `digits` are 1,797 images of 8x8 pixels, of which 360 are the test set. `fashion-mnist` are 60,000 images
+            of 28x28 to train on and 10,000 for the test.
+        data_dir: Folder of the four files of Fashion-MNIST, or the one above it. What is missing is downloaded to it.
         batch_size: Images per process and step.
     """
 
@@ -86,7 +86,7 @@ def read_digits() -> Read:
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
     labels = torch.tensor(digits.target, dtype=torch.int64)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    test, train = order[:TEST_DIGITS], order[TEST_DIGITS:]
+    test, train = order.split([TEST_IMAGES["digits"], len(order) - TEST_IMAGES["digits"]])
     return Read(images[train], labels[train], images[test], labels[test])
 
 
@@ -109,7 +109,10 @@ def read_fashion_mnist(directory: Path) -> Read:
         arrays.append(np.frombuffer(content, np.uint8, offset=16 if "images" in name else 8))
     train_images, train_labels, test_images, test_labels = (torch.from_numpy(array.copy()) for array in arrays)
     return Read(
-        train_images.view(-1, 1, 28, 28) / 255, train_labels.long(), test_images.view(-1, 1, 28, 28) / 255, test_labels.long()
+        train_images.view(-1, 1, 28, 28) / 255,
+        train_labels.long(),
+        test_images.view(-1, 1, 28, 28) / 255,
+        test_labels.long(),
     )
 
 
@@ -131,7 +134,9 @@ def download(directory: Path, name: str) -> None:
         packed = response.read()
     content = unpacked(packed)
     if content is None or hashlib.sha256(content).hexdigest() != FASHION_MNIST[name]:
-        raise ValueError(f"{FASHION_MNIST_HOME}{name} did not give the published file ({len(packed):,} bytes came). Try again.")
+        raise ValueError(
+            f"{FASHION_MNIST_HOME}{name} did not give the published file ({len(packed):,} bytes came). Try again."
+        )
     partial = directory / f"{name}.{os.getpid()}.part"
     partial.write_bytes(packed)
     partial.replace(directory / name)

@@ -1,7 +1,5 @@
 """Collectives, and the ledger of what they moved. The only file that imports torch.distributed."""
 
-from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Optional
 
@@ -19,6 +17,9 @@ DDP_UNUSED = "DDP unused-parameter map"
 LIGHTNING = "Lightning, metrics"
 
 BACKENDS = ("gloo", "nccl")
+
+# Renamed in torch 2.13; the old name warns there.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def link_bytes(collective: Collective, handed_bytes: float, world_size: int) -> float:
@@ -59,7 +60,7 @@ class Ledger:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        self.rows: dict[str, dict[Collective, Traffic]] = defaultdict(lambda: defaultdict(Traffic))
+        self.rows: dict[str, dict[Collective, Traffic]] = {}
         self.ddp_bytes = 0
         self.sent_elements = 0
         self.elements = 0
@@ -68,7 +69,7 @@ class Ledger:
 
     def record(self, row: str, collective: Collective, handed_bytes: int) -> None:
         """Enters one call."""
-        traffic = self.rows[row][collective]
+        traffic = self.rows.setdefault(row, {}).setdefault(collective, Traffic())
         traffic.calls += 1
         traffic.handed_bytes += handed_bytes
 
@@ -81,8 +82,9 @@ class Ledger:
 
         Every collective in use is symmetric on average over ranks: as much comes in.
         """
-        traffics: Mapping[Collective, Traffic] = self.rows.get(row, {})
-        return sum(link_bytes(kind, traffic.handed_bytes, self.world_size) for kind, traffic in traffics.items())
+        return sum(
+            link_bytes(kind, traffic.handed_bytes, self.world_size) for kind, traffic in self.rows.get(row, {}).items()
+        )
 
     @property
     def ddp_link_bytes(self) -> float:
@@ -141,7 +143,7 @@ class Wire:
         """Every rank's `tensor`, `[W, *tensor.shape]`; shapes must be equal on all ranks."""
         self.ledger.record(row, "all_gather", tensor.numel() * tensor.element_size())
         gathered = tensor.new_empty((self.world_size, *tensor.shape))
-        dist.all_gather_into_tensor(gathered.view(-1), tensor.reshape(-1), group=self.group)
+        _all_gather(gathered.view(-1), tensor.reshape(-1), group=self.group)
         return gathered
 
 

@@ -62,8 +62,10 @@ class Raw32(IndexCodec):
     def encode(self, indices: Tensor, size: int) -> Tensor:
         if indices.numel() == size:
             return indices.new_empty(0, dtype=torch.uint8)
-        # The low half of each int64: a cast of positions from 2^31 on to int32 would be out of range.
-        return indices.contiguous().view(torch.int32)[::2].contiguous().view(torch.uint8)
+        # The low half of each int64: a cast of positions from 2^31 on to int32 would be out of range. Cloned, since
+        # contiguous() leaves one position, or none, with a stride that view() refuses.
+        halves = indices.clone(memory_format=torch.contiguous_format).view(torch.int32)[::2]
+        return halves.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
     def decode(self, section: Tensor, count: int, size: int) -> Tensor:
         expected = 0 if count == size else 4 * count

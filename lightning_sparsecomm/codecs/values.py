@@ -30,7 +30,7 @@ class ValueCodec(ABC):
             layout: Tells which segment each position belongs to.
 
         Returns:
-            `[bytes]` uint8 on the device of `values`; may share their memory.
+            `[bytes]` uint8 on the device of `values`.
         """
 
     @abstractmethod
@@ -63,7 +63,8 @@ class _Float(ValueCodec):
         if values.dtype.itemsize > self.dtype.itemsize:
             largest = torch.finfo(self.dtype).max
             values = values.clamp(-largest, largest)
-        return values.to(self.dtype).contiguous().view(torch.uint8)
+        # Copied, since contiguous() leaves a single value with a stride that view() refuses.
+        return values.to(self.dtype, copy=True, memory_format=torch.contiguous_format).view(torch.uint8)
 
     def decode(self, section: Tensor, count: int) -> Tensor:
         width = self.dtype.itemsize

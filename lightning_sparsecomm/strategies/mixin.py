@@ -73,7 +73,8 @@ class SynchronizingMixin:
         """Shares the optimizer's gradients now, rather than at its step. For code that reads or changes `.grad` by
         itself between backward and step, where ddp has averaged them already (clip_gradients does it by itself)."""
         if self._synchronizer is not None:
-            self._synchronizer.synchronize(optimizer)
+            # Lightning's wrappers keep the optimizer that is stepped as `_optimizer`.
+            self._synchronizer.synchronize(getattr(optimizer, "_optimizer", optimizer))
 
     def _begin(self, device: torch.device, scaler: object) -> Synchronizer:
         """A new run: its wire, its ledger, its synchronizer.

@@ -98,7 +98,7 @@ def test_refuses_codecs_that_receivers_do_not_know():
     class Impostor(Raw32):
         pass
 
-    with pytest.raises(ValueError, match="values must be a codec.*code 99 is None's.*VALUE_CODECS"):
+    with pytest.raises(ValueError, match=r"values must be a codec.*code 99 is None's.*VALUE_CODECS"):
         SparseCodec(TopK(), values=Squeezed())
     with pytest.raises(ValueError, match=r"indices must be a codec.*code 1 is Raw32\(\)'s.*INDEX_CODECS"):
         SparseCodec(TopK(), indices=Impostor())

@@ -1,0 +1,168 @@
+"""Parameters that come late, get no gradient, or lie in memory in another order."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import BackboneFinetuning
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from lightning_sparsecomm.channel import Channel
+from lightning_sparsecomm.codecs import SparseCodec, TopK
+from lightning_sparsecomm.exchange import DenseAllReduce, Exchange, Gather
+from lightning_sparsecomm.layout import Layout
+from lightning_sparsecomm.memory import ErrorFeedback
+from lightning_sparsecomm.methods import Method, dense, gradient_dropping
+from lightning_sparsecomm.rounds import Round
+from lightning_sparsecomm.sync import write_gradients
+from lightning_sparsecomm.wire import Wire
+from tests import laws
+from tests.distributed.launch import run_ranks
+from tests.distributed.recording import recorded
+from tests.distributed.scenarios import CLASSES, FEATURES, RecordingSGD, Scenario, fit
+
+
+class Finetuned(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.backbone = nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh())
+        self.head = nn.Linear(16, CLASSES)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return cross_entropy(self.head(self.backbone(batch[0])), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return RecordingSGD([(n, p) for n, p in self.named_parameters() if n.startswith("head")], lr=0.1)
+
+
+class RecordUnfrozen(BackboneFinetuning):
+    """Also lets the recording optimizer see the gradients of what is unfrozen."""
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        super().finetune_function(pl_module, epoch, optimizer)
+        if epoch == self.unfreeze_backbone_at_epoch:
+            for name, parameter in pl_module.named_parameters():
+                if name.startswith("backbone"):
+                    parameter.register_hook(lambda gradient, name=name: optimizer._take(name, gradient))
+
+
+@pytest.mark.parametrize(
+    "method", [dense(), dense("bfloat16"), recorded(gradient_dropping(0.05)), recorded(gradient_dropping(0.05, exclude=["*.bias"]))]
+)
+def test_unfrozen_parameters_join_on_all_ranks(tmp_path: Path, method: Method) -> None:
+    finetuning = RecordUnfrozen(unfreeze_backbone_at_epoch=1, verbose=False, backbone_initial_lr=0.05)
+    scenario = Scenario(Finetuned, {"max_epochs": 3, "max_steps": -1})
+    ranks = fit(tmp_path, scenario, 2, method, callbacks=(finetuning,))
+    start = Finetuned().state_dict()
+    assert not torch.equal(start["backbone.0.weight"], ranks[0]["weights"]["backbone.0.weight"])
+    laws.replicas_are_equal(ranks)
+    if ranks[0]["syncs"][0]:
+        laws.shared_is_bit_equal(ranks)
+        residuals = ranks[0]["syncs"][0][0]["state"][0]
+        assert {"backbone.0.weight", "head.weight"} <= residuals.keys()
+        if len(ranks[0]["syncs"]) == 1:
+            # The layout has grown since the first steps, so what was sent then is laid out anew.
+            assert {len(sent.dense()) for sent in ranks[0]["syncs"][0][0]["sent"]} == {85, 85 + 208}
+
+
+LAYOUT = Layout([("used", (40,)), ("sometimes", (8, 5)), ("never", (7,))])
+
+
+def _missing(rank: int, exchange: Exchange) -> dict[str, Any]:
+    wire = Wire()
+    channel = Channel(exchange, [ErrorFeedback()])
+    channel.bind(LAYOUT, torch.float32, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(rank)
+    consumed, sent_sum = torch.zeros(LAYOUT.size), torch.zeros(LAYOUT.size)
+    result: dict[str, Any] = {"present": [], "kept": True}
+    for step in range(6):
+        parts: list[Any] = [torch.randn(40, generator=generator), torch.randn(8, 5, generator=generator), None]
+        if step in (2, 3) and (rank == 1 or step == 3):
+            parts[1] = None
+            before = channel.memories[0].state_dict()["sometimes"].clone()
+        for view, part in zip(LAYOUT.views(consumed), parts):
+            if part is not None:
+                view += part
+        round = Round(LAYOUT, step, rank=rank, world_size=wire.world_size)
+        exchanged = channel.reduce(parts, round, wire)
+        sent = exchanged.sent
+        sent_sum += sent if isinstance(sent, Tensor) else sent.dense()
+        result["present"].append(list(exchanged.present))
+        if parts[1] is None:
+            result["kept"] &= torch.equal(before, channel.memories[0].state_dict()["sometimes"])
+            assert not (sent if isinstance(sent, Tensor) else sent.dense())[40:80].any()
+    residual = torch.cat([t.flatten() for t in channel.memories[0].state_dict().values()])
+    torch.testing.assert_close(sent_sum + residual, consumed, rtol=0, atol=1e-5)
+    return result
+
+
+@pytest.mark.parametrize("exchange", [Gather(SparseCodec(TopK(0.1))), DenseAllReduce(), DenseAllReduce("float16")])
+def test_a_missing_gradient_keeps_its_residual(tmp_path: Path, exchange: Exchange) -> None:
+    for result in run_ranks(tmp_path, 3, _missing, exchange):
+        assert result["kept"]
+        assert result["present"] == [[True, step != 3, False] for step in range(6)]
+
+
+def _missing_weights(rank: int) -> list[Any]:
+    """Adam with weight decay would move a parameter whose gradient is zero, and leaves one alone whose is None."""
+    parameters = [nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))]
+    if rank == 0:
+        parameters[0].grad = torch.ones(4)
+    layout = Layout([("a", (4,)), ("b", (4,))])
+    channel = Channel(Gather(SparseCodec(TopK(1.0))))
+    channel.bind(layout, torch.float32, torch.device("cpu"))
+    wire = Wire()
+    round = Round(layout, rank=rank, world_size=wire.world_size)
+    exchanged = channel.reduce([p.grad for p in parameters], round, wire)
+    write_gradients([("a", parameters[0]), ("b", parameters[1])], exchanged, layout)
+    return [None if p.grad is None else p.grad.tolist() for p in parameters]
+
+
+def test_a_gradient_on_one_rank_reaches_all_and_one_on_none_stays_none(tmp_path: Path) -> None:
+    for gradients in run_ranks(tmp_path, 2, _missing_weights):
+        assert gradients == [[0.5] * 4, None]
+
+
+class ChannelsLast(pl.LightningModule):
+    """Gradients of channels-last weights do not lie in memory in row-major order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.net = nn.Sequential(nn.Conv2d(3, 4, 2), nn.Tanh(), nn.Conv2d(4, CLASSES, 1), nn.Flatten())
+        self.net.to(memory_format=torch.channels_last)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return cross_entropy(self.net(batch[0].view(-1, 3, 2, 2).to(memory_format=torch.channels_last)), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return RecordingSGD(list(self.named_parameters()), lr=0.1)
+
+
+def test_channels_last_gradients(tmp_path: Path) -> None:
+    scenario = Scenario(ChannelsLast)
+    ddp = fit(tmp_path / "ddp", scenario, 2)
+    ours = fit(tmp_path / "full", scenario, 2, gradient_dropping(1.0))
+    laws.trained(ChannelsLast().state_dict(), ddp[0])
+    laws.equal_to_round_off(ours[0], ddp[0], 2e-6)
+    ranks = fit(tmp_path / "sparse", scenario, 2, recorded(gradient_dropping(0.1)))
+    laws.replicas_are_equal(ranks)
+    for rank in ranks:
+        laws.sent_plus_residual_is_compensated(rank)
+
+
+@pytest.mark.parametrize(("wire_dtype", "tolerance"), [("float32", 0.0), ("float16", 3e-3), ("bfloat16", 2e-2)])
+def test_dense_on_a_narrow_wire(tmp_path: Path, wire_dtype: Any, tolerance: float) -> None:
+    scenario = Scenario(Finetuned)
+    ddp = fit(tmp_path / "ddp", scenario, 2)
+    ours = fit(tmp_path / "ours", scenario, 2, dense(wire_dtype))
+    laws.replicas_are_equal(ours)
+    laws.equal_to_round_off(ours[0], ddp[0], tolerance)
+    ledger = ours[0]["ledger"]
+    assert ledger.compression_ratio() == (1.0 if wire_dtype == "float32" else 2.0)
+    if tolerance:
+        assert any(not torch.equal(ddp[0]["weights"][n], t) for n, t in ours[0]["weights"].items())
