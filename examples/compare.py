@@ -202,30 +202,17 @@ def quieten() -> None:
 def parse() -> Options:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    names = [name for name in StrategyRegistry.available_strategies() if name.startswith(("ddp", "sparsecomm"))]
-    add(
-        "--strategies",
-        nargs="+",
-        choices=names,
-        default=["ddp", "sparsecomm"],
-        metavar="NAME",
-        help="as in Trainer(strategy=NAME)",
-    )
+    names = ["ddp", "ddp_spawn", "ddp_fork"]
+    names += [name for name in StrategyRegistry.available_strategies() if name.startswith("sparsecomm")]
+    default = ["ddp", "sparsecomm"]
+    add("--strategies", nargs="+", choices=names, default=default, metavar="NAME", help="as in Trainer(strategy=NAME)")
     add("--data", choices=get_args(DataName), default="digits", help="digits come with scikit-learn")
-    add(
-        "--data-dir", type=Path, default=Path("data"), metavar="DIR", help="where Fashion-MNIST is, or is downloaded to"
-    )
-    add(
-        "--processes", type=at_least(2), default=2, metavar="N", help="processes on this machine's CPU, one thread each"
-    )
+    add("--data-dir", type=Path, default=Path("data"), metavar="DIR", help="of Fashion-MNIST, downloaded if missing")
+    add("--processes", type=at_least(2), default=2, metavar="N", help="on this machine's CPU, one thread each")
     add("--epochs", type=at_least(1), default=20, metavar="N", help="passes over the training images")
     add("--batch-size", type=at_least(1), default=32, metavar="N", help="images per process and step")
-    add(
-        "--seed", type=int, default=0, metavar="N", help="of the network's first weights and of the order of the images"
-    )
-    add(
-        "--output", type=Path, default=Path("comparison"), metavar="DIR", help="folder for compare.png and compare.json"
-    )
+    add("--seed", type=int, default=0, metavar="N", help="of the first weights and of the order of the images")
+    add("--output", type=Path, default=Path("comparison"), metavar="DIR", help="for compare.png and compare.json")
     options = Options(**vars(parser.parse_args()))
     if len({start_method(name) for name in options.strategies}) > 1:
         parser.error("the names in --strategies must start processes in one way: all plain, all _spawn or all _fork")

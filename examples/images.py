@@ -2,6 +2,7 @@
 
 import gzip
 import hashlib
+import http.client
 import os
 import urllib.request
 import zlib
@@ -86,7 +87,7 @@ def read_digits() -> Read:
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
     labels = torch.tensor(digits.target, dtype=torch.int64)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    test, train = order.split([TEST_IMAGES["digits"], len(order) - TEST_IMAGES["digits"]])
+    test, train = order[: TEST_IMAGES["digits"]], order[TEST_IMAGES["digits"] :]
     return Read(images[train], labels[train], images[test], labels[test])
 
 
@@ -130,8 +131,13 @@ def download(directory: Path, name: str) -> None:
     """
     directory.mkdir(parents=True, exist_ok=True)
     print(f"Downloading {FASHION_MNIST_HOME}{name} to {directory}", flush=True)
-    with urllib.request.urlopen(FASHION_MNIST_HOME + name, timeout=60) as response:
-        packed = response.read()
+    try:
+        with urllib.request.urlopen(FASHION_MNIST_HOME + name, timeout=60) as response:
+            packed = response.read()
+    except (OSError, http.client.HTTPException) as error:
+        raise OSError(
+            f"{FASHION_MNIST_HOME}{name} cannot be fetched: {error}. Put it into {directory} by hand."
+        ) from error
     content = unpacked(packed)
     if content is None or hashlib.sha256(content).hexdigest() != FASHION_MNIST[name]:
         raise ValueError(

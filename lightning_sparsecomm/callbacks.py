@@ -33,7 +33,14 @@ class _Counts(NamedTuple):
         )
 
     def since(self, earlier: "_Counts") -> "_Counts":
-        return _Counts(*(now - then for now, then in zip(self, earlier)))
+        return _Counts(
+            self.steps - earlier.steps,
+            self.link_bytes - earlier.link_bytes,
+            self.ddp_link_bytes - earlier.ddp_link_bytes,
+            self.sent_elements - earlier.sent_elements,
+            self.elements - earlier.elements,
+            self.exchange_seconds - earlier.exchange_seconds,
+        )
 
 
 class CompressionMonitor(Callback):

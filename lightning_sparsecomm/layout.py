@@ -122,9 +122,9 @@ def mean(vectors: Sequence[Union[SparseVector, Tensor]], dtype: torch.dtype) -> 
     first = vectors[0]
     size, device = (first.size, first.values.device) if isinstance(first, SparseVector) else (first.numel(), first.device)
     total = torch.zeros(size, dtype=dtype, device=device)
-    for vector in vectors:
-        if isinstance(vector, SparseVector):
-            total.index_add_(0, vector.indices, vector.values.to(dtype))
+    for each in vectors:
+        if isinstance(each, SparseVector):
+            total.index_add_(0, each.indices, each.values.to(dtype))
         else:
-            total.add_(vector)
+            total.add_(each)
     return total.div_(len(vectors))

@@ -1,6 +1,6 @@
 """The recipes: each published method as a composition of parts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from lightning_sparsecomm.channel import Channel
@@ -90,7 +90,7 @@ def gradient_dropping(
     return Method(syncs)
 
 
-RECIPES = {"dense": dense, "gradient_dropping": gradient_dropping}
+RECIPES: dict[str, Callable[..., Method]] = {"dense": dense, "gradient_dropping": gradient_dropping}
 """Methods that have a strategy name of their own, `sparsecomm_` and the key."""
 
 

@@ -38,7 +38,7 @@ class InverseTimeWarmup(Schedule):
             )
 
     def at(self, step: int, epoch: float) -> float:
-        return 1 - (1 - self.density) ** max(1.0, self.warmup_steps / (step + 1))
+        return 1 - float((1 - self.density) ** max(1.0, self.warmup_steps / (step + 1)))
 
 
 def check_density(name: str, density: Density) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import fnmatch
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -110,7 +111,7 @@ class GradientSync(Sync):
         return channel
 
     def residual_norm(self) -> float:
-        return sum(channel.residual_norm() ** 2 for _, channel in self._streams.values()) ** 0.5
+        return math.hypot(*(channel.residual_norm() for _, channel in self._streams.values()))
 
     def state_dict(self) -> dict[int, list[dict[str, Tensor]]]:
         """Each stream's memories, by parameter name."""
@@ -167,7 +168,7 @@ class BucketSync(Sync):
 
         def received(future: torch.futures.Future[list[Tensor]]) -> Tensor:
             ledger.exchange_seconds += time.perf_counter() - begin
-            (reduced,) = future.value()
+            reduced: Tensor = future.value()[0]
             return buffer if reduced.dtype == buffer.dtype else buffer.copy_(reduced)
 
         return self._wire.all_reduce_future(sending).then(received)

@@ -1,6 +1,8 @@
 """A method at work on one training run: whose gradients are shared, and when. Knows torch, but not Lightning."""
 
 import copy
+import math
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,8 +27,13 @@ T = TypeVar("T")
 class _Stream:
     """One optimizer's gradients on their way.
 
-    `shared` is true from the moment they are shared until the optimizer has stepped; `pieces` are its parameters by
-    the sync that they belong to.
+    Attributes:
+        optimizer: Whose gradients.
+        steps: How often they have been shared.
+        shared: Whether they are shared for the coming step.
+        members: Identities of the parameters that have required a gradient.
+        pieces: The same parameters, by the sync that they belong to.
+        written: Version counters of the gradients when the last backward pass ended.
     """
 
     optimizer: Optimizer
@@ -34,6 +41,7 @@ class _Stream:
     shared: bool = False
     members: set[int] = field(default_factory=set)
     pieces: list[tuple[Sync, NamedParameters, Layout]] = field(default_factory=list)
+    written: list[int] = field(default_factory=list)
 
     def gradients(self) -> list[tuple[Optional[Tensor], int]]:
         """The gradients with their version counters: equal lists mean that nothing has written to them."""
@@ -156,6 +164,14 @@ class Synchronizer:
         stream = self._stream(optimizer)
         if stream.shared:
             return
+        if stream.written and stream.written != [version for _, version in stream.gradients()]:
+            warnings.warn(
+                f"the gradients of {type(optimizer).__name__} were changed between backward and step, before they were"
+                " shared: each rank changed its own, where ddp would have averaged them already. Clip with"
+                " clip_gradients, or call strategy.synchronize(optimizer) before you change them.",
+                stacklevel=2,
+            )
+        stream.written = []
         self._admit(stream)
         index = self._streams.index(stream)
         for sync, parameters, layout in stream.pieces:
@@ -223,7 +239,10 @@ class Synchronizer:
         Raises:
             RuntimeError: It did. (Two passes before clipping are fine, and so is one after `zero_grad`.)
         """
-        waiting = [(s, s.gradients()) for s in self._streams if s.shared and self.buckets is None]
+        if self.buckets is not None:
+            yield
+            return
+        waiting = [(stream, stream.gradients()) for stream in self._streams if stream.shared]
         cleared = [all(g is None or not g.any() for g, _ in before) for _, before in waiting]
         yield
         for (stream, before), empty in zip(waiting, cleared):
@@ -236,6 +255,8 @@ class Synchronizer:
                     " backward pass before step(), or zero_grad() first."
                 )
             stream.shared = False
+        for stream in self._streams:
+            stream.written = [version for _, version in stream.gradients()]
 
     def _refuse_bypass(self, optimizer: Optimizer, *_: object) -> None:
         if self._depth or not any(id(p) in self._names for group in optimizer.param_groups for p in group["params"]):
@@ -248,7 +269,7 @@ class Synchronizer:
 
     def residual_norm(self) -> float:
         """Euclidean norm of what this rank has not sent yet."""
-        return sum(sync.residual_norm() ** 2 for sync in self.syncs) ** 0.5
+        return math.hypot(*(sync.residual_norm() for sync in self.syncs))
 
     def close(self) -> None:
         """Lets go of the optimizers: their steps are no longer watched."""

@@ -6,6 +6,7 @@ from typing import Literal, Optional
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import GradBucket as GradBucket
 
 Collective = Literal["all_reduce", "all_gather", "broadcast"]
 
@@ -145,6 +146,3 @@ class Wire:
         gathered = tensor.new_empty((self.world_size, *tensor.shape))
         _all_gather(gathered.view(-1), tensor.reshape(-1), group=self.group)
         return gathered
-
-
-GradBucket = dist.GradBucket

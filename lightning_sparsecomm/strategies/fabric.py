@@ -13,7 +13,7 @@ from lightning_sparsecomm.strategies.mixin import SynchronizingMixin
 from lightning_sparsecomm.synchronizer import Synchronizer
 
 if TYPE_CHECKING:
-    from lightning_fabric.strategies import DDPStrategy
+    from lightning_fabric.strategies.ddp import DDPStrategy
 else:
     DDPStrategy = object
 

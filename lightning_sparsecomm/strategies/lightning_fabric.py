@@ -1,6 +1,6 @@
 """The strategy for Fabric of `lightning_fabric`."""
 
-from lightning_fabric.strategies import DDPStrategy
+from lightning_fabric.strategies.ddp import DDPStrategy
 
 from lightning_sparsecomm.strategies.fabric import FabricMixin
 

@@ -1,6 +1,6 @@
 """The strategy for Fabric of `lightning.fabric`."""
 
-from lightning.fabric.strategies import DDPStrategy
+from lightning.fabric.strategies.ddp import DDPStrategy
 
 from lightning_sparsecomm.strategies.fabric import FabricMixin
 
