@@ -149,4 +149,4 @@ def _from_bytes(data: bytes, device: torch.device) -> Tensor:
 
 
 def _checksum(head: bytes, content: Tensor) -> int:
-    return zlib.crc32(content.cpu().contiguous().numpy(), zlib.crc32(head))
+    return zlib.crc32(content.cpu().contiguous().numpy().data, zlib.crc32(head))

@@ -131,7 +131,7 @@ def _candidates(x: Tensor, k: int) -> Tensor:
         rank = min(sample.numel(), int(expected + 4 * expected**0.5 + 8))
         threshold = torch.topk(sample, rank, sorted=False).values.min()
         if threshold > 0:
-            blocks = enumerate(x.split(_BLOCK))
+            blocks = enumerate(torch.split(x, _BLOCK))
             found = torch.cat([(block.abs() >= threshold).nonzero().view(-1) + i * _BLOCK for i, block in blocks])
             if found.numel() >= k:
                 return found

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
-from typing import Any, NamedTuple, Optional, Union
+from typing import Any, NamedTuple
 
 import pytest
 import pytorch_lightning as pl
@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_sparsecomm.codecs import SparseCodec, TopK
 from lightning_sparsecomm.exchange import DenseAllReduce, Exchange, Gather
 from lightning_sparsecomm.layout import Layout
-from lightning_sparsecomm.methods import dense
+from lightning_sparsecomm.methods import Method, dense
 from lightning_sparsecomm.rounds import Round
 from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
 from lightning_sparsecomm.wire import (
@@ -119,7 +119,7 @@ def _namespace_main(results: Any, separate: bool, function: Callable[..., Any], 
     os._exit(0)
 
 
-def _in_process(separate: bool, function: Callable[..., Any], *args: Any) -> tuple[Any, Optional[str]]:
+def _in_process(separate: bool, function: Callable[..., Any], *args: Any) -> tuple[Any, str | None]:
     """`function(*args)` in a forked process, in a namespace of its own if `separate`; its result, or its failure."""
     results = FORK.Queue()
     process = FORK.Process(target=_namespace_main, args=(results, separate, function, args))
@@ -145,23 +145,6 @@ def namespaces() -> bool:
     return failure is None
 
 
-def _repeated(spans: list["Span"]) -> int:
-    return max(span.counted.repeated for span in spans)
-
-
-def _measure(namespaces: bool, function: Callable[..., list["Span"]], *args: Any) -> list["Span"]:
-    """What `function` gives in a run in which nothing was sent twice, or else in the one in which least was."""
-    best: list[Span] = []
-    for _ in range(1):
-        spans, failure = _in_process(namespaces, function, *args)
-        assert failure is None, failure
-        if not best or _repeated(spans) < _repeated(best):
-            best = spans
-        if not namespaces or not _repeated(best):
-            break
-    return best
-
-
 # What is compared ---------------------------------------------------------------------------------------------------
 
 
@@ -172,7 +155,7 @@ class Sent(NamedTuple):
     calls: dict[str, int]
 
     @classmethod
-    def of(cls, ledger: Optional[Ledger]) -> "Sent":
+    def of(cls, ledger: Ledger | None) -> "Sent":
         rows = ledger.rows if ledger is not None else {}
         calls: dict[str, int] = {}
         for row in rows.values():
@@ -194,13 +177,9 @@ class Span(NamedTuple):
     counted: Counters
 
 
-def _explains(spans: list[Span], expected_bytes: float, counted: bool) -> None:
-    """The ledgers of all ranks say what the tensors' sizes say, and what the interface counted."""
+def _unexplained(spans: list[Span]) -> float:
+    """What the interface counted and the ledgers of all ranks do not explain, as a fraction of what they say."""
     world_size = len(spans)
-    ledger_bytes = sum(sum(span.sent.link_bytes.values()) for span in spans)
-    assert ledger_bytes == pytest.approx(expected_bytes)
-    if not counted:
-        return
     # A ring all-reduce passes each of W parts on W-1 times, twice; an all-gather passes W-1; a broadcast reaches W-1.
     messages = {
         "all_reduce": 2 * (world_size - 1),
@@ -209,15 +188,40 @@ def _explains(spans: list[Span], expected_bytes: float, counted: bool) -> None:
     }
     message_count = sum(count * messages[name] for span in spans for name, count in span.sent.calls.items())
     payload_bytes = max(span.counted.payload_bytes for span in spans) - MESSAGE_BYTES * message_count
-    error = payload_bytes / ledger_bytes - 1
-    print("ERR", f"{error:+.3%}", "rep", _repeated(spans), "W", world_size)
-    assert abs(error) < TOLERANCE, f"counted {payload_bytes:,.0f} bytes, entered {ledger_bytes:,.0f}: {error:+.2%} off"
+    return payload_bytes / _ledger_bytes(spans) - 1
+
+
+def _ledger_bytes(spans: list[Span]) -> float:
+    return sum(sum(span.sent.link_bytes.values()) for span in spans)
+
+
+def _measure(namespaces: bool, function: Callable[..., list[list[Span]]], *args: Any) -> list[list[Span]]:
+    """The spans of all ranks, for each part of `function`, which is run again where TCP's repetitions hide the truth.
+
+    They only ever add to what is counted, so a run without them, or one that is explained in spite of them, is true.
+    """
+    for _ in range(ATTEMPTS):
+        parts, failure = _in_process(namespaces, function, *args)
+        assert failure is None, failure
+        disturbed = [
+            max(span.counted.repeated for span in spans) and _unexplained(spans) > TOLERANCE for spans in parts
+        ]
+        if not namespaces or not any(disturbed):
+            break
+    return parts  # type: ignore[no-any-return]
+
+
+def _is_explained(spans: list[Span]) -> None:
+    error = _unexplained(spans)
+    assert abs(error) < TOLERANCE, (
+        f"{error:+.2%} of {_ledger_bytes(spans):,.0f} bytes in the ledgers: {[span.sent.link_bytes for span in spans]}"
+    )
 
 
 # The instrument itself ----------------------------------------------------------------------------------------------
 
 
-def _through_a_connection(length: int) -> list[Span]:
+def _through_a_connection(length: int) -> Counters:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as sender:
         receiver, _ = server.accept()
         with receiver:
@@ -228,13 +232,17 @@ def _through_a_connection(length: int) -> list[Span]:
             while arrived < length:
                 arrived += len(receiver.recv(2**16))
             sending.join()
-            return [Span(Sent({}, {}), Counters.read().since(before))]
+            return Counters.read().since(before)
 
 
-def test_the_counters_less_headers_are_what_went_through_a_connection(namespaces: bool) -> None:
-    (span,) = _measure(namespaces, _through_a_connection, 10**6)
+def test_counters_less_headers_are_what_went_through_a_connection(namespaces: bool) -> None:
+    for _ in range(ATTEMPTS):
+        counted, failure = _in_process(namespaces, _through_a_connection, 10**6)
+        assert failure is None, failure
+        if not namespaces or not counted.repeated:
+            break
     if namespaces:
-        assert span.counted.payload_bytes == 10**6
+        assert counted.payload_bytes == 10**6
 
 
 # Collectives and exchanges ------------------------------------------------------------------------------------------
@@ -255,7 +263,7 @@ def _vector(rank: int) -> Tensor:
 class Traffic(NamedTuple):
     """Something that sends, and the bytes that one rank hands over in one round by the sizes of what it sends."""
 
-    sender: Union[Callable[[Wire, Tensor], object], Exchange]
+    sender: Callable[[Wire, Tensor], object] | Exchange
     handed_bytes: int
     gathers: bool = False
 
@@ -307,14 +315,128 @@ def _send_rounds(rank: int, name: str, barrier: Barrier) -> Span:
     return Span(Sent.of(wire.ledger).since(sent), counted)
 
 
-def _ranks(tmp_path: Path, world_size: int, name: str) -> list[Span]:
-    return run_ranks(tmp_path, world_size, _send_rounds, name, FORK.Barrier(world_size))
+def _ranks(tmp_path: Path, world_size: int, name: str) -> list[list[Span]]:
+    return [run_ranks(tmp_path, world_size, _send_rounds, name, FORK.Barrier(world_size))]
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("name", TRAFFIC)
-def test_a_collective_and_an_exchange_send_what_the_ledger_says(
-    tmp_path: Path, namespaces: bool, name: str, world_size: int
-) -> None:
-    spans = _measure(namespaces, _ranks, tmp_path, world_size, name)
-    _explains(spans, ROUNDS * TRAFFIC[name].link_bytes(world_size), namespaces)
+def test_a_round_sends_what_the_ledger_says(tmp_path: Path, namespaces: bool, name: str, world_size: int) -> None:
+    (spans,) = _measure(namespaces, _ranks, tmp_path, world_size, name)
+    assert _ledger_bytes(spans) == pytest.approx(ROUNDS * TRAFFIC[name].link_bytes(world_size))
+    if namespaces:
+        _is_explained(spans)
+
+
+# A whole training run -----------------------------------------------------------------------------------------------
+
+FEATURES, HIDDEN, CLASSES, STEPS, LOGGED = 64, 1000, 10, 6, 10_000
+BROADCAST = bytes(range(256)) * 100
+
+
+class Model(pl.LightningModule):
+    """A million parameters, buffers that DDP broadcasts, and what a user may send besides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(FEATURES, HIDDEN),
+            nn.BatchNorm1d(HIDDEN),
+            nn.ReLU(),
+            nn.Linear(HIDDEN, HIDDEN),
+            nn.BatchNorm1d(HIDDEN),
+            nn.ReLU(),
+            nn.Linear(HIDDEN, CLASSES),
+        )
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = cross_entropy(self.layers(batch[0]), batch[1])
+        self.log("loss", loss, sync_dist=True)
+        self.all_gather(torch.ones(LOGGED))
+        self.trainer.strategy.broadcast(BROADCAST)
+        return loss
+
+    def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
+        count = 2 * STEPS * 8
+        return DataLoader(TensorDataset(torch.randn(count, FEATURES), torch.arange(count) % CLASSES), batch_size=8)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class Reader(pl.Callback):
+    """Reads ledgers and counters where all ranks are silent: before fit, when it is set up, and when it has trained."""
+
+    def __init__(self, ranks: int) -> None:
+        self.barrier = FORK.Barrier(ranks)
+        self.results = FORK.SimpleQueue()
+        self.sent, self.counters = [Sent.of(None)], [Counters.read()]
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.barrier.wait(30)
+        self.sent.append(Sent.of(trainer.strategy.ledger))
+        self.counters.append(Counters.read())
+        self.barrier.wait(30)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.on_train_start(trainer, pl_module)
+        spans = [
+            Span(self.sent[i].since(self.sent[i - 1]), self.counters[i].since(self.counters[i - 1])) for i in (1, 2)
+        ]
+        self.results.put(spans)
+
+
+def _fit(tmp_path: Path, strategy: str | Method) -> list[list[Span]]:
+    """The spans of the two ranks, for set-up and for training."""
+    # Lightning advises on workers, devices and logging.
+    warnings.simplefilter("ignore")
+    reader = Reader(2)
+    trainer = pl.Trainer(
+        strategy=strategy
+        if isinstance(strategy, str)
+        else SparseCommStrategy(method=strategy, start_method="fork", find_unused_parameters=True),
+        accelerator="cpu",
+        devices=2,
+        max_steps=STEPS,
+        default_root_dir=tmp_path,
+        callbacks=[reader],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Model())
+    return [list(spans) for spans in zip(reader.results.get(), reader.results.get())]
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    ["sparsecomm_dense_fork", "sparsecomm_gradient_dropping_fork", dense()],
+    ids=["dense", "gradient_dropping", "dense_find_unused"],
+)
+def test_the_rows_explain_a_training_run(tmp_path: Path, namespaces: bool, strategy: str | Method) -> None:
+    setup, training = _measure(namespaces, _fit, tmp_path, strategy)
+
+    model = Model()
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    tensors = len(list(model.parameters()))
+    buffer_bytes = sum(buffer.nbytes for buffer in model.buffers())
+    if strategy == "sparsecomm_gradient_dropping_fork":
+        payload_bytes = PAYLOAD_HEADER_BYTES + ELEMENT_BYTES * round(0.01 * parameters) + (tensors + 7) // 8
+        gradient_bytes = payload_bytes
+    else:
+        # An all-reduce among two sends as many bytes from each as each hands over.
+        gradient_bytes = FLOAT_BYTES * parameters
+    expected = {GRADIENTS: gradient_bytes, DDP_BUFFERS: buffer_bytes / 2}
+    if isinstance(strategy, Method):
+        expected[DDP_UNUSED] = FLOAT_BYTES * tensors
+    for before, during in zip(setup, training):
+        assert before.sent.link_bytes[DDP_SETUP] == (FLOAT_BYTES * parameters + buffer_bytes) / 2
+        rows = {row: count for row, count in during.sent.link_bytes.items() if count}
+        # One gathered tensor, half a broadcast, and a few bytes of Lightning's own in each step.
+        users_bytes = FLOAT_BYTES * LOGGED + len(BROADCAST) / 2
+        assert rows.pop(LIGHTNING) == pytest.approx(STEPS * users_bytes, rel=0.01)
+        assert rows == {row: STEPS * count for row, count in expected.items()}
+    if namespaces:
+        _is_explained(setup)
+        _is_explained(training)
