@@ -42,8 +42,8 @@ class Sync(ABC):
         self.parameters = tuple(parameters)
         self.exclude = tuple(exclude)
 
-    def claims(self, name: str) -> bool:
-        """Whether the parameter of this name belongs to this sync."""
+    def claims(self, name: str, parameter: Parameter) -> bool:
+        """Whether this parameter belongs to this sync; the same on all ranks."""
         return matches(name, self.parameters) and not matches(name, self.exclude)
 
     @abstractmethod

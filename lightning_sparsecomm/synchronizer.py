@@ -68,7 +68,7 @@ class Synchronizer:
         self.seed = seed
         self.epoch = 0.0
         self._modules: list[nn.Module] = []
-        self._names: dict[int, str] = {}
+        self._known: dict[int, tuple[str, Parameter]] = {}
         self._ignored: set[int] = set()
         self._streams: list[_Stream] = []
         self._depth = 0
@@ -109,7 +109,7 @@ class Synchronizer:
                         f"parameter {prefix + name!r} is complex, which no method can take. Hold it as a real tensor"
                         " (torch.view_as_real), or use strategy='ddp'."
                     )
-                self._names.setdefault(id(parameter), prefix + name)
+                self._known.setdefault(id(parameter), (prefix + name, parameter))
 
     def check(self) -> None:
         """Refuses patterns that match nothing, and parameters that belong to no sync or to several.
@@ -117,7 +117,7 @@ class Synchronizer:
         Raises:
             ValueError: As said, naming the pattern or the parameter.
         """
-        names = list(self._names.values())
+        names = [name for name, _ in self._known.values()]
         for sync in self.syncs:
             for option, patterns in (("parameters", sync.parameters), ("exclude", sync.exclude)):
                 for pattern in patterns:
@@ -126,8 +126,8 @@ class Synchronizer:
                             f"{option}: the pattern {pattern!r} matches no parameter. Patterns are shell-style and"
                             f" match whole names; the names are {_some(names)}."
                         )
-        for name in names:
-            claiming = sum(sync.claims(name) for sync in self.syncs)
+        for name, parameter in self._known.values():
+            claiming = sum(sync.claims(name, parameter) for sync in self.syncs)
             if claiming != 1:
                 raise ValueError(
                     f"each parameter must belong to exactly one sync; {name!r} belongs to {claiming}."
@@ -188,21 +188,20 @@ class Synchronizer:
         new = {id(p) for p in parameters if p.requires_grad} - stream.members - self._ignored
         if not new:
             return
-        if not new <= self._names.keys():
+        if not new <= self._known.keys():
             self._scan()
-            unknown = [tuple(p.shape) for p in parameters if id(p) in new - self._names.keys() - self._ignored]
+            unknown = [tuple(p.shape) for p in parameters if id(p) in new - self._known.keys() - self._ignored]
             if unknown:
                 raise ValueError(
                     f"the optimizer holds {len(unknown)} parameter(s) that the model lacks, of shapes {_some(unknown)}:"
                     " their gradients would stay local, and the replicas drift apart. Make them part of the model."
                 )
         stream.members |= new
-        known = {id(p): p for p in parameters}
         # Dictionaries keep insertion order: the order of named_parameters().
-        named = [(name, known[key]) for key, name in self._names.items() if key in stream.members]
+        named = [known for key, known in self._known.items() if key in stream.members]
         stream.pieces = []
         for sync in self.syncs:
-            piece = [(name, parameter) for name, parameter in named if sync.claims(name)]
+            piece = [(name, parameter) for name, parameter in named if sync.claims(name, parameter)]
             if piece:
                 stream.pieces.append((sync, piece, Layout.of(piece)))
 
@@ -259,7 +258,7 @@ class Synchronizer:
             stream.written = [version for _, version in stream.gradients()]
 
     def _refuse_bypass(self, optimizer: Optimizer, *_: object) -> None:
-        if self._depth or not any(id(p) in self._names for group in optimizer.param_groups for p in group["params"]):
+        if self._depth or not any(id(p) in self._known for group in optimizer.param_groups for p in group["params"]):
             return
         raise RuntimeError(
             f"{type(optimizer).__name__}.step() was called past the strategy, so its gradients were never shared and"

@@ -17,6 +17,7 @@ from lightning_sparsecomm.rounds import Round
 from lightning_sparsecomm.sync import GradientSync
 from lightning_sparsecomm.synchronizer import Synchronizer
 from lightning_sparsecomm.wire import Wire
+from tests.distributed.launch import run_ranks
 
 
 class Halving(DenseAllReduce):
@@ -198,7 +199,7 @@ def gradients_of(module: nn.Module) -> Tensor:
     return module.weight.grad.clone()
 
 
-def test_two_optimizers_keep_steps_and_residuals_apart(synchronizer: Synchronizer) -> None:
+def test_two_optimizers_share_their_own_parameters_only(synchronizer: Synchronizer) -> None:
     module = chain()
     synchronizer.add_module(module)
     first = torch.optim.SGD(module[0].parameters(), lr=0.1)
@@ -229,6 +230,27 @@ def test_a_parameter_of_two_optimizers_is_shared_with_each(synchronizer: Synchro
             assert torch.equal(gradients(module)[1], before[1] / 2)
             optimizer.step()
     assert Halving.rounds == [(["0.weight", "1.weight"], 0), (["1.weight"], 0)]
+
+
+def _two_optimizers_of_one_parameter(rank: int) -> list[list[float]]:
+    module = nn.Linear(1, 3, bias=False)
+    synchronizer = Synchronizer(gradient_dropping(1.0), Wire())
+    synchronizer.add_module(module)
+    module.weight.grad = torch.tensor([[1.0], [2.0], [3.0]]) * (rank + 1)
+    found = []
+    for optimizer in (torch.optim.SGD(module.parameters(), lr=0.0), torch.optim.Adam(module.parameters(), lr=0.0)):
+        with synchronizer.stepping(optimizer):
+            synchronizer.synchronize(optimizer)
+            optimizer.step()
+        found.append(gradients_of(module).flatten().tolist())
+    synchronizer.close()
+    return found
+
+
+def test_two_optimizers_can_step_on_one_backward_pass(tmp_path: Path) -> None:
+    """As under ddp both find the mean: that of gradients which are equal already is the same again."""
+    for found in run_ranks(tmp_path, 2, _two_optimizers_of_one_parameter):
+        assert found == [[1.5, 3.0, 4.5]] * 2
 
 
 def test_a_tied_parameter_has_one_place(synchronizer: Synchronizer) -> None:

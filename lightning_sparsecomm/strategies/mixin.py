@@ -37,7 +37,9 @@ class SynchronizingMixin:
 
     def _prepare(self, method: Optional[Method], seed: int) -> None:
         if method is not None and not isinstance(method, Method):
-            hint = f" Did you mean lightning_sparsecomm.methods.{method}()?" if method in RECIPES else ""
+            # Its name, or the function itself instead of what it returns.
+            name = method if isinstance(method, str) else getattr(method, "__name__", None)
+            hint = f" Did you mean lightning_sparsecomm.methods.{name}()?" if name in RECIPES else ""
             raise TypeError(
                 f"method must be a Method, such as lightning_sparsecomm.methods.gradient_dropping(density=0.01);"
                 f" got {method!r}.{hint}"

@@ -100,8 +100,10 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
         return trainer.current_epoch + done
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        # Before each batch, Lightning broadcasts whether rank 0 was told to stop: one 64-bit integer.
-        self._count("broadcast", 8)
+        # Before each batch, Lightning from 2.6 on broadcasts whether rank 0 was told to stop: one 64-bit integer.
+        assert self.lightning_module is not None
+        if hasattr(self.lightning_module.trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"):
+            self._count("broadcast", 8)
         return super().training_step(*args, **kwargs)
 
     def broadcast(self, obj: T, src: int = 0) -> T:

@@ -1,0 +1,382 @@
+"""What cannot work is refused before training, and in training what must not go on: each error names the parameter, the
+value, the rule and the remedy."""
+
+import importlib
+import os
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Optional
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.plugins.precision import MixedPrecision
+from pytorch_lightning.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.utils.data import DataLoader
+
+from lightning_sparsecomm import (
+    BucketSync,
+    Channel,
+    CompressionMonitor,
+    ErrorFeedback,
+    GradientSync,
+    Method,
+    NonFiniteGradientError,
+    wire,
+)
+from lightning_sparsecomm.exchange import DenseAllReduce
+from lightning_sparsecomm.methods import dense, gradient_dropping
+from lightning_sparsecomm.schedules import InverseTimeWarmup
+from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
+from tests.distributed.launch import run_ranks
+
+# Construction
+
+
+@pytest.mark.parametrize(
+    ("density", "error", "text"),
+    [
+        (0, ValueError, "density must be in (0, 1]: the fraction of elements sent; got 0. Use dense() to send"),
+        (-1, ValueError, "density must be in (0, 1]: the fraction of elements sent; got -1."),
+        (1.5, ValueError, "density must be in (0, 1]: the fraction of elements sent; got 1.5."),
+        (100, ValueError, "density must be in (0, 1]: the fraction of elements sent; got 100. Did you mean 0.01?"),
+        (float("nan"), ValueError, "density must be in (0, 1]: the fraction of elements sent; got nan."),
+        ("x", TypeError, "density must be a number in (0, 1] or a Schedule; got 'x'."),
+        (True, TypeError, "density must be a number in (0, 1] or a Schedule; got True."),
+        (None, TypeError, "density must be a number in (0, 1] or a Schedule; got None."),
+    ],
+)
+@pytest.mark.parametrize("make", [gradient_dropping, InverseTimeWarmup])
+def test_density(make: Callable[..., object], density: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=re.escape(text)):
+        make(density=density)
+
+
+def construction(text: str, error: type[Exception] = ValueError) -> Any:
+    return pytest.raises(error, match=re.escape(text))
+
+
+def test_parts() -> None:
+    with construction("exclude must be a list of patterns; got the string '*.bias'. Use ['*.bias'].", TypeError):
+        gradient_dropping(exclude="*.bias")
+    with construction("parameters must be a list of patterns; got the string 'head'. Use ['head'].", TypeError):
+        GradientSync(Channel(DenseAllReduce()), parameters="head")
+    with construction("scope must be 'model' (rank all elements together) or 'tensor'"):
+        gradient_dropping(scope="layer")
+    with construction("values must be one of float32, float16; got 'int8'. Use 'float32'"):
+        gradient_dropping(values="int8")
+    with construction("wire_dtype must be one of same, float32, float16, bfloat16; got 'fp16'. 'same' sends"):
+        dense("fp16")
+    with construction("decay must be in (0, 1]: the part of the residual that is kept; got 0. Use 1 to keep all."):
+        ErrorFeedback(decay=0)
+    with construction("warmup_steps must be at least 1; got 0. Give the plain density for no warm-up."):
+        InverseTimeWarmup(0.1, warmup_steps=0)
+    with construction("syncs must name at least one sync; got none. Use dense() to send everything."):
+        Method([])
+    with construction("a BucketSync must be the only sync of a method, since DDP's buckets hold all parameters; got 2"):
+        Method([BucketSync(), GradientSync(Channel(DenseAllReduce()), parameters=["head.*"])])
+
+
+EVERY_STRATEGY = ["pytorch_lightning", "lightning.pytorch", "lightning_fabric", "lightning.fabric"]
+
+
+@pytest.mark.parametrize("package", EVERY_STRATEGY)
+def test_strategy(package: str) -> None:
+    strategy: Any = importlib.import_module(f"lightning_sparsecomm.strategies.{package}").SparseCommStrategy
+    with construction(
+        "method must be a Method, such as lightning_sparsecomm.methods.gradient_dropping(density=0.01); got"
+        " 'gradient_dropping'. Did you mean lightning_sparsecomm.methods.gradient_dropping()?",
+        TypeError,
+    ):
+        strategy(method="gradient_dropping")
+    # The function itself, not what it returns.
+    with construction("Did you mean lightning_sparsecomm.methods.gradient_dropping()?", TypeError):
+        strategy(method=gradient_dropping)
+    with construction("method must be a Method", TypeError):
+        strategy(method="gossip")
+    with construction("method must be a Method", TypeError):
+        strategy(0.01)
+    if "fabric" not in package:
+        with construction("ddp_comm_hook cannot be combined with a method, which takes the place of DDP's"):
+            strategy(ddp_comm_hook=fp16_compress_hook)
+    with pytest.raises(RuntimeError, match="no model is set up for training yet"):
+        strategy().synchronizer  # noqa: B018
+    assert strategy().ledger is None
+
+
+# Set-up
+
+
+class Model(pl.LightningModule):
+    """Counts its batches, so that a test sees that an error came before the first."""
+
+    def __init__(self, network: Optional[nn.Module] = None, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.network = network if network is not None else nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+        self.options = options
+        self.begun = 0
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.begun += 1
+        loss = (self.network(batch) - batch[:, :3].sin()).square().mean()
+        if self.options.get("poison") == (self.global_rank, batch_idx):
+            loss = loss + (self.network[2].weight * float("nan")).sum()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        optimizer = self.options.get("optimizer", lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+        return optimizer(self.parameters())
+
+
+class Outcome(pl.Callback):
+    """Writes what became of each rank: an error, or the weights.
+
+    Lightning stops the other ranks when one has failed; with `wait` a rank stays until all have written their errors.
+    """
+
+    def __init__(self, folder: Path, wait: bool) -> None:
+        self.folder, self.wait, self.launcher = folder, wait, os.getpid()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: Any, exception: BaseException) -> None:
+        # The process that started the ranks hears of the error too.
+        if os.getpid() == self.launcher:
+            return
+        text = f"{type(exception).__name__}: {exception} [after {pl_module.begun} batches]"
+        (self.folder / f"{trainer.global_rank}.error").write_text(text)
+        deadline = time.monotonic() + 20
+        while self.wait and len(list(self.folder.glob("*.error"))) < trainer.world_size and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        torch.save(pl_module.state_dict(), self.folder / f"{trainer.global_rank}.weights")
+
+
+def fit(folder: Path, model: pl.LightningModule, strategy: Any, devices: int = 2, **options: Any) -> None:
+    callbacks = [Outcome(folder, options.pop("wait", False)), *options.pop("callbacks", [])]
+    trainer = pl.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=devices,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=callbacks,
+        **options,
+    )
+    batches = torch.randn(4 * devices * 4, 6, generator=torch.Generator().manual_seed(3))
+    trainer.fit(model, DataLoader(batches, batch_size=4))
+
+
+def refusals(folder: Path, *args: Any, devices: int = 2, **options: Any) -> list[str]:
+    """The error of each rank. All ranks find it by themselves: none is left waiting for another."""
+    with pytest.raises(torch.multiprocessing.ProcessRaisedException):
+        fit(folder, *args, devices=devices, **options)
+    # Whoever fails first has the others stopped, so that not all may come to write it.
+    found = [file.read_text() for file in sorted(folder.glob("*.error"))]
+    assert found
+    return found
+
+
+def with_method(method: Optional[Method] = None, **options: Any) -> SparseCommStrategy:
+    return SparseCommStrategy(method, start_method="fork", **options)
+
+
+def sync(*parameters: str) -> GradientSync:
+    return GradientSync(Channel(DenseAllReduce()), parameters=parameters or ("*",))
+
+
+class Looking(nn.Module):
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 3, sparse=sparse)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.table(x[:, 0].long() % 4)
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(6, 3, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.to(torch.complex64) @ self.weight).abs()
+
+
+REFUSED_AT_SETUP: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    "exclude matches nothing": (
+        lambda: {"strategy": with_method(gradient_dropping(exclude=["*.bais"]))},
+        "ValueError: exclude: the pattern '*.bais' matches no parameter. Patterns are shell-style and match whole names;"
+        " the names are network.0.weight, network.0.bias, network.2.weight, network.2.bias.",
+    ),
+    "two syncs claim a parameter": (
+        lambda: {"strategy": with_method(Method([sync(), sync("*.bias")]))},
+        "ValueError: each parameter must belong to exactly one sync; 'network.0.bias' belongs to 2. Change the"
+        " `parameters` and `exclude` patterns of the method's syncs.",
+    ),
+    "no sync claims a parameter": (
+        lambda: {"strategy": with_method(Method([sync("*.weight")]))},
+        "ValueError: each parameter must belong to exactly one sync; 'network.0.bias' belongs to 0. Change the",
+    ),
+    "sparse embedding": (
+        lambda: {"model": Model(Looking(sparse=True))},
+        "TypeError: embedding 'network.table' has sparse=True, and this method cannot take sparse gradients. Build it"
+        " with sparse=False, or use strategy='ddp'.",
+    ),
+    "complex parameter": (
+        lambda: {"model": Model(Complex())},
+        "TypeError: parameter 'network.weight' is complex, which no method can take. Hold it as a real tensor"
+        " (torch.view_as_real), or use strategy='ddp'.",
+    ),
+    "loss scaler": (
+        lambda: {"plugins": [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))]},
+        "ValueError: precision='16-mixed' is not supported yet: its loss scaler may skip a step after the gradients"
+        " have been exchanged, and a residual would keep scaled values. Use precision='bf16-mixed' or '32-true'.",
+    ),
+    "LBFGS": (
+        lambda: {"model": Model(optimizer=torch.optim.LBFGS)},
+        "TypeError: LBFGS evaluates the gradient several times per step",
+    ),
+    "monitor without anything to see": (
+        lambda: {"strategy": "ddp_fork", "callbacks": [CompressionMonitor()]},
+        "TypeError: CompressionMonitor reports what a sparsecomm strategy sends, but the Trainer's strategy is"
+        " DDPStrategy. Use strategy='sparsecomm' ('sparsecomm_dense' sends what ddp sends), or leave the callback out.",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_AT_SETUP)
+def test_refused_at_setup(case: str, tmp_path: Path) -> None:
+    options, text = REFUSED_AT_SETUP[case]
+    for found in refusals(tmp_path, **{"model": Model(), "strategy": with_method(), **options()}):
+        assert text in found
+        assert found.endswith("[after 0 batches]")
+
+
+def test_the_model_is_what_is_refused_not_the_method(tmp_path: Path) -> None:
+    fit(tmp_path, Model(Looking(sparse=False)), with_method())
+    assert len(list(tmp_path.glob("*.weights"))) == 2
+
+
+def _begin_elsewhere(rank: int, device_type: str) -> str:
+    strategy = SparseCommStrategy()
+    try:
+        strategy._begin(torch.device(device_type), None)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_devices_without_ddp(tmp_path: Path) -> None:
+    for device_type in ("mps", "xla"):
+        (found,) = run_ranks(tmp_path, 1, _begin_elsewhere, device_type)
+        text = f"accelerator must be 'cpu' or 'cuda'; got '{device_type}', on which DDP does not run."
+        assert found.startswith(text)
+        assert found.endswith("Use accelerator='cpu'.")
+    assert run_ranks(tmp_path, 1, _begin_elsewhere, "cpu") == [""]
+
+
+def test_backends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for backend, text in (
+        ("mpi", "process_group_backend must be one of gloo, nccl, on which the collectives are tested; got 'mpi'."),
+        ("nccl", "process_group_backend must be 'gloo' on CPUs; got 'nccl'."),
+    ):
+        monkeypatch.setattr(wire.dist, "get_backend", lambda group=None, backend=backend: backend)
+        (found,) = run_ranks(tmp_path, 1, _begin_elsewhere, "cpu")
+        assert found.startswith(text)
+
+
+def test_lbfgs_with_a_dense_method_is_ddp(tmp_path: Path) -> None:
+    def lbfgs(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(parameters, lr=0.5, max_iter=3)
+
+    weights = []
+    for strategy in (DDPStrategy(start_method="fork"), with_method(dense())):
+        fit(tmp_path, Model(optimizer=lbfgs), strategy)
+        weights.append([torch.load(tmp_path / f"{rank}.weights") for rank in range(2)])
+    for name, tensor in weights[0][0].items():
+        assert torch.equal(weights[1][0][name], tensor)
+        assert torch.equal(weights[1][1][name], tensor)
+        assert not torch.equal(tensor, Model().state_dict()[name])
+
+
+# Training
+
+
+def test_parameter_that_the_model_lacks(tmp_path: Path) -> None:
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD([*parameters, nn.Parameter(torch.zeros(5, 2))], lr=0.1)
+
+    for found in refusals(tmp_path, Model(optimizer=optimizer), with_method()):
+        assert (
+            "ValueError: the optimizer holds 1 parameter(s) that the model lacks, of shapes (5, 2): their gradients"
+            " would stay local, and the replicas drift apart. Make them part of the model."
+        ) in found
+
+
+class Manual(Model):
+    automatic_optimization = False
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers(use_pl_optimizer=self.way != "past the strategy")
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        if self.way != "past the strategy":
+            self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+        if self.way == "zero_grad between":
+            optimizer.zero_grad()
+        if self.way in ("backward after clipping", "zero_grad between"):
+            self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+def test_step_past_the_strategy(tmp_path: Path) -> None:
+    for found in refusals(tmp_path, Manual("past the strategy"), with_method()):
+        assert (
+            "RuntimeError: SGD.step() was called past the strategy, so its gradients were never shared and the replicas"
+            " would drift apart. Step the optimizer that self.optimizers() or fabric.setup() returns (without"
+            " use_pl_optimizer=False)."
+        ) in found
+
+
+def test_backward_after_clipping(tmp_path: Path) -> None:
+    for found in refusals(tmp_path, Manual("backward after clipping"), with_method()):
+        assert (
+            "RuntimeError: a backward pass added to gradients of SGD that clipping had already shared between ranks:"
+            " the sum would differ from rank to rank. Call clip_gradients after the last backward pass before step(),"
+            " or zero_grad() first."
+        ) in found
+
+
+def test_backward_after_clipping_and_zero_grad(tmp_path: Path) -> None:
+    for way in ("zero_grad between", "in order"):
+        fit(tmp_path, Manual(way), with_method())
+        first, second = (torch.load(tmp_path / f"{rank}.weights") for rank in range(2))
+        assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+
+
+@pytest.mark.parametrize("scope", ["model", "tensor"])
+def test_gradient_that_is_not_finite(scope: Any, tmp_path: Path) -> None:
+    found = refusals(
+        tmp_path,
+        Model(poison=(1, 2)),
+        with_method(gradient_dropping(scope=scope)),
+        wait=True,
+    )
+    assert len(found) == 2
+    for error in found:
+        assert error.startswith(
+            f"{NonFiniteGradientError.__name__}: rank 1 has a gradient that is not finite, for parameter"
+            " 'network.2.weight' in step 2. Lower the learning rate, clip gradients, or look for a division by zero"
+        )
