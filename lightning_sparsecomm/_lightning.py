@@ -1,14 +1,16 @@
 """Which Lightning packages are here, and which of them the user works with.
 
-`lightning` and `pytorch_lightning` are two class hierarchies, and each accepts its own classes only. The first import of
-this module remembers which of them the user had imported by then, since registration below imports all of them.
+`lightning` and `pytorch_lightning` are two class hierarchies, and each accepts its own classes only. The first import
+of this module remembers which of them the user had imported by then, since registration below imports all of them.
 """
 
 import importlib
 import sys
 from importlib.util import find_spec
 
-TRAINERS = tuple(name for name in ("pytorch_lightning", "lightning.pytorch") if find_spec(name.split(".")[0]) is not None)
+TRAINERS = tuple(
+    name for name in ("pytorch_lightning", "lightning.pytorch") if find_spec(name.split(".")[0]) is not None
+)
 FABRICS = tuple(name for name in ("lightning_fabric", "lightning.fabric") if find_spec(name.split(".")[0]) is not None)
 
 _IMPORTED_BEFORE_US = tuple(name for name in TRAINERS if name in sys.modules)
@@ -23,11 +25,13 @@ def trainer_strategy() -> type:
     candidates = _IMPORTED_BEFORE_US or TRAINERS
     if len(candidates) != 1:
         when = "both were imported before it" if _IMPORTED_BEFORE_US else "none of them was imported before it"
-        modules = " or ".join(f"lightning_sparsecomm.strategies.{name}" for name in (*TRAINERS, *FABRICS))
+        modules, of_fabric = (
+            " or ".join(f"lightning_sparsecomm.strategies.{name}" for name in names) for names in (TRAINERS, FABRICS)
+        )
         raise ImportError(
-            "lightning_sparsecomm.SparseCommStrategy is the strategy of the Lightning package that you import first, but"
-            f" {when}: {' and '.join(TRAINERS)} are both installed and do not mix. Import your Lightning package first,"
-            f" or take SparseCommStrategy from {modules}."
+            "lightning_sparsecomm.SparseCommStrategy is the strategy of the Lightning package that you import first,"
+            f" but {when}: {' and '.join(TRAINERS)} are both installed and do not mix."
+            f" Import your Lightning package first, or take SparseCommStrategy from {modules} (for Fabric, from {of_fabric})."
         )
     strategy: type = importlib.import_module(f"lightning_sparsecomm.strategies.{candidates[0]}").SparseCommStrategy
     return strategy

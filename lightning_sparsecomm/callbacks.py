@@ -1,6 +1,6 @@
 """Callbacks; each class serves the Trainers of all Lightning packages."""
 
-from typing import TYPE_CHECKING, Any, NamedTuple, Optional
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_sparsecomm._lightning import callback_bases
 from lightning_sparsecomm.strategies.mixin import SynchronizingMixin
@@ -60,7 +60,7 @@ class CompressionMonitor(Callback):
         super().__init__()
         self.progress_bar = progress_bar
         self.summary = summary
-        self._logged: Optional[_Counts] = None
+        self._logged: _Counts | None = None
 
     def on_fit_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         strategy = trainer.strategy
@@ -77,7 +77,8 @@ class CompressionMonitor(Callback):
     ) -> None:
         strategy = trainer.strategy
         assert isinstance(strategy, SynchronizingMixin) and self._logged is not None
-        due = trainer.log_every_n_steps and trainer.global_step % trainer.log_every_n_steps == 0
+        # Lightning's own decision whether this batch is logged: it counts batches that stepped, not optimizer steps.
+        due = trainer._logger_connector.should_update_logs
         counts = _Counts.of(strategy.synchronizer.wire.ledger)
         new = counts.since(self._logged)
         if not due or new.steps == 0:
@@ -112,7 +113,9 @@ def summary_table(ledger: Ledger) -> str:
     for row in sorted(ledger.rows, key=lambda row: row != GRADIENTS):
         calls = sum(traffic.calls for traffic in ledger.rows[row].values())
         lines.append(f"{row:<26}{calls:>9,}{_size(ledger.handed_bytes(row)):>15}{_size(ledger.link_bytes(row)):>15}")
-    lines.append(f"{'gradients, had it been ddp':<26}{'':>9}{_size(ledger.ddp_bytes):>15}{_size(ledger.ddp_link_bytes):>15}")
+    lines.append(
+        f"{'gradients, had it been ddp':<26}{'':>9}{_size(ledger.ddp_bytes):>15}{_size(ledger.ddp_link_bytes):>15}"
+    )
     if ledger.world_size == 1:
         lines.append("One process: nothing crosses a network, so nothing is saved.")
     elif ledger.link_bytes():

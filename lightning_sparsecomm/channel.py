@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from typing import Optional
 
 import torch
 from torch import Tensor
@@ -34,7 +33,7 @@ class Channel:
         for memory in self.memories:
             memory.bind(layout, dtype, device)
 
-    def reduce(self, gradients: Sequence[Optional[Tensor]], round: Round, wire: Wire) -> Exchanged:
+    def reduce(self, gradients: Sequence[Tensor | None], round: Round, wire: Wire) -> Exchanged:
         """Exchanges one gradient per segment of `round.layout`; None where this rank has none.
 
         Raises:
@@ -89,7 +88,7 @@ class Channel:
         return f"Channel({self.exchange!r}, memories={list(self.memories)!r})"
 
 
-def first_nonfinite(gradients: Sequence[Optional[Tensor]]) -> Optional[int]:
+def first_nonfinite(gradients: Sequence[Tensor | None]) -> int | None:
     """The index of the first gradient that holds an infinity or a NaN; None where all are finite.
 
     A sum finds them at the cost of one read; it can also overflow by itself, so what it finds is looked at again.

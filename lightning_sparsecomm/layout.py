@@ -4,7 +4,7 @@ import zlib
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from math import prod
-from typing import NamedTuple, Union
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,8 +49,8 @@ class Layout:
             raise ValueError("a layout's names must differ; got one twice. Name every parameter once.")
         if offset > MAX_SIZE:
             raise ValueError(
-                f"a vector can have at most {MAX_SIZE:,} elements, since positions travel as 32-bit integers; got {offset:,}."
-                " Give the parameters to more than one optimizer or sync."
+                f"a vector can have at most {MAX_SIZE:,} elements, since positions travel as 32-bit integers;"
+                f" got {offset:,}. Give the parameters to more than one optimizer or sync."
             )
         self.segments = tuple(segments)
         self.size = offset
@@ -106,7 +106,7 @@ class SparseVector(NamedTuple):
         return self.values.new_zeros(self.size).index_copy_(0, self.indices, self.values)
 
 
-def mean(vectors: Sequence[Union[SparseVector, Tensor]], dtype: torch.dtype) -> Union[SparseVector, Tensor]:
+def mean(vectors: Sequence[SparseVector | Tensor], dtype: torch.dtype) -> SparseVector | Tensor:
     """The mean of vectors of one size, with equal bits wherever the same vectors are given in the same order.
 
     Sparse while the union of the vectors' elements surely is, else dense. The indices of one vector differ, so every
@@ -120,7 +120,9 @@ def mean(vectors: Sequence[Union[SparseVector, Tensor]], dtype: torch.dtype) -> 
             values.index_add_(0, torch.searchsorted(indices, vector.indices), vector.values.to(dtype))
         return SparseVector(indices, values.div_(len(vectors)), sparse[0].size)
     first = vectors[0]
-    size, device = (first.size, first.values.device) if isinstance(first, SparseVector) else (first.numel(), first.device)
+    size, device = (
+        (first.size, first.values.device) if isinstance(first, SparseVector) else (first.numel(), first.device)
+    )
     total = torch.zeros(size, dtype=dtype, device=device)
     for each in vectors:
         if isinstance(each, SparseVector):

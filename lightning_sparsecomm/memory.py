@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple, Optional, Union
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +19,8 @@ class Contribution(NamedTuple):
         flat: The `[n]` vector whose views the parts are, where there is one.
     """
 
-    parts: Sequence[Optional[Tensor]]
-    flat: Optional[Tensor] = None
+    parts: Sequence[Tensor | None]
+    flat: Tensor | None = None
 
 
 class Memory(ABC):
@@ -42,10 +42,10 @@ class Memory(ABC):
         None: a parameter without a gradient sends nothing and keeps what is held for it."""
 
     @abstractmethod
-    def update(self, sent: Union[SparseVector, Tensor]) -> None:
+    def update(self, sent: SparseVector | Tensor) -> None:
         """Forgets what was sent, as receivers decode it: a sparse or dense vector over the layout."""
 
-    def finish(self, shared: Union[SparseVector, Tensor]) -> Union[SparseVector, Tensor]:
+    def finish(self, shared: SparseVector | Tensor) -> SparseVector | Tensor:
         """A last change of the shared gradient, equal on all ranks; none by default."""
         return shared
 
@@ -62,7 +62,7 @@ class NamedVector:
     """A flat vector of zeros whose parts are found by parameter name; it grows with the layout and loses nothing."""
 
     def __init__(self) -> None:
-        self.flat: Optional[Tensor] = None
+        self.flat: Tensor | None = None
         self.parts: list[Tensor] = []
         self._named: dict[str, Tensor] = {}
 
@@ -94,7 +94,7 @@ class NamedVector:
                 held.copy_(tensor)
 
 
-def forget_(vector: Tensor, sent: Union[SparseVector, Tensor]) -> None:
+def forget_(vector: Tensor, sent: SparseVector | Tensor) -> None:
     """Subtracts a sparse or dense `sent` from `vector` (`[n]`), in place."""
     if isinstance(sent, SparseVector):
         vector.index_add_(0, sent.indices, sent.values.to(vector.dtype), alpha=-1)
@@ -118,7 +118,9 @@ class ErrorFeedback(Memory):
 
     def __init__(self, decay: float = 1.0) -> None:
         if not 0 < decay <= 1:
-            raise ValueError(f"decay must be in (0, 1]: the part of the residual that is kept; got {decay!r}. Use 1 to keep all.")
+            raise ValueError(
+                f"decay must be in (0, 1]: the part of the residual that is kept; got {decay!r}. Use 1 to keep all."
+            )
         self.decay = decay
         self._residual = NamedVector()
 
@@ -131,12 +133,10 @@ class ErrorFeedback(Memory):
                 if self.decay != 1:
                     part.mul_(self.decay)
                 part.add_(gradient)
-        parts = [
-            None if gradient is None else part for part, gradient in zip(self._residual.parts, contribution.parts)
-        ]
+        parts = [None if gradient is None else part for part, gradient in zip(self._residual.parts, contribution.parts)]
         return Contribution(parts, self._residual.flat)
 
-    def update(self, sent: Union[SparseVector, Tensor]) -> None:
+    def update(self, sent: SparseVector | Tensor) -> None:
         assert self._residual.flat is not None
         forget_(self._residual.flat, sent)
 

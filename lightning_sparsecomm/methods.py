@@ -82,7 +82,9 @@ def gradient_dropping(
     """
     codecs = {"float32": Float32(), "float16": Float16()}
     if values not in codecs:
-        raise ValueError(f"values must be one of {', '.join(codecs)}; got {values!r}. Use 'float32' to send them exactly.")
+        raise ValueError(
+            f"values must be one of {', '.join(codecs)}; got {values!r}. Use 'float32' to send them exactly."
+        )
     sparse = Gather(SparseCodec(TopK(density, scope), codecs[values], Raw32()))
     syncs: list[Sync] = [GradientSync(Channel(sparse, [ErrorFeedback()] if error_feedback else []), exclude=exclude)]
     if exclude:

@@ -42,7 +42,9 @@ class CompressionRatio(Metric):
         """
         for name, value in (("sent_bytes", sent_bytes), ("ddp_bytes", ddp_bytes)):
             if value < 0:
-                raise ValueError(f"{name} must not be negative; got {value!r}. Give the bytes of the steps since the last update.")
+                raise ValueError(
+                    f"{name} must not be negative; got {value!r}. Give the bytes of the steps since the last update."
+                )
         self.sent_bytes += sent_bytes
         self.ddp_bytes += ddp_bytes
 

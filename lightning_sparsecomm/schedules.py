@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Union
 
 
 class Schedule(ABC):
@@ -13,7 +12,7 @@ class Schedule(ABC):
         """The number for the step after `step` finished ones, `epoch` epochs (with fraction) into training."""
 
 
-Density = Union[float, Schedule]
+Density = float | Schedule
 
 
 @dataclass(frozen=True)

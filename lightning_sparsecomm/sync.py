@@ -6,7 +6,6 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Optional
 
 import torch
 from torch import Tensor
@@ -38,7 +37,9 @@ class Sync(ABC):
     def __init__(self, parameters: Sequence[str] = ("*",), exclude: Sequence[str] = ()) -> None:
         for option, patterns in (("parameters", parameters), ("exclude", exclude)):
             if isinstance(patterns, str):
-                raise TypeError(f"{option} must be a list of patterns; got the string {patterns!r}. Use [{patterns!r}].")
+                raise TypeError(
+                    f"{option} must be a list of patterns; got the string {patterns!r}. Use [{patterns!r}]."
+                )
         self.parameters = tuple(parameters)
         self.exclude = tuple(exclude)
 
@@ -181,7 +182,7 @@ class BucketSync(Sync):
             self._late.synchronize(stream, late, late_round, wire)
 
 
-def gradient_of(name: str, parameter: Parameter) -> Optional[Tensor]:
+def gradient_of(name: str, parameter: Parameter) -> Tensor | None:
     """This rank's gradient, or None where the parameter is frozen or got none.
 
     Raises:

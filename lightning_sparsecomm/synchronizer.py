@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Optional, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -43,13 +43,13 @@ class _Stream:
     pieces: list[tuple[Sync, NamedParameters, Layout]] = field(default_factory=list)
     written: list[int] = field(default_factory=list)
 
-    def gradients(self) -> list[tuple[Optional[Tensor], int]]:
+    def gradients(self) -> list[tuple[Tensor | None, int]]:
         """The gradients with their version counters: equal lists mean that nothing has written to them."""
         parameters = [parameter for _, piece, _ in self.pieces for _, parameter in piece]
         return [(p.grad, -1 if p.grad is None else p.grad._version) for p in parameters]
 
 
-def _same(before: list[tuple[Optional[Tensor], int]], after: list[tuple[Optional[Tensor], int]]) -> bool:
+def _same(before: list[tuple[Tensor | None, int]], after: list[tuple[Tensor | None, int]]) -> bool:
     return all(a[0] is b[0] and a[1] == b[1] for a, b in zip(before, after))
 
 
@@ -72,11 +72,11 @@ class Synchronizer:
         self._ignored: set[int] = set()
         self._streams: list[_Stream] = []
         self._depth = 0
-        # A global hook, so that no optimizer can slip past: not one made later, nor one stepped behind Lightning's back.
+        # A global hook, so that no optimizer slips past: not one made later, nor one stepped behind Lightning's back.
         self._guard = None if self.buckets else register_optimizer_step_pre_hook(self._refuse_bypass)
 
     @property
-    def buckets(self) -> Optional[BucketSync]:
+    def buckets(self) -> BucketSync | None:
         """The sync that works inside DDP's hook, where the method has one."""
         sync = self.syncs[0]
         return sync if isinstance(sync, BucketSync) else None

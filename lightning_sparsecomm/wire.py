@@ -1,7 +1,7 @@
 """Collectives, and the ledger of what they moved. The only file that imports torch.distributed."""
 
 from dataclasses import dataclass
-from typing import Literal, Optional
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -93,7 +93,7 @@ class Ledger:
         return link_bytes("all_reduce", self.ddp_bytes, self.world_size)
 
     def compression_ratio(self) -> float:
-        """Link bytes over link bytes: DDP's for the same steps, by ours. `nan` in a world of one, where nothing is sent."""
+        """Link bytes over link bytes: DDP's for the same steps, by ours. `nan` in a world of one: nothing is sent."""
         sent = self.link_bytes()
         return self.ddp_link_bytes / sent if sent else float("nan")
 
@@ -113,7 +113,7 @@ class Wire:
         ValueError: The group's backend is not one that these collectives are written for.
     """
 
-    def __init__(self, ledger: Optional[Ledger] = None, group: Optional[dist.ProcessGroup] = None) -> None:
+    def __init__(self, ledger: Ledger | None = None, group: dist.ProcessGroup | None = None) -> None:
         backend = dist.get_backend(group)
         if backend not in BACKENDS:
             raise ValueError(

@@ -4,7 +4,6 @@ value, the rule and the remedy."""
 import importlib
 import os
 import re
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Optional
@@ -12,6 +11,7 @@ from typing import Any, Optional
 import pytest
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.plugins.environments import TorchElasticEnvironment
 from pytorch_lightning.plugins.precision import MixedPrecision
 from pytorch_lightning.strategies import DDPStrategy
 from torch import Tensor, nn
@@ -133,59 +133,45 @@ class Model(pl.LightningModule):
         return optimizer(self.parameters())
 
 
-class Outcome(pl.Callback):
-    """Writes what became of each rank: an error, or the weights.
-
-    Lightning stops the other ranks when one has failed; with `wait` a rank stays until all have written their errors.
-    """
-
-    def __init__(self, folder: Path, wait: bool) -> None:
-        self.folder, self.wait, self.launcher = folder, wait, os.getpid()
-
-    def on_exception(self, trainer: pl.Trainer, pl_module: Any, exception: BaseException) -> None:
-        # The process that started the ranks hears of the error too.
-        if os.getpid() == self.launcher:
-            return
-        text = f"{type(exception).__name__}: {exception} [after {pl_module.begun} batches]"
-        (self.folder / f"{trainer.global_rank}.error").write_text(text)
-        deadline = time.monotonic() + 20
-        while self.wait and len(list(self.folder.glob("*.error"))) < trainer.world_size and time.monotonic() < deadline:
-            time.sleep(0.01)
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        torch.save(pl_module.state_dict(), self.folder / f"{trainer.global_rank}.weights")
-
-
-def fit(folder: Path, model: pl.LightningModule, strategy: Any, devices: int = 2, **options: Any) -> None:
-    callbacks = [Outcome(folder, options.pop("wait", False)), *options.pop("callbacks", [])]
+def _fit(rank: int, world_size: int, model: pl.LightningModule, strategy: Any, options: dict[str, Any]) -> Any:
+    """In a process that is joined to the others already, as under torchrun: every rank's own error can be seen."""
+    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)})
+    os.environ.update({"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "LOCAL_WORLD_SIZE": str(world_size)})
     trainer = pl.Trainer(
         strategy=strategy,
         accelerator="cpu",
-        devices=devices,
+        devices=world_size,
         max_epochs=1,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=callbacks,
-        **options,
+        **{**options, "plugins": [TorchElasticEnvironment(), *options.get("plugins", [])]},
     )
-    batches = torch.randn(4 * devices * 4, 6, generator=torch.Generator().manual_seed(3))
-    trainer.fit(model, DataLoader(batches, batch_size=4))
+    batches = torch.randn(4 * world_size * 4, 6, generator=torch.Generator().manual_seed(3))
+    try:
+        trainer.fit(model, DataLoader(batches, batch_size=4))
+    except Exception as error:
+        return f"{type(error).__name__}: {error} [after {model.begun} batches]"
+    return {name: tensor.numpy() for name, tensor in model.state_dict().items()}
 
 
-def refusals(folder: Path, *args: Any, devices: int = 2, **options: Any) -> list[str]:
-    """The error of each rank. All ranks find it by themselves: none is left waiting for another."""
-    with pytest.raises(torch.multiprocessing.ProcessRaisedException):
-        fit(folder, *args, devices=devices, **options)
-    # Whoever fails first has the others stopped, so that not all may come to write it.
-    found = [file.read_text() for file in sorted(folder.glob("*.error"))]
-    assert found
+def fit(tmp_path: Path, model: pl.LightningModule, strategy: Any, **options: Any) -> list[dict[str, Any]]:
+    """The weights of each rank."""
+    found = run_ranks(tmp_path, 2, _fit, 2, model, strategy, options)
+    assert all(isinstance(weights, dict) for weights in found), found
+    return found
+
+
+def refusals(tmp_path: Path, model: pl.LightningModule, strategy: Any, **options: Any) -> list[str]:
+    """The error of each rank. All find it: none is left waiting for another."""
+    found = run_ranks(tmp_path, 2, _fit, 2, model, strategy, options)
+    assert all(isinstance(error, str) for error in found), found
     return found
 
 
 def with_method(method: Optional[Method] = None, **options: Any) -> SparseCommStrategy:
-    return SparseCommStrategy(method, start_method="fork", **options)
+    return SparseCommStrategy(method, **options)
 
 
 def sync(*parameters: str) -> GradientSync:
@@ -245,7 +231,7 @@ REFUSED_AT_SETUP: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         "TypeError: LBFGS evaluates the gradient several times per step",
     ),
     "monitor without anything to see": (
-        lambda: {"strategy": "ddp_fork", "callbacks": [CompressionMonitor()]},
+        lambda: {"strategy": "ddp", "callbacks": [CompressionMonitor()]},
         "TypeError: CompressionMonitor reports what a sparsecomm strategy sends, but the Trainer's strategy is"
         " DDPStrategy. Use strategy='sparsecomm' ('sparsecomm_dense' sends what ddp sends), or leave the callback out.",
     ),
@@ -260,9 +246,8 @@ def test_refused_at_setup(case: str, tmp_path: Path) -> None:
         assert found.endswith("[after 0 batches]")
 
 
-def test_the_model_is_what_is_refused_not_the_method(tmp_path: Path) -> None:
+def test_an_embedding_with_dense_gradients_is_taken(tmp_path: Path) -> None:
     fit(tmp_path, Model(Looking(sparse=False)), with_method())
-    assert len(list(tmp_path.glob("*.weights"))) == 2
 
 
 def _begin_elsewhere(rank: int, device_type: str) -> str:
@@ -297,14 +282,12 @@ def test_lbfgs_with_a_dense_method_is_ddp(tmp_path: Path) -> None:
     def lbfgs(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.LBFGS(parameters, lr=0.5, max_iter=3)
 
-    weights = []
-    for strategy in (DDPStrategy(start_method="fork"), with_method(dense())):
-        fit(tmp_path, Model(optimizer=lbfgs), strategy)
-        weights.append([torch.load(tmp_path / f"{rank}.weights") for rank in range(2)])
-    for name, tensor in weights[0][0].items():
-        assert torch.equal(weights[1][0][name], tensor)
-        assert torch.equal(weights[1][1][name], tensor)
-        assert not torch.equal(tensor, Model().state_dict()[name])
+    ddp = fit(tmp_path, Model(optimizer=lbfgs), DDPStrategy())
+    start = Model().state_dict()
+    for weights in fit(tmp_path, Model(optimizer=lbfgs), with_method(dense())):
+        for name, array in weights.items():
+            assert array.tobytes() == ddp[0][name].tobytes()
+            assert array.tobytes() != start[name].numpy().tobytes()
 
 
 # Training
@@ -361,20 +344,13 @@ def test_backward_after_clipping(tmp_path: Path) -> None:
 
 def test_backward_after_clipping_and_zero_grad(tmp_path: Path) -> None:
     for way in ("zero_grad between", "in order"):
-        fit(tmp_path, Manual(way), with_method())
-        first, second = (torch.load(tmp_path / f"{rank}.weights") for rank in range(2))
-        assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+        first, second = fit(tmp_path, Manual(way), with_method())
+        assert all(array.tobytes() == second[name].tobytes() for name, array in first.items())
 
 
 @pytest.mark.parametrize("scope", ["model", "tensor"])
 def test_gradient_that_is_not_finite(scope: Any, tmp_path: Path) -> None:
-    found = refusals(
-        tmp_path,
-        Model(poison=(1, 2)),
-        with_method(gradient_dropping(scope=scope)),
-        wait=True,
-    )
-    assert len(found) == 2
+    found = refusals(tmp_path, Model(poison=(1, 2)), with_method(gradient_dropping(scope=scope)))
     for error in found:
         assert error.startswith(
             f"{NonFiniteGradientError.__name__}: rank 1 has a gradient that is not finite, for parameter"

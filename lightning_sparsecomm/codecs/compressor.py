@@ -1,7 +1,6 @@
 """From a vector to one self-contained payload and back."""
 
 from abc import ABC, abstractmethod
-from typing import Optional, Union
 
 from torch import Tensor
 
@@ -25,7 +24,7 @@ class Compressor(ABC):
         """
 
     @abstractmethod
-    def decode(self, payload: Tensor) -> Union[SparseVector, Tensor]:
+    def decode(self, payload: Tensor) -> SparseVector | Tensor:
         """What receivers make of a payload; `encode`'s caller must decode its own payload too, to know what was sent.
 
         Args:
@@ -38,7 +37,7 @@ class Compressor(ABC):
             PayloadError: The bytes are not a payload of this compressor.
         """
 
-    def bound_bytes(self, round: Round) -> Optional[int]:
+    def bound_bytes(self, round: Round) -> int | None:
         """The length that no payload of this round exceeds, equal on all ranks; None where it is not known
         or much above the usual length (then the ranks exchange lengths first)."""
         return None

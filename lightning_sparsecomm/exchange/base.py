@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple, Optional, Union
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -24,8 +24,8 @@ class Exchanged(NamedTuple):
         present: For each segment, whether any rank had a gradient for it; equal on all ranks.
     """
 
-    shared: Union[SparseVector, Tensor]
-    sent: Union[SparseVector, Tensor]
+    shared: SparseVector | Tensor
+    sent: SparseVector | Tensor
     present: Sequence[bool]
 
 
@@ -34,7 +34,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def run(
-        self, x: Tensor, present: Sequence[bool], nonfinite_segment: Optional[int], round: Round, wire: Wire
+        self, x: Tensor, present: Sequence[bool], nonfinite_segment: int | None, round: Round, wire: Wire
     ) -> Exchanged:
         """Exchanges one vector.
 

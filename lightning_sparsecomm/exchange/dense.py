@@ -1,7 +1,7 @@
 """Everything is sent: one all-reduce."""
 
 from collections.abc import Sequence
-from typing import Literal, Optional
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from lightning_sparsecomm.rounds import Round
 from lightning_sparsecomm.wire import Wire
 
 WireDtype = Literal["same", "float32", "float16", "bfloat16"]
-WIRE_DTYPES: dict[str, Optional[torch.dtype]] = {
+WIRE_DTYPES: dict[str, torch.dtype | None] = {
     "same": None,
     "float32": torch.float32,
     "float16": torch.float16,
@@ -50,13 +50,13 @@ class DenseAllReduce(Exchange):
         self.wire_dtype = wire_dtype
 
     def run(
-        self, x: Tensor, present: Sequence[bool], nonfinite_segment: Optional[int], round: Round, wire: Wire
+        self, x: Tensor, present: Sequence[bool], nonfinite_segment: int | None, round: Round, wire: Wire
     ) -> Exchanged:
         # Infinities and NaN spread to all ranks by the sum itself, as under DDP: no flag is needed.
         n = x.numel()
         buffer = x.new_empty(n + len(present), dtype=WIRE_DTYPES[self.wire_dtype])
         # Divided before the sum, so that float16 does not overflow where the mean would not.
-        torch.div(x, wire.world_size, out=buffer[:n]) if buffer.dtype == x.dtype else buffer[:n].copy_(x / wire.world_size)
+        torch.div(x, wire.world_size, out=buffer[:n])
         buffer[n:] = torch.tensor(present, dtype=buffer.dtype)
         sent = x if buffer.dtype == x.dtype else buffer[:n].to(x.dtype) * wire.world_size
         wire.all_reduce_(buffer)

@@ -1,7 +1,6 @@
 """Each rank sends one payload to all others, and all decode all of them."""
 
 from collections.abc import Sequence
-from typing import Optional, Union
 
 import torch
 from torch import Tensor
@@ -29,7 +28,7 @@ class Gather(Exchange):
         self.compressor = compressor
 
     def run(
-        self, x: Tensor, present: Sequence[bool], nonfinite_segment: Optional[int], round: Round, wire: Wire
+        self, x: Tensor, present: Sequence[bool], nonfinite_segment: int | None, round: Round, wire: Wire
     ) -> Exchanged:
         body = x.new_empty(0, dtype=torch.uint8) if nonfinite_segment is not None else self.compressor.encode(x, round)
         envelope = Envelope(body, None if all(present) else list(present), nonfinite_segment)
@@ -65,7 +64,7 @@ class Gather(Exchange):
         padded[: payload.numel()] = payload
         return wire.all_gather(padded)
 
-    def _decode(self, body: Tensor, round: Round, rank: int, device: torch.device) -> Union[SparseVector, Tensor]:
+    def _decode(self, body: Tensor, round: Round, rank: int, device: torch.device) -> SparseVector | Tensor:
         try:
             decoded = self.compressor.decode(body)
         except PayloadError as error:

@@ -32,9 +32,9 @@ class CountedDataParallel(DistributedDataParallel):
         ledger.record(DDP_SETUP, "broadcast", tensor_bytes(state))
 
     def forward(self, *inputs: object, **kwargs: object) -> object:
-        if self.will_sync_module_buffers():
+        if self.will_sync_module_buffers():  # type: ignore[no-untyped-call]
             self.ledger.record(DDP_BUFFERS, "broadcast", tensor_bytes(self.modules_buffers))
-        return super().forward(*inputs, **kwargs)
+        return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
 
 
 class LocalDataParallel(CountedDataParallel):

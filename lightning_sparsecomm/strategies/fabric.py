@@ -1,7 +1,7 @@
 """The strategy for Fabric; the bindings join it to the DDPStrategy of their package."""
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ class FabricMixin(SynchronizingMixin, DDPStrategy):
         TypeError: `method` is not a Method.
     """
 
-    def __init__(self, method: Optional[Method] = None, seed: int = 0, **kwargs: Any) -> None:
+    def __init__(self, method: Method | None = None, seed: int = 0, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._prepare(method, seed)
 
@@ -50,7 +50,7 @@ class FabricMixin(SynchronizingMixin, DDPStrategy):
         self.synchronizer.register(optimizer)
         return super().setup_optimizer(optimizer)
 
-    def backward(self, tensor: Tensor, module: Optional[nn.Module], *args: Any, **kwargs: Any) -> None:
+    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         with self.synchronizer.backward():
             super().backward(tensor, module, *args, **kwargs)
 

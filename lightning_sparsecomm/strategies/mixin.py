@@ -1,7 +1,7 @@
 """What the strategies for Trainer and Fabric have in common. Knows neither package: the bindings name the classes."""
 
 from collections.abc import Callable
-from typing import Optional, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -35,7 +35,7 @@ class SynchronizingMixin:
     lightning_package: str
     """The package whose Trainer or Fabric this strategy is for, as users import it."""
 
-    def _prepare(self, method: Optional[Method], seed: int) -> None:
+    def _prepare(self, method: Method | None, seed: int) -> None:
         if method is not None and not isinstance(method, Method):
             # Its name, or the function itself instead of what it returns.
             name = method if isinstance(method, str) else getattr(method, "__name__", None)
@@ -52,8 +52,8 @@ class SynchronizingMixin:
                 )
         self.method = method if method is not None else default()
         self.seed = seed
-        self._synchronizer: Optional[Synchronizer] = None
-        self._ledger: Optional[Ledger] = None
+        self._synchronizer: Synchronizer | None = None
+        self._ledger: Ledger | None = None
 
     @property
     def synchronizer(self) -> Synchronizer:
@@ -67,7 +67,7 @@ class SynchronizingMixin:
         return self._synchronizer
 
     @property
-    def ledger(self) -> Optional[Ledger]:
+    def ledger(self) -> Ledger | None:
         """What crossed the wire in the current fit, or in the last; None before the first."""
         return self._ledger
 
@@ -86,7 +86,8 @@ class SynchronizingMixin:
         """
         if device.type not in ("cpu", "cuda"):
             raise ValueError(
-                f"accelerator must be 'cpu' or 'cuda'; got {device.type!r}, on which DDP does not run. Use accelerator='cpu'."
+                f"accelerator must be 'cpu' or 'cuda'; got {device.type!r}, on which DDP does not run."
+                " Use accelerator='cpu'."
             )
         if scaler is not None:
             raise ValueError(
@@ -95,7 +96,9 @@ class SynchronizingMixin:
             )
         wire = Wire()
         if device.type == "cpu" and "gloo" not in wire.backend:
-            raise ValueError(f"process_group_backend must be 'gloo' on CPUs; got {wire.backend!r}. Leave it out for the default.")
+            raise ValueError(
+                f"process_group_backend must be 'gloo' on CPUs; got {wire.backend!r}. Leave it out for the default."
+            )
         self._ledger = wire.ledger
         self._synchronizer = Synchronizer(self.method, wire, self.seed)
         return self._synchronizer
@@ -124,12 +127,13 @@ class SynchronizingMixin:
 
     # Lightning prints this where a strategy of one package meets the Trainer of the other.
     def __repr__(self) -> str:
-        return f"<SparseCommStrategy of {self.lightning_package}, for no other package's Trainer or Fabric; {self.method!r}>"
+        package = self.lightning_package
+        return f"<SparseCommStrategy of {package}, for no other package's Trainer or Fabric; {self.method!r}>"
 
 
 def register(registry: Registry, strategy: type) -> None:
     """Enters `sparsecomm`, and a name for each method, with Lightning's three ways to start processes."""
-    names: dict[str, Optional[Method]] = {"sparsecomm": None}
+    names: dict[str, Method | None] = {"sparsecomm": None}
     names.update({f"sparsecomm_{name}": recipe() for name, recipe in RECIPES.items()})
     for name, method in names.items():
         for suffix, start_method in START_METHODS.items():

@@ -3,7 +3,7 @@
 import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Optional, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +40,7 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
         ValueError: A communication hook is given besides a method.
     """
 
-    def __init__(self, method: Optional[Method] = None, seed: int = 0, **kwargs: Any) -> None:
+    def __init__(self, method: Method | None = None, seed: int = 0, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._prepare(method, seed)
 
@@ -75,7 +75,7 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
 
         self.precision_plugin.clip_gradients = share_and_clip  # type: ignore[method-assign]
 
-    def backward(self, closure_loss: Tensor, optimizer: Optional[Optimizer], *args: Any, **kwargs: Any) -> Tensor:
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         with self.synchronizer.backward():
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 

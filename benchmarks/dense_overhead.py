@@ -1,0 +1,196 @@
+"""Seconds per training step under stock ddp, under `dense()`, and under gradient dropping, on loopback.
+
+All run by turns in one call, each repetition in the reverse order of the one before, so that a machine that slows down
+slows all of them. Prints a Markdown table; `--output` writes every step's seconds as JSON.
+"""
+
+import argparse
+import json
+import logging
+import multiprocessing
+import os
+import platform
+import shlex
+import statistics
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import NamedTuple
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_sparsecomm
+
+FEATURES, CLASSES = 256, 10
+
+# Buckets are rebuilt after the first step, and buffers are touched for the first time.
+WARM_UP_STEPS = 5
+
+STRATEGIES = {
+    "ddp": "ddp_fork",
+    "dense()": "sparsecomm_dense_fork",
+    "gradient_dropping(density=0.01)": "sparsecomm_gradient_dropping_fork",
+}
+
+
+class Perceptron(pl.LightningModule):
+    """Three layers with about `parameters` parameters, most of them in the middle.
+
+    Args:
+        parameters: How many to aim for.
+    """
+
+    def __init__(self, parameters: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        # width² + (FEATURES + CLASSES + 2)·width = parameters
+        half = (FEATURES + CLASSES + 2) / 2
+        width = max(1, round((half**2 + parameters) ** 0.5 - half))
+        self.layers = nn.Sequential(
+            nn.Linear(FEATURES, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, CLASSES)
+        )
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return cross_entropy(self.layers(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class Timer(pl.Callback):
+    """Measures each step on rank 0, from the end of one batch to the end of the next, and sends the seconds home."""
+
+    def __init__(self) -> None:
+        self.seconds = multiprocessing.get_context("fork").SimpleQueue()
+        self.ends: list[float] = []
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        torch.set_num_threads(1)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: object, batch: object, batch_idx: int
+    ) -> None:
+        self.ends.append(time.perf_counter())
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.is_global_zero:
+            ends = self.ends[WARM_UP_STEPS - 1 :]
+            self.seconds.put([after - before for before, after in zip(ends, ends[1:])])
+
+
+class Row(NamedTuple):
+    """One strategy's result.
+
+    Attributes:
+        strategy: Its name in STRATEGIES.
+        median, lower, upper: Median and quartiles of the seconds per step, over all steps.
+        ratio, least, most: Median, minimum and maximum over repetitions of the median step by ddp's median step of the
+            same repetition.
+    """
+
+    strategy: str
+    median: float
+    lower: float
+    upper: float
+    ratio: float
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, strategy: str, seconds: list[list[float]], ddp_seconds: list[list[float]]) -> "Row":
+        lower, median, upper = statistics.quantiles([step for steps in seconds for step in steps], method="inclusive")
+        medians = [statistics.median(steps) for steps in seconds]
+        ratios = [ours / statistics.median(ddp) for ours, ddp in zip(medians, ddp_seconds)]
+        return cls(strategy, median, lower, upper, statistics.median(ratios), min(ratios), max(ratios))
+
+    def markdown(self) -> str:
+        median, lower, upper = (1000 * seconds for seconds in (self.median, self.lower, self.upper))
+        return (
+            f"| `{self.strategy}` | {median:.1f} | {lower:.1f} – {upper:.1f} |"
+            f" {self.ratio:.2f} | {self.least:.2f} – {self.most:.2f} |"
+        )
+
+
+def measure(strategy: str, options: argparse.Namespace) -> list[float]:
+    """Seconds of each of `options.steps` steps of a new training run."""
+    count = options.processes * options.batch_size * 8
+    data = TensorDataset(torch.randn(count, FEATURES), torch.arange(count) % CLASSES)
+    timer = Timer()
+    trainer = pl.Trainer(
+        strategy=STRATEGIES[strategy],
+        accelerator="cpu",
+        devices=options.processes,
+        max_steps=WARM_UP_STEPS + options.steps,
+        callbacks=[timer],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Perceptron(options.parameters), DataLoader(data, batch_size=options.batch_size))
+    seconds: list[float] = timer.seconds.get()
+    return seconds
+
+
+def versions() -> dict[str, str]:
+    """What the numbers depend on."""
+    return {
+        "lightning_sparsecomm": lightning_sparsecomm.__version__,
+        "torch": torch.__version__,
+        "pytorch_lightning": pl.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--processes", type=int, default=2, help="processes that train together, one thread each")
+    parser.add_argument("--parameters", type=int, default=10_000_000, help="about how many the model has")
+    parser.add_argument("--batch-size", type=int, default=32, help="samples per process and step")
+    parser.add_argument("--steps", type=int, default=30, help="steps that are timed in each training run")
+    parser.add_argument("--repetitions", type=int, default=6, help="training runs with each strategy")
+    parser.add_argument("--output", type=Path, default=None, help="JSON file for all that was measured")
+    options = parser.parse_args()
+    if min(options.processes, options.parameters, options.batch_size, options.steps, options.repetitions) < 1:
+        parser.error("each number must be at least 1")
+
+    torch.set_num_threads(1)
+    # Lightning's advice on devices, workers and loggers.
+    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+
+    seconds: dict[str, list[list[float]]] = {strategy: [] for strategy in STRATEGIES}
+    for repetition in range(options.repetitions):
+        for strategy in list(STRATEGIES)[:: -1 if repetition % 2 else 1]:
+            seconds[strategy].append(measure(strategy, options))
+
+    rows = [Row.of(strategy, seconds[strategy], seconds["ddp"]) for strategy in STRATEGIES]
+    parameters = sum(parameter.numel() for parameter in Perceptron(options.parameters).parameters())
+    print(
+        f"{options.processes} processes, {parameters:,} parameters, batches of {options.batch_size},"
+        f" {options.repetitions} runs of {options.steps} steps each;"
+        f" {', '.join(f'{name} {version}' for name, version in versions().items())}\n"
+    )
+    print("| strategy | ms per step, median | quartiles | by ddp, median of runs | least – most |")
+    print("|---|---:|---:|---:|---:|")
+    for row in rows:
+        print(row.markdown())
+    if options.output is not None:
+        result = {
+            "command": shlex.join(["python", *sys.argv]),
+            "versions": versions(),
+            "machine": {"system": platform.system(), "architecture": platform.machine(), "cores": os.cpu_count()},
+            "parameters": parameters,
+            "rows": [row._asdict() for row in rows],
+            "seconds": seconds,
+        }
+        options.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
