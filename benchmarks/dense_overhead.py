@@ -15,6 +15,7 @@ import statistics
 import sys
 import time
 import warnings
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -80,7 +81,7 @@ class Timer(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.is_global_zero:
             ends = self.ends[WARM_UP_STEPS - 1 :]
-            self.seconds.put([after - before for before, after in zip(ends, ends[1:])])
+            self.seconds.put([after - before for before, after in pairwise(ends)])
 
 
 class Row(NamedTuple):

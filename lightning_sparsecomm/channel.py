@@ -85,7 +85,7 @@ class Channel:
             memory.load_state_dict(part)
 
     def __repr__(self) -> str:
-        return f"Channel({self.exchange!r}, memories={list(self.memories)!r})"
+        return f"Channel({self.exchange!r}, {list(self.memories)!r})"
 
 
 def first_nonfinite(gradients: Sequence[Tensor | None]) -> int | None:

@@ -47,6 +47,11 @@ class Sync(ABC):
         """Whether this parameter belongs to this sync; the same on all ranks."""
         return matches(name, self.parameters) and not matches(name, self.exclude)
 
+    def _patterns(self) -> str:
+        parts = [] if self.parameters == ("*",) else [f"parameters={list(self.parameters)!r}"]
+        parts += [f"exclude={list(self.exclude)!r}"] if self.exclude else []
+        return "".join(f", {part}" for part in parts)
+
     @abstractmethod
     def synchronize(self, stream: int, parameters: NamedParameters, round: Round, wire: Wire) -> None:
         """Called once per optimizer step: leaves the shared gradient in each parameter's `.grad`.
@@ -114,6 +119,9 @@ class GradientSync(Sync):
     def residual_norm(self) -> float:
         return math.hypot(*(channel.residual_norm() for _, channel in self._streams.values()))
 
+    def __repr__(self) -> str:
+        return f"GradientSync({self.channel!r}{self._patterns()})"
+
     def state_dict(self) -> dict[int, list[dict[str, Tensor]]]:
         """Each stream's memories, by parameter name."""
         return {stream: channel.state_dict() for stream, (_, channel) in self._streams.items()}
@@ -180,6 +188,9 @@ class BucketSync(Sync):
             layout = Layout.of(late)
             late_round = Round(layout, round.step, round.epoch, round.seed, round.rank, round.world_size)
             self._late.synchronize(stream, late, late_round, wire)
+
+    def __repr__(self) -> str:
+        return f"BucketSync(wire_dtype={self.wire_dtype!r})"
 
 
 def gradient_of(name: str, parameter: Parameter) -> Tensor | None:

@@ -6,11 +6,13 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import pytest
 import pytorch_lightning as pl
 import torch
+from lightning_fabric import Fabric
+from lightning_fabric.plugins.precision import MixedPrecision as FabricMixedPrecision
 from pytorch_lightning.plugins.environments import TorchElasticEnvironment
 from pytorch_lightning.plugins.precision import MixedPrecision
 from pytorch_lightning.strategies import DDPStrategy
@@ -31,6 +33,7 @@ from lightning_sparsecomm import (
 from lightning_sparsecomm.exchange import DenseAllReduce
 from lightning_sparsecomm.methods import dense, gradient_dropping
 from lightning_sparsecomm.schedules import InverseTimeWarmup
+from lightning_sparsecomm.strategies.lightning_fabric import SparseCommStrategy as FabricStrategy
 from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
 from tests.distributed.launch import run_ranks
 
@@ -114,7 +117,7 @@ def test_strategy(package: str) -> None:
 class Model(pl.LightningModule):
     """Counts its batches, so that a test sees that an error came before the first."""
 
-    def __init__(self, network: Optional[nn.Module] = None, **options: Any) -> None:
+    def __init__(self, network: nn.Module | None = None, **options: Any) -> None:
         super().__init__()
         torch.manual_seed(7)
         self.network = network if network is not None else nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
@@ -170,7 +173,7 @@ def refusals(tmp_path: Path, model: pl.LightningModule, strategy: Any, **options
     return found
 
 
-def with_method(method: Optional[Method] = None, **options: Any) -> SparseCommStrategy:
+def with_method(method: Method | None = None, **options: Any) -> SparseCommStrategy:
     return SparseCommStrategy(method, **options)
 
 
@@ -199,8 +202,8 @@ class Complex(nn.Module):
 REFUSED_AT_SETUP: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "exclude matches nothing": (
         lambda: {"strategy": with_method(gradient_dropping(exclude=["*.bais"]))},
-        "ValueError: exclude: the pattern '*.bais' matches no parameter. Patterns are shell-style and match whole names;"
-        " the names are network.0.weight, network.0.bias, network.2.weight, network.2.bias.",
+        "ValueError: exclude: the pattern '*.bais' matches no parameter. Patterns are shell-style and match whole"
+        " names; the names are network.0.weight, network.0.bias, network.2.weight, network.2.bias.",
     ),
     "two syncs claim a parameter": (
         lambda: {"strategy": with_method(Method([sync(), sync("*.bias")]))},
@@ -356,3 +359,50 @@ def test_gradient_that_is_not_finite(scope: Any, tmp_path: Path) -> None:
             f"{NonFiniteGradientError.__name__}: rank 1 has a gradient that is not finite, for parameter"
             " 'network.2.weight' in step 2. Lower the learning rate, clip gradients, or look for a division by zero"
         )
+
+
+# Fabric
+
+
+def _train_by_hand(rank: int, case: str) -> str:
+    os.environ.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"})
+    os.environ.update({"MASTER_ADDR": "localhost", "MASTER_PORT": "0"})
+    method = gradient_dropping(exclude=["2.bais"] if case == "exclude matches nothing" else ["2.bias"])
+    plugins: list[Any] = [TorchElasticEnvironment()]
+    if case == "loss scaler":
+        plugins.append(FabricMixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu")))
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=FabricStrategy(method), plugins=plugins)
+    fabric.launch()
+    network = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    if case == "sparse embedding":
+        network.append(nn.Embedding(4, 3, sparse=True))
+    try:
+        strange = [nn.Parameter(torch.zeros(5, 2))] if case == "parameter that the model lacks" else []
+        make = torch.optim.LBFGS if case == "LBFGS" else torch.optim.SGD
+        module, optimizer = fabric.setup(network, make([*network.parameters(), *strange], lr=0.1))
+        fabric.backward(module(torch.ones(2, 6)).sum())
+        if case == "backward after clipping":
+            fabric.clip_gradients(module, optimizer, max_norm=0.1)
+            fabric.backward(module(torch.ones(2, 6)).sum())
+        (optimizer.optimizer if case == "step past the strategy" else optimizer).step()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [
+        ("nothing wrong", ""),
+        ("exclude matches nothing", "ValueError: exclude: the pattern '2.bais' matches no parameter"),
+        ("loss scaler", "ValueError: precision='16-mixed' is not supported yet"),
+        ("sparse embedding", "TypeError: embedding '3' has sparse=True"),
+        ("LBFGS", "TypeError: LBFGS evaluates the gradient several times per step"),
+        ("parameter that the model lacks", "ValueError: the optimizer holds 1 parameter(s) that the model lacks"),
+        ("backward after clipping", "RuntimeError: a backward pass added to gradients of SGD"),
+        ("step past the strategy", "RuntimeError: SGD.step() was called past the strategy"),
+    ],
+)
+def test_fabric(case: str, text: str, tmp_path: Path) -> None:
+    (found,) = run_ranks(tmp_path, 1, _train_by_hand, case)
+    assert found.startswith(text) if text else not found

@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+# Each run imports Lightning anew, which is slow on a busy machine.
+pytestmark = pytest.mark.timeout(300)
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
@@ -17,7 +20,7 @@ def run_example(script: str, *arguments: str, folder: Path) -> str:
     command = [sys.executable, str(EXAMPLES / script), *arguments]
     environment = os.environ | {"PYTHONPATH": str(EXAMPLES.parent)}
     finished = subprocess.run(
-        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=110
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=280
     )
     assert finished.returncode == 0, finished.stdout
     return finished.stdout

@@ -56,7 +56,7 @@ def test_reset() -> None:
 def test_negative_bytes_are_refused() -> None:
     metric = CompressionRatio()
     metric.update(10, 100)
-    with pytest.raises(ValueError, match="sent_bytes must not be negative; got -1.*since the last update"):
+    with pytest.raises(ValueError, match=r"sent_bytes must not be negative; got -1.*since the last update"):
         metric.update(-1, 100)
     with pytest.raises(ValueError, match="ddp_bytes must not be negative; got -2"):
         metric.update(1, -2)

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Optional
 
 import pytest
 import torch
@@ -26,7 +25,7 @@ class Halving(DenseAllReduce):
     rounds: list[tuple[list[str], int]] = []  # noqa: RUF012
 
     def run(
-        self, x: Tensor, present: Sequence[bool], nonfinite_segment: Optional[int], round: Round, wire: Wire
+        self, x: Tensor, present: Sequence[bool], nonfinite_segment: int | None, round: Round, wire: Wire
     ) -> Exchanged:
         self.rounds.append(([segment.name for segment in round.layout.segments], round.step))
         exchanged = super().run(x, present, nonfinite_segment, round, wire)
@@ -94,7 +93,7 @@ def test_gradients_are_shared_once_per_step(synchronizer: Synchronizer) -> None:
 
 def test_a_failed_step_leaves_nothing_shared(synchronizer: Synchronizer) -> None:
     _, optimizer, _ = ready(synchronizer)
-    with pytest.raises(KeyError), synchronizer.stepping(optimizer):
+    with pytest.raises(KeyError), synchronizer.stepping(optimizer):  # noqa: PT012
         synchronizer.synchronize(optimizer)
         raise KeyError
     with pytest.raises(RuntimeError, match="past the strategy"):

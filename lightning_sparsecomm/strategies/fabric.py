@@ -36,10 +36,12 @@ class FabricMixin(SynchronizingMixin, DDPStrategy):
     def __init__(self, method: Method | None = None, seed: int = 0, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._prepare(method, seed)
+        self._checked = False
 
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
         if self._synchronizer is None:
             self._begin(self.root_device, getattr(self.precision, "scaler", None))
+        self._checked = False
         device_ids = self._determine_ddp_device_ids()
         # As Lightning does: https://pytorch.org/docs/stable/notes/cuda.html#id5
         stream = torch.cuda.stream(torch.cuda.Stream()) if device_ids is not None else nullcontext()
@@ -51,6 +53,10 @@ class FabricMixin(SynchronizingMixin, DDPStrategy):
         return super().setup_optimizer(optimizer)
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        # The first moment at which all modules are known to be set up.
+        if not self._checked:
+            self.synchronizer.check()
+            self._checked = True
         with self.synchronizer.backward():
             super().backward(tensor, module, *args, **kwargs)
 

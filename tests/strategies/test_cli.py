@@ -112,7 +112,8 @@ def test_overrides_on_the_command_line(cli: Cli) -> None:
         assert repr(method) == repr(gradient_dropping(density=0.02, scope="tensor"))
     # Without a file, too.
     name = "lightning_sparsecomm.methods.gradient_dropping"
-    strategy = cli(STRATEGY, f"{METHOD}={name}", f"{METHOD}.values=float16", "--trainer.strategy.seed=4").trainer.strategy
+    trainer = cli(STRATEGY, f"{METHOD}={name}", f"{METHOD}.values=float16", "--trainer.strategy.seed=4").trainer
+    strategy = trainer.strategy
     assert repr(strategy.method) == repr(gradient_dropping(values="float16"))
     assert strategy.seed == 4
     # Another method than the file's.
@@ -143,12 +144,12 @@ def test_schedule(cli: Cli) -> None:
     assert repr(cli(config).trainer.strategy.method) == expected
     config = with_strategy(method=part("methods.gradient_dropping"))
     density = f"{METHOD}.density"
-    method = cli(
-        config, f"{density}=lightning_sparsecomm.schedules.InverseTimeWarmup", f"{density}.density=0.05", f"{density}.warmup_steps=7"
-    ).trainer.strategy.method
-    assert repr(method) == expected
+    name = "lightning_sparsecomm.schedules.InverseTimeWarmup"
+    trainer = cli(config, f"{density}={name}", f"{density}.density=0.05", f"{density}.warmup_steps=7").trainer
+    assert repr(trainer.strategy.method) == expected
 
 
+SCHEDULE = part("schedules.InverseTimeWarmup", density=0.1)
 COMPOSED = with_strategy(
     method=part(
         "Method",
@@ -208,7 +209,7 @@ def exit_of(capsys: pytest.CaptureFixture[str], run: Callable[[], Any], code: in
 @pytest.mark.parametrize(
     "config",
     [
-        with_strategy(method=part("methods.gradient_dropping", density=part("schedules.InverseTimeWarmup", density=0.1))),
+        with_strategy(method=part("methods.gradient_dropping", density=SCHEDULE)),
         with_strategy(method=part("Method", syncs=[part("BucketSync", wire_dtype="float16")])),
     ],
 )
@@ -278,10 +279,13 @@ def test_help_of_parts(cli: Cli, options: list[str], expected: str, capsys: pyte
 @pytest.mark.parametrize(
     ("method", "text"),
     [
-        (part("methods.gradient_dropping", density=100), "density must be in (0, 1]: the fraction of elements sent; got 100"),
+        (
+            part("methods.gradient_dropping", density=100),
+            "density must be in (0, 1]: the fraction of elements sent; got",
+        ),
         (part("codecs.TopK"), "lightning_sparsecomm.codecs.TopK"),
         (part("methods.gradient_dropping", densty=0.1), "densty"),
-        (part("methods.gradient_dropping", scope="layer"), "Expected a typing.Literal['model', 'tensor']. Got value: layer"),
+        (part("methods.gradient_dropping", scope="layer"), "typing.Literal['model', 'tensor']. Got value: layer"),
         (part("methods.gradient_dropping", exclude="*.bias"), "Got value: *.bias"),
         (part("Method", syncs=[]), "syncs must name at least one sync; got none. Use dense() to send everything."),
         (
@@ -290,7 +294,9 @@ def test_help_of_parts(cli: Cli, options: list[str], expected: str, capsys: pyte
         ),
     ],
 )
-def test_values_that_cannot_work(cli: Cli, method: dict[str, Any], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_values_that_cannot_work(
+    cli: Cli, method: dict[str, Any], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     # jsonargparse says what does not parse and exits; what our constructors refuse it passes on.
     try:
         with pytest.raises(ValueError) as refused:  # noqa: PT011

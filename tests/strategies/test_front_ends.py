@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-import lightning_sparsecomm
 from lightning_sparsecomm.methods import RECIPES, Method, gradient_dropping
 from lightning_sparsecomm.strategies.mixin import START_METHODS
 
@@ -144,9 +143,7 @@ def test_popen(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(POPEN)
     root = str(Path(__file__).parents[2])
-    subprocess.run(
-        [sys.executable, script, tmp_path], env={**os.environ, "PYTHONPATH": root}, check=True, timeout=100
-    )
+    subprocess.run([sys.executable, script, tmp_path], env={**os.environ, "PYTHONPATH": root}, check=True, timeout=100)
     ranks = load(tmp_path)
     assert_trained_alike(ranks, model_of("lightning.pytorch", tmp_path).state_dict())
     assert 0 < ranks[0]["link_bytes"] < ranks[0]["ddp_link_bytes"] / 20

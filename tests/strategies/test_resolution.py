@@ -27,7 +27,7 @@ SNIPPETS = {
     "lightning first": f"import lightning.pytorch, lightning_sparsecomm; {NAME}",
     "both first": f"import lightning.pytorch, pytorch_lightning, lightning_sparsecomm; {NAME}",
     "neither first": f"import lightning_sparsecomm, pytorch_lightning; {NAME}",
-    "from import": "import pytorch_lightning\nfrom lightning_sparsecomm import SparseCommStrategy as S; print(S.__module__)",
+    "from import": "import pytorch_lightning\nfrom lightning_sparsecomm import SparseCommStrategy as S\nprint(S.__module__)",
     "one installed": f"""
 import sys
 class Absent:
@@ -51,7 +51,7 @@ print(isinstance(lightning_sparsecomm.CompressionMonitor(), Callback), "lightnin
 RUNNER = """
 import json, os, sys, traceback
 import torch, torchmetrics, numba
-assert not [name for name in sys.modules if name.split(".")[0] in ("lightning", "pytorch_lightning", "lightning_fabric")]
+assert not {"lightning", "pytorch_lightning", "lightning_fabric"} & {name.split(".")[0] for name in sys.modules}
 folder, snippets = sys.argv[1], json.loads(sys.argv[2])
 children = []
 for index, snippet in enumerate(snippets):
@@ -135,7 +135,8 @@ def test_a_strategy_of_another_package_is_named(package: str, other: str) -> Non
     if package == other:
         assert front_end(package, strategy).strategy is strategy
         return
-    with pytest.raises(ValueError, match=rf"SparseCommStrategy of {other}, for no other package's .*TopK\(density=0.25"):
+    named = rf"SparseCommStrategy of {other}, for no other package's .*TopK\(density=0.25"
+    with pytest.raises(ValueError, match=named):
         front_end(package, strategy)
 
 
