@@ -31,7 +31,8 @@ def trainer_strategy() -> type:
         raise ImportError(
             "lightning_sparsecomm.SparseCommStrategy is the strategy of the Lightning package that you import first,"
             f" but {when}: {' and '.join(TRAINERS)} are both installed and do not mix."
-            f" Import your Lightning package first, or take SparseCommStrategy from {modules} (for Fabric, from {of_fabric})."
+            f" Import your Lightning package first, or take SparseCommStrategy from {modules}"
+            f" (for Fabric, from {of_fabric})."
         )
     strategy: type = importlib.import_module(f"lightning_sparsecomm.strategies.{candidates[0]}").SparseCommStrategy
     return strategy

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparsecomm.exchange.base import Exchange, Exchanged
+from lightning_sparsecomm.gradients import first_nonfinite
 from lightning_sparsecomm.layout import Layout
 from lightning_sparsecomm.memory import Contribution, ErrorFeedback, Memory
 from lightning_sparsecomm.rounds import Round
@@ -86,17 +87,3 @@ class Channel:
 
     def __repr__(self) -> str:
         return f"Channel({self.exchange!r}, {list(self.memories)!r})"
-
-
-def first_nonfinite(gradients: Sequence[Tensor | None]) -> int | None:
-    """The index of the first gradient that holds an infinity or a NaN; None where all are finite.
-
-    A sum finds them at the cost of one read; it can also overflow by itself, so what it finds is looked at again.
-    """
-    sums = [gradient.sum(dtype=torch.float32) for gradient in gradients if gradient is not None]
-    if not sums or math.isfinite(torch.stack(sums).sum().item()):
-        return None
-    for index, gradient in enumerate(gradients):
-        if gradient is not None and not bool(gradient.isfinite().all()):
-            return index
-    return None

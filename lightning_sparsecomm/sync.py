@@ -6,19 +6,18 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_sparsecomm.channel import Channel
-from lightning_sparsecomm.exchange.base import Exchanged
 from lightning_sparsecomm.exchange.dense import WIRE_DTYPES, DenseAllReduce, WireDtype, check_wire_dtype
+from lightning_sparsecomm.gradients import NamedParameters, gradient_of, write_gradients
 from lightning_sparsecomm.layout import Layout, SparseVector
 from lightning_sparsecomm.rounds import Round
 from lightning_sparsecomm.wire import DDP_UNUSED, GradBucket, Wire
-
-NamedParameters = Sequence[tuple[str, Parameter]]
 
 
 class Sync(ABC):
@@ -185,55 +184,7 @@ class BucketSync(Sync):
     def synchronize(self, stream: int, parameters: NamedParameters, round: Round, wire: Wire) -> None:
         late = [(name, parameter) for name, parameter in parameters if id(parameter) not in self._in_buckets]
         if late:
-            layout = Layout.of(late)
-            late_round = Round(layout, round.step, round.epoch, round.seed, round.rank, round.world_size)
-            self._late.synchronize(stream, late, late_round, wire)
+            self._late.synchronize(stream, late, replace(round, layout=Layout.of(late)), wire)
 
     def __repr__(self) -> str:
         return f"BucketSync(wire_dtype={self.wire_dtype!r})"
-
-
-def gradient_of(name: str, parameter: Parameter) -> Tensor | None:
-    """This rank's gradient, or None where the parameter is frozen or got none.
-
-    Raises:
-        TypeError: The gradient is sparse or complex, which no exchange of dense vectors can take.
-    """
-    gradient = parameter.grad
-    if gradient is None or not parameter.requires_grad:
-        return None
-    if gradient.layout != torch.strided or gradient.is_complex():
-        kind = "complex" if gradient.is_complex() else "sparse"
-        raise TypeError(
-            f"the gradient of {name!r} is {kind}, which this method cannot take. Build the layer with dense real"
-            " gradients (nn.Embedding(sparse=False)), or use strategy='ddp'."
-        )
-    return gradient.detach()
-
-
-def write_gradients(parameters: NamedParameters, exchanged: Exchanged, layout: Layout) -> None:
-    """Puts the shared gradient into each parameter's `.grad`, in place where there is one.
-
-    A parameter for which no rank has a gradient keeps what it has, as under DDP: an optimizer skips it.
-    """
-    shared = exchanged.shared
-    if isinstance(shared, SparseVector):
-        counts = layout.counts(shared.indices)
-        indices, values = shared.indices.split(counts), shared.values.split(counts)
-    else:
-        views = layout.views(shared)
-    for position, (segment, (_, parameter), present) in enumerate(zip(layout.segments, parameters, exchanged.present)):
-        if not present:
-            continue
-        if parameter.grad is None:
-            # Keeps the parameter's memory format, as autograd would.
-            parameter.grad = torch.empty_like(parameter)
-        gradient = parameter.grad.detach()
-        if not isinstance(shared, SparseVector):
-            gradient.copy_(views[position])
-            continue
-        # Positions count in row-major order, which is not how a channels-last gradient lies in memory.
-        flat = gradient.view(-1) if gradient.is_contiguous() else gradient.new_empty(segment.size)
-        flat.zero_().index_copy_(0, indices[position] - segment.offset, values[position].to(flat.dtype))
-        if not gradient.is_contiguous():
-            gradient.copy_(flat.view(segment.shape))

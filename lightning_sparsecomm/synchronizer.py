@@ -14,10 +14,11 @@ from torch.nn import Parameter
 from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from lightning_sparsecomm.gradients import NamedParameters
 from lightning_sparsecomm.layout import Layout
 from lightning_sparsecomm.methods import Method
 from lightning_sparsecomm.rounds import Round
-from lightning_sparsecomm.sync import BucketSync, NamedParameters, Sync, matches
+from lightning_sparsecomm.sync import BucketSync, Sync, matches
 from lightning_sparsecomm.wire import Wire
 
 T = TypeVar("T")

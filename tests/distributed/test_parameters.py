@@ -13,11 +13,11 @@ from torch.nn.functional import cross_entropy
 from lightning_sparsecomm.channel import Channel
 from lightning_sparsecomm.codecs import SparseCodec, TopK
 from lightning_sparsecomm.exchange import DenseAllReduce, Exchange, Gather
+from lightning_sparsecomm.gradients import write_gradients
 from lightning_sparsecomm.layout import Layout
 from lightning_sparsecomm.memory import ErrorFeedback
 from lightning_sparsecomm.methods import Method, dense, gradient_dropping
 from lightning_sparsecomm.rounds import Round
-from lightning_sparsecomm.sync import write_gradients
 from lightning_sparsecomm.wire import Wire
 from tests import laws
 from tests.distributed.launch import run_ranks

@@ -27,7 +27,11 @@ SNIPPETS = {
     "lightning first": f"import lightning.pytorch, lightning_sparsecomm; {NAME}",
     "both first": f"import lightning.pytorch, pytorch_lightning, lightning_sparsecomm; {NAME}",
     "neither first": f"import lightning_sparsecomm, pytorch_lightning; {NAME}",
-    "from import": "import pytorch_lightning\nfrom lightning_sparsecomm import SparseCommStrategy as S\nprint(S.__module__)",
+    "from import": """
+import pytorch_lightning
+from lightning_sparsecomm import SparseCommStrategy
+print(SparseCommStrategy.__module__)
+""",
     "one installed": f"""
 import sys
 class Absent:
