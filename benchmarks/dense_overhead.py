@@ -15,6 +15,7 @@ import statistics
 import sys
 import time
 import warnings
+from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -143,7 +144,7 @@ def versions() -> dict[str, str]:
     return {
         "lightning_sparsecomm": lightning_sparsecomm.__version__,
         "torch": torch.__version__,
-        "pytorch_lightning": pl.__version__,
+        "pytorch_lightning": version("pytorch-lightning"),
         "python": platform.python_version(),
     }
 
@@ -159,6 +160,8 @@ def main() -> None:
     options = parser.parse_args()
     if min(options.processes, options.parameters, options.batch_size, options.steps, options.repetitions) < 1:
         parser.error("each number must be at least 1")
+    if options.steps < 2:
+        parser.error("steps must be at least 2, for quartiles")
 
     torch.set_num_threads(1)
     # Lightning's advice on devices, workers and loggers.
@@ -175,7 +178,7 @@ def main() -> None:
     print(
         f"{options.processes} processes, {parameters:,} parameters, batches of {options.batch_size},"
         f" {options.repetitions} runs of {options.steps} steps each;"
-        f" {', '.join(f'{name} {version}' for name, version in versions().items())}\n"
+        f" {', '.join(f'{name} {number}' for name, number in versions().items())}\n"
     )
     print("| strategy | ms per step, median | quartiles | by ddp, median of runs | least – most |")
     print("|---|---:|---:|---:|---:|")

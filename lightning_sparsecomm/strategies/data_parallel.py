@@ -27,9 +27,12 @@ class CountedDataParallel(DistributedDataParallel):
     def __init__(self, module: nn.Module, ledger: Ledger, **options: object) -> None:
         super().__init__(module, **options)  # type: ignore[arg-type]
         self.ledger = ledger
-        ignored = self.parameters_to_ignore
-        state = [t for name, t in (*module.named_parameters(), *module.named_buffers()) if name not in ignored]
-        ledger.record(DDP_SETUP, "broadcast", tensor_bytes(state))
+        if options.get("init_sync", True):
+            # The older of DDP's two options for buffers leaves them out here too, the newer one does not.
+            older = options.get("broadcast_buffers") is False and options.get("forward_sync_buffers") is None
+            named = (*module.named_parameters(), *(() if older else module.named_buffers()))
+            state = [tensor for name, tensor in named if name not in self.parameters_to_ignore]
+            ledger.record(DDP_SETUP, "broadcast", tensor_bytes(state))
 
     def forward(self, *inputs: object, **kwargs: object) -> object:
         if self.will_sync_module_buffers():  # type: ignore[no-untyped-call]
