@@ -1,4 +1,8 @@
-"""The recipes: each published method as a composition of parts."""
+"""The recipes: each published method as a composition of parts.
+
+A recipe is a subclass of `Method` that only makes its parts. It is named like the function that it is used as; being a
+class lets LightningCLI list it, find it by its bare name, and show its help.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -15,7 +19,7 @@ from lightning_sparsecomm.sync import BucketSync, GradientSync, Sync
 class Method:
     """How gradients are synchronized: one or more syncs, each parameter belonging to exactly one of them.
 
-    Make one with a function of this module, or from parts of your own:
+    Make one with a recipe of this module, or from parts of your own:
 
     >>> from lightning_sparsecomm.codecs import Float16
     >>> Method([GradientSync(Channel(Gather(SparseCodec(TopK(0.001), Float16())), [ErrorFeedback()]))])
@@ -42,7 +46,7 @@ class Method:
         return f"Method({list(self.syncs)!r})"
 
 
-def dense(wire_dtype: WireDtype = "same") -> Method:
+class dense(Method):
     """All gradients, averaged by all-reduce while the backward pass goes on: what DDP does, with the bytes counted.
 
     Bytes: n elements of the wire's dtype. With "same" the result is DDP's; a narrower dtype rounds, and saves half.
@@ -53,19 +57,16 @@ def dense(wire_dtype: WireDtype = "same") -> Method:
     Raises:
         ValueError: Unknown `wire_dtype`.
     """
-    return Method([BucketSync(wire_dtype)])
+
+    def __init__(self, wire_dtype: WireDtype = "same") -> None:
+        super().__init__([BucketSync(wire_dtype)])
 
 
-def gradient_dropping(
-    density: Density = 0.01,
-    scope: Literal["model", "tensor"] = "model",
-    values: Literal["float32", "float16"] = "float32",
-    error_feedback: bool = True,
-    exclude: Sequence[str] = (),
-) -> Method:
+class gradient_dropping(Method):
     """The largest elements of gradient plus residual are sent; the rest waits in the residual.
 
-    Bytes per step and rank: 8 for each element sent (4 of position, 4 of value; 6 with float16), and 32 of header.
+    Bytes per step and rank: 8 for each element sent (4 of position, 4 of value; 6 with float16), 32 of
+    headers, and a bit for each tensor.
 
     Source: Aji & Heafield 2017, Sparse Communication for Distributed Gradient Descent. Divided by the number of ranks,
     as DDP does; the paper sums.
@@ -80,19 +81,29 @@ def gradient_dropping(
     Raises:
         ValueError: A density outside (0, 1], or an unknown scope or dtype.
     """
-    codecs = {"float32": Float32(), "float16": Float16()}
-    if values not in codecs:
-        raise ValueError(
-            f"values must be one of {', '.join(codecs)}; got {values!r}. Use 'float32' to send them exactly."
-        )
-    sparse = Gather(SparseCodec(TopK(density, scope), codecs[values], Raw32()))
-    syncs: list[Sync] = [GradientSync(Channel(sparse, [ErrorFeedback()] if error_feedback else []), exclude=exclude)]
-    if exclude:
-        syncs.append(GradientSync(Channel(DenseAllReduce()), parameters=exclude))
-    return Method(syncs)
+
+    def __init__(
+        self,
+        density: Density = 0.01,
+        scope: Literal["model", "tensor"] = "model",
+        values: Literal["float32", "float16"] = "float32",
+        error_feedback: bool = True,
+        exclude: Sequence[str] = (),
+    ) -> None:
+        codecs = {"float32": Float32(), "float16": Float16()}
+        if values not in codecs:
+            raise ValueError(
+                f"values must be one of {', '.join(codecs)}; got {values!r}. 'float32' sends them exactly."
+            )
+        sparse = Gather(SparseCodec(TopK(density, scope), codecs[values], Raw32()))
+        memories = [ErrorFeedback()] if error_feedback else []
+        syncs: list[Sync] = [GradientSync(Channel(sparse, memories), exclude=exclude)]
+        if exclude:
+            syncs.append(GradientSync(Channel(DenseAllReduce()), parameters=exclude))
+        super().__init__(syncs)
 
 
-RECIPES: dict[str, Callable[..., Method]] = {"dense": dense, "gradient_dropping": gradient_dropping}
+RECIPES: dict[str, Callable[[], Method]] = {"dense": dense, "gradient_dropping": gradient_dropping}
 """Methods that have a strategy name of their own, `sparsecomm_` and the key."""
 
 

@@ -3,6 +3,7 @@
 import copy
 import math
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -74,7 +75,16 @@ class Synchronizer:
         self._streams: list[_Stream] = []
         self._depth = 0
         # A global hook, so that no optimizer slips past: not one made later, nor one stepped behind Lightning's back.
-        self._guard = None if self.buckets else register_optimizer_step_pre_hook(self._refuse_bypass)
+        # It holds us weakly: nobody closes a Fabric run.
+        watched = weakref.ref(self)
+
+        def refuse_bypass(optimizer: Optimizer, *_: object) -> None:
+            synchronizer = watched()
+            if synchronizer is not None:
+                synchronizer._refuse_bypass(optimizer)
+
+        guard = None if self.buckets else register_optimizer_step_pre_hook(refuse_bypass)
+        self._release = weakref.finalize(self, guard.remove) if guard is not None else None
 
     @property
     def buckets(self) -> BucketSync | None:
@@ -258,7 +268,7 @@ class Synchronizer:
         for stream in self._streams:
             stream.written = [version for _, version in stream.gradients()]
 
-    def _refuse_bypass(self, optimizer: Optimizer, *_: object) -> None:
+    def _refuse_bypass(self, optimizer: Optimizer) -> None:
         if self._depth or not any(id(p) in self._known for group in optimizer.param_groups for p in group["params"]):
             return
         raise RuntimeError(
@@ -273,9 +283,8 @@ class Synchronizer:
 
     def close(self) -> None:
         """Lets go of the optimizers: their steps are no longer watched."""
-        if self._guard is not None:
-            self._guard.remove()
-            self._guard = None
+        if self._release is not None:
+            self._release()
 
 
 def _some(things: list[T], most: int = 6) -> str:

@@ -1,7 +1,7 @@
 """A method whose exchanges remember what they gave, for the laws to look at."""
 
 from collections.abc import Sequence
-from typing import Any, Optional
+from typing import Any
 
 from torch import Tensor
 
@@ -21,7 +21,7 @@ class Recording(Exchange):
         self.shared: list[Any] = []
 
     def run(
-        self, x: Tensor, present: Sequence[bool], nonfinite_segment: Optional[int], round: Round, wire: Wire
+        self, x: Tensor, present: Sequence[bool], nonfinite_segment: int | None, round: Round, wire: Wire
     ) -> Exchanged:
         exchanged = self.exchange.run(x, present, nonfinite_segment, round, wire)
         self.sent.append(_copy(exchanged.sent))

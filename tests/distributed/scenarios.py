@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import pytorch_lightning as pl
 import torch
@@ -37,7 +37,7 @@ class RecordingSGD(torch.optim.SGD):
         super().zero_grad(set_to_none)
         self.own.clear()
 
-    def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         def evaluate() -> Any:
             loss = closure() if closure is not None else None
             for name, gradient in self.own.items():
@@ -52,7 +52,7 @@ class Classifier(pl.LightningModule):
 
     def __init__(
         self,
-        unused: Optional[Callable[[int, int], bool]] = None,
+        unused: Callable[[int, int], bool] | None = None,
         checkpointing: bool = False,
         batch_norm: bool = False,
         momentum: float = 0.9,
@@ -66,10 +66,7 @@ class Classifier(pl.LightningModule):
         self.unused, self.checkpointing, self.momentum = unused, checkpointing, momentum
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.checkpointing:
-            hidden = checkpoint(self.body, x, use_reentrant=False)
-        else:
-            hidden = self.body(x)
+        hidden = checkpoint(self.body, x, use_reentrant=False) if self.checkpointing else self.body(x)
         if self.unused is None or not self.unused(self.global_step, self.global_rank):
             hidden = hidden + self.side(x)
         return self.head(hidden)
@@ -165,9 +162,7 @@ SCENARIOS = {
     "adversarial": Scenario(lambda: Adversarial(toggle=False), strategy={"find_unused_parameters": True}),
     "adversarial_toggled": Scenario(lambda: Adversarial(toggle=True), strategy={"find_unused_parameters": True}),
     "several_backwards": Scenario(SeveralBackwards),
-    "unused_on_one_rank": Scenario(
-        lambda: Classifier(unused=_on_rank_one), strategy={"find_unused_parameters": True}
-    ),
+    "unused_on_one_rank": Scenario(lambda: Classifier(unused=_on_rank_one), strategy={"find_unused_parameters": True}),
     "unused_everywhere": Scenario(lambda: Classifier(unused=_everywhere), strategy={"find_unused_parameters": True}),
     "gradient_as_bucket_view": Scenario(Classifier, strategy={"gradient_as_bucket_view": True}),
     "static_graph": Scenario(Classifier, strategy={"static_graph": True}),
@@ -218,9 +213,9 @@ def fit(
     folder: Path,
     scenario: Scenario,
     world_size: int,
-    method: Optional[Method] = None,
+    method: Method | None = None,
     callbacks: tuple[pl.Callback, ...] = (),
-    model: Optional[pl.LightningModule] = None,
+    model: pl.LightningModule | None = None,
     **trainer_options: Any,
 ) -> list[dict[str, Any]]:
     """Trains in `world_size` processes, by plain ddp where `method` is None; what each rank ends with."""

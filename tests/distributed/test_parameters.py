@@ -51,7 +51,13 @@ class RecordUnfrozen(BackboneFinetuning):
 
 
 @pytest.mark.parametrize(
-    "method", [dense(), dense("bfloat16"), recorded(gradient_dropping(0.05)), recorded(gradient_dropping(0.05, exclude=["*.bias"]))]
+    "method",
+    [
+        dense(),
+        dense("bfloat16"),
+        recorded(gradient_dropping(0.05)),
+        recorded(gradient_dropping(0.05, exclude=["*.bias"])),
+    ],
 )
 def test_unfrozen_parameters_join_on_all_ranks(tmp_path: Path, method: Method) -> None:
     finetuning = RecordUnfrozen(unfreeze_backbone_at_epoch=1, verbose=False, backbone_initial_lr=0.05)

@@ -4,6 +4,8 @@ Aji & Heafield 2017, algorithm 1; Combining Global Sparse Gradients with Local G
 ranks; divided by their number, as DDP does.
 """
 
+import itertools
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -16,7 +18,7 @@ class GradientDropping:
     def __init__(self, ranks: int, sizes: list[int], density: float, whole_model: bool, half: bool) -> None:
         self.residuals = [np.zeros(sum(sizes), dtype=np.float32) for _ in range(ranks)]
         bounds = np.cumsum([0, *sizes])
-        self.pieces = [slice(0, sum(sizes))] if whole_model else [slice(a, b) for a, b in zip(bounds, bounds[1:])]
+        self.pieces = [slice(0, sum(sizes))] if whole_model else [slice(a, b) for a, b in itertools.pairwise(bounds)]
         self.density, self.half = density, half
 
     def step(self, gradients: list[Vector]) -> Vector:
