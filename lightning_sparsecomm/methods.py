@@ -93,7 +93,7 @@ class gradient_dropping(Method):
         codecs = {"float32": Float32(), "float16": Float16()}
         if values not in codecs:
             raise ValueError(
-                f"values must be one of {', '.join(codecs)}; got {values!r}. 'float32' sends them exactly."
+                f"values must be one of {', '.join(codecs)}; got {values!r}. Use 'float32' to send them exactly."
             )
         sparse = Gather(SparseCodec(TopK(density, scope), codecs[values], Raw32()))
         memories = [ErrorFeedback()] if error_feedback else []
