@@ -49,7 +49,9 @@ class FabricMixin(SynchronizingMixin, DDPStrategy):
             return self._wrap(module, device_ids=device_ids, **self._ddp_kwargs)
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        self.synchronizer.register(optimizer)
+        # One that is set up before any module is registered at its first step.
+        if self._synchronizer is not None:
+            self._synchronizer.register(optimizer)
         return super().setup_optimizer(optimizer)
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:

@@ -2,13 +2,11 @@
 
 import multiprocessing
 import os
-import socket
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 FORK = multiprocessing.get_context("fork")
@@ -55,14 +53,3 @@ def run_ranks(
             if process.is_alive():
                 process.kill()
     return [values[rank] for rank in range(world_size)]
-
-
-def free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return int(listening.getsockname()[1])
-
-
-def bits_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal in every bit: +0 and -0 differ, a NaN equals itself."""
-    return a.shape == b.shape and a.dtype == b.dtype and a.numpy().tobytes() == b.numpy().tobytes()
