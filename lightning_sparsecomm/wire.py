@@ -19,9 +19,6 @@ LIGHTNING = "Lightning, metrics"
 
 BACKENDS = ("gloo", "nccl")
 
-# Renamed in torch 2.13; the old name warns there.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
 
 def link_bytes(collective: Collective, handed_bytes: float, world_size: int) -> float:
     """Bytes that one rank puts on the link, averaged over ranks, for `handed_bytes` that each rank hands over.
@@ -144,5 +141,5 @@ class Wire:
         """Every rank's `tensor`, `[W, *tensor.shape]`; shapes must be equal on all ranks."""
         self.ledger.record(row, "all_gather", tensor.numel() * tensor.element_size())
         gathered = tensor.new_empty((self.world_size, *tensor.shape))
-        _all_gather(gathered.view(-1), tensor.reshape(-1), group=self.group)
+        dist.all_gather_single(gathered.view(-1), tensor.reshape(-1), group=self.group)
         return gathered
