@@ -81,7 +81,8 @@ class CompressionMonitor(Callback):
         due = trainer._logger_connector.should_update_logs
         counts = _Counts.of(strategy.synchronizer.wire.ledger)
         new = counts.since(self._logged)
-        if not due or new.steps == 0:
+        # A step may have had no gradient at all, where training_step returned None.
+        if not due or new.steps == 0 or new.elements == 0:
             return
         self._logged = counts
         values = {

@@ -156,8 +156,12 @@ class Synchronizer:
                 "LBFGS evaluates the gradient several times per step, so 'once per step' has no meaning for it and a"
                 " residual would be counted more than once. Use methods.dense(), or a first-order optimizer."
             )
-        if all(stream.optimizer is not optimizer for stream in self._streams):
+        if not self.knows(optimizer):
             self._streams.append(_Stream(optimizer))
+
+    def knows(self, optimizer: Optimizer) -> bool:
+        """Whether this very object has been registered."""
+        return any(stream.optimizer is optimizer for stream in self._streams)
 
     def _stream(self, optimizer: Optimizer) -> _Stream:
         for stream in self._streams:

@@ -74,9 +74,12 @@ class SynchronizingMixin:
     def synchronize(self, optimizer: Optimizer) -> None:
         """Shares the optimizer's gradients now, rather than at its step. For code that reads or changes `.grad` by
         itself between backward and step, where ddp has averaged them already (clip_gradients does it by itself)."""
-        if self._synchronizer is not None:
+        if self._synchronizer is None:
+            return
+        if not self._synchronizer.knows(optimizer):
             # Lightning's wrappers keep the optimizer that is stepped as `_optimizer`.
-            self._synchronizer.synchronize(getattr(optimizer, "_optimizer", optimizer))
+            optimizer = getattr(optimizer, "_optimizer", optimizer)
+        self._synchronizer.synchronize(optimizer)
 
     def _begin(self, device: torch.device, scaler: object) -> Synchronizer:
         """A new run: its wire, its ledger, its synchronizer.

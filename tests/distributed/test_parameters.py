@@ -1,5 +1,6 @@
 """Parameters that come late, get no gradient, or lie in memory in another order."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from lightning_sparsecomm.layout import Layout
 from lightning_sparsecomm.memory import ErrorFeedback
 from lightning_sparsecomm.methods import Method, dense, gradient_dropping
 from lightning_sparsecomm.rounds import Round
+from lightning_sparsecomm.schedules import Schedule
 from lightning_sparsecomm.wire import Wire
 from tests import laws
 from tests.distributed.launch import run_ranks
@@ -131,6 +133,45 @@ def _missing_weights(rank: int) -> list[Any]:
 def test_a_gradient_on_one_rank_reaches_all_and_one_on_none_stays_none(tmp_path: Path) -> None:
     for gradients in run_ranks(tmp_path, 2, _missing_weights):
         assert gradients == [[0.5] * 4, None]
+
+
+@dataclass(frozen=True)
+class LessAfterTheFirstEpoch(Schedule):
+    def at(self, step: int, epoch: float) -> float:
+        assert epoch == pytest.approx(step / 10)
+        return 0.5 if epoch < 1 else 0.01
+
+
+def test_a_schedule_sees_steps_and_epochs_with_fraction(tmp_path: Path) -> None:
+    ranks = fit(tmp_path, Scenario(Finetuned), 2, recorded(gradient_dropping(LessAfterTheFirstEpoch())))
+    assert [sent.indices.numel() for sent in ranks[0]["syncs"][0][0]["sent"]] == [42] * 10 + [1] * 10
+
+
+class Wrapping(torch.optim.Optimizer):
+    """Keeps another optimizer as Lightning's wrappers do, and is itself what is stepped."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        super().__init__(optimizer.param_groups, {})
+        self.param_groups = optimizer.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        self._optimizer.step()
+        return loss
+
+
+class Wrapped(Finetuned):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return Wrapping(torch.optim.SGD(self.parameters(), lr=0.1))
+
+
+def test_an_optimizer_inside_another_is_exchanged_once(tmp_path: Path) -> None:
+    scenario = Scenario(Wrapped, {"gradient_clip_val": 0.05})
+    ddp = fit(tmp_path / "ddp", scenario, 2)
+    ours = fit(tmp_path / "ours", scenario, 2, gradient_dropping(1.0))
+    laws.equal_to_round_off(ours[0], ddp[0], 2e-6)
+    assert ours[0]["ledger"].steps == 20
 
 
 class ChannelsLast(pl.LightningModule):
