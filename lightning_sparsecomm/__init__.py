@@ -14,10 +14,11 @@ from lightning_sparsecomm.sync import BucketSync, GradientSync
 from lightning_sparsecomm.wire import Ledger
 
 if TYPE_CHECKING:
-    from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
+    from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy as SparseCommStrategy
 
 __version__ = "0.1.0"
 
+# Without SparseCommStrategy, which an import of * would resolve, and refuse where it is ambiguous.
 __all__ = [
     "BucketSync",
     "Channel",
@@ -29,7 +30,6 @@ __all__ = [
     "Method",
     "NonFiniteGradientError",
     "PayloadError",
-    "SparseCommStrategy",
     "methods",
 ]
 

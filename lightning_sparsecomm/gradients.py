@@ -14,13 +14,15 @@ NamedParameters = Sequence[tuple[str, Parameter]]
 
 
 def gradient_of(name: str, parameter: Parameter) -> Tensor | None:
-    """This rank's gradient, or None where the parameter is frozen or got none.
+    """This rank's gradient, or None where the parameter got none.
+
+    As for torch's optimizers, only `.grad` counts: a parameter that is frozen after the backward pass still has one.
 
     Raises:
         TypeError: The gradient is sparse or complex, which no exchange of dense vectors can take.
     """
     gradient = parameter.grad
-    if gradient is None or not parameter.requires_grad:
+    if gradient is None:
         return None
     if gradient.layout != torch.strided or gradient.is_complex():
         kind = "complex" if gradient.is_complex() else "sparse"

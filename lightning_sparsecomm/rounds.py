@@ -28,7 +28,7 @@ class Round:
 
     Attributes:
         layout: Layout of the vector that is exchanged.
-        step: Optimizer steps finished before this one.
+        step: Optimizer steps of this run that were finished before this one.
         epoch: Epochs finished, with fraction.
         seed: The run's seed, equal on all ranks.
         rank: This process's rank.

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 
 class Schedule(ABC):
-    """A number for each optimizer step. Frozen and pure, so a resumed run continues it with no state of its own."""
+    """A number for each optimizer step of a run. Frozen and pure: it has no state of its own."""
 
     @abstractmethod
     def at(self, step: int, epoch: float) -> float:

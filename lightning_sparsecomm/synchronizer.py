@@ -186,7 +186,6 @@ class Synchronizer:
                 " clip_gradients, or call strategy.synchronize(optimizer) before you change them.",
                 stacklevel=2,
             )
-        stream.written = []
         self._admit(stream)
         index = self._streams.index(stream)
         for sync, parameters, layout in stream.pieces:
@@ -195,12 +194,16 @@ class Synchronizer:
                 sync.synchronize(index, parameters, round, self.wire)
         stream.steps += 1
         stream.shared = True
+        # We have just written to gradients, which another optimizer may have a part in.
+        for each in self._streams:
+            each.written = []
         self.wire.ledger.steps += 1
 
     def _admit(self, stream: _Stream) -> None:
         """Takes in parameters that require a gradient now and did not before, in named-parameter order on all ranks."""
         parameters = [p for group in stream.optimizer.param_groups for p in group["params"]]
-        new = {id(p) for p in parameters if p.requires_grad} - stream.members - self._ignored
+        trained = {id(p) for p in parameters if p.requires_grad or p.grad is not None}
+        new = trained - stream.members - self._ignored
         if not new:
             return
         if not new <= self._known.keys():
@@ -237,14 +240,26 @@ class Synchronizer:
 
     @contextmanager
     def stepping(self, optimizer: Optimizer) -> Iterator[None]:
-        """Around the optimizer's step; afterwards its gradients count as used."""
+        """Around the optimizer's step; afterwards its gradients count as used.
+
+        Raises:
+            RuntimeError: The optimizer did not evaluate the closure after which they are shared.
+        """
         stream = self._stream(optimizer)
+        stepped_shared = False
         self._depth += 1
         try:
             yield
+            stepped_shared = stream.shared
         finally:
             self._depth -= 1
             stream.shared = False
+        if not stepped_shared and self.buckets is None:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step() did not call the closure that it was given, after which gradients"
+                " are shared, so the replicas have drifted apart. Let its step() call the closure first, as torch's"
+                " optimizers do, or call strategy.synchronize(optimizer) before it."
+            )
 
     @contextmanager
     def backward(self) -> Iterator[None]:

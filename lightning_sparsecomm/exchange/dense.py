@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_sparsecomm.exchange.base import Exchange, Exchanged
+from lightning_sparsecomm.exchange.base import Exchange, Exchanged, NonFiniteGradientError
 from lightning_sparsecomm.rounds import Round
 from lightning_sparsecomm.wire import Wire
 
@@ -52,14 +52,23 @@ class DenseAllReduce(Exchange):
     def run(
         self, x: Tensor, present: Sequence[bool], nonfinite_segment: int | None, round: Round, wire: Wire
     ) -> Exchanged:
-        # Infinities and NaN spread to all ranks by the sum itself, as under DDP: no flag is needed.
         n = x.numel()
         buffer = x.new_empty(n + len(present), dtype=WIRE_DTYPES[self.wire_dtype])
         # Divided before the sum, so that float16 does not overflow where the mean would not.
         torch.div(x, wire.world_size, out=buffer[:n])
         buffer[n:] = torch.tensor(present, dtype=buffer.dtype)
+        if nonfinite_segment is not None:
+            # Spreads to all ranks by the sum.
+            buffer[n + nonfinite_segment] = float("nan")
         sent = x if buffer.dtype == x.dtype else buffer[:n].to(x.dtype) * wire.world_size
         wire.all_reduce_(buffer)
+        unusable = buffer[n:].isnan().nonzero()
+        if unusable.numel():
+            raise NonFiniteGradientError(
+                "some rank has a gradient that is not finite, for parameter"
+                f" {round.layout.segments[int(unusable[0])].name!r} in step {round.step}."
+                " Lower the learning rate, clip gradients, or look for a division by zero in the loss."
+            )
         return Exchanged(buffer[:n].to(x.dtype), sent, (buffer[n:] > 0).tolist())
 
     def __repr__(self) -> str:

@@ -1,0 +1,78 @@
+"""Gradients that are not finite, and optimizers and parameters that are not as usual, where everything is sent."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from lightning_sparsecomm.channel import Channel
+from lightning_sparsecomm.exchange import DenseAllReduce, NonFiniteGradientError
+from lightning_sparsecomm.layout import Layout
+from lightning_sparsecomm.methods import gradient_dropping
+from lightning_sparsecomm.rounds import Round
+from lightning_sparsecomm.wire import Wire
+from tests import laws
+from tests.distributed.launch import run_ranks
+from tests.distributed.scenarios import Adversarial, Scenario, SeveralBackwards, fit
+
+
+def _one_nan(rank: int, wire_dtype: Any) -> str:
+    layout = Layout([("fine", (3,)), ("broken", (2,))])
+    channel = Channel(DenseAllReduce(wire_dtype))
+    channel.bind(layout, torch.float32, torch.device("cpu"))
+    gradients = [torch.ones(3), torch.tensor([1.0, float("nan") if rank == 1 else 1.0])]
+    with pytest.raises(NonFiniteGradientError) as raised:
+        channel.reduce(gradients, Round(layout, step=7), Wire())
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("wire_dtype", ["same", "float16", "bfloat16"])
+def test_a_gradient_that_is_not_finite_raises_on_all_ranks(tmp_path: Path, wire_dtype: str) -> None:
+    for message in run_ranks(tmp_path, 2, _one_nan, wire_dtype):
+        assert "for parameter 'broken' in step 7" in message
+
+
+class StepsWhileFrozen(Adversarial):
+    """The discriminator steps while the generator's toggle has frozen it: torch's optimizers only look at .grad."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        of_generator, of_discriminator = self.optimizers()
+        of_generator.zero_grad()
+        of_discriminator.zero_grad()
+        self.manual_backward(self._generator_loss(batch[0]) + self._discriminator_loss(batch[0]))
+        self.toggle_optimizer(of_generator)
+        of_generator.step()
+        of_discriminator.step()
+        self.untoggle_optimizer(of_generator)
+
+
+def test_parameters_frozen_after_backward_are_shared(tmp_path: Path) -> None:
+    scenario = Scenario(lambda: StepsWhileFrozen(toggle=True))
+    ddp = fit(tmp_path / "ddp", scenario, 2)
+    ours = fit(tmp_path / "ours", scenario, 2, gradient_dropping(1.0))
+    laws.replicas_are_equal(ours)
+    laws.equal_to_round_off(ours[0], ddp[0], 2e-6)
+
+
+class IgnoresItsClosure(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        return super().step()
+
+
+class NeverShared(SeveralBackwards):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(cross_entropy(self(batch[0]), batch[1]))
+        optimizer.step()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return IgnoresItsClosure(self.parameters(), lr=0.1)
+
+
+def test_an_optimizer_that_ignores_its_closure_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="did not call the closure that it was given"):
+        fit(tmp_path, Scenario(NeverShared), 2, gradient_dropping(0.1))
