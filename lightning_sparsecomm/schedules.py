@@ -17,7 +17,8 @@ Density = float | Schedule
 
 @dataclass(frozen=True)
 class InverseTimeWarmup(Schedule):
-    """Drop ratio `(1 - density)^max(1, T/t)` at step t: everything is sent at first, `density` from step T on.
+    """Drop ratio `(1 - density)^max(1, T/t)` at step t: a density of
+    1 - (1 - density)^T at first (all but everything by default), `density` from step T on.
 
     Source: Combining Global Sparse Gradients with Local Gradients, section 3.4 (R = 0.99, T = 1000).
 
