@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from lightning_sparsecomm import _lightning, methods
-from lightning_sparsecomm.callbacks import CompressionMonitor
+from lightning_sparsecomm.callbacks import CompressionMonitor, ParameterAveraging, SparsityWarmup
 from lightning_sparsecomm.channel import Channel
 from lightning_sparsecomm.codecs import PayloadError
 from lightning_sparsecomm.exchange import NonFiniteGradientError
@@ -29,7 +29,9 @@ __all__ = [
     "Ledger",
     "Method",
     "NonFiniteGradientError",
+    "ParameterAveraging",
     "PayloadError",
+    "SparsityWarmup",
     "methods",
 ]
 

@@ -1,10 +1,13 @@
 """Callbacks; each class serves the Trainers of all Lightning packages."""
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from lightning_sparsecomm._lightning import callback_bases
+from lightning_sparsecomm.averaging import Averaging
+from lightning_sparsecomm.schedules import Warmup
 from lightning_sparsecomm.strategies.mixin import SynchronizingMixin
-from lightning_sparsecomm.wire import GRADIENTS, Ledger
+from lightning_sparsecomm.strategies.trainer import TrainerMixin
+from lightning_sparsecomm.wire import OURS, Ledger
 
 if TYPE_CHECKING:
     from pytorch_lightning import Callback, LightningModule, Trainer
@@ -25,7 +28,7 @@ class _Counts(NamedTuple):
     def of(cls, ledger: Ledger) -> "_Counts":
         return cls(
             ledger.steps,
-            ledger.link_bytes(),
+            ledger.sent_link_bytes,
             ledger.ddp_link_bytes,
             ledger.sent_elements,
             ledger.elements,
@@ -106,12 +109,73 @@ class CompressionMonitor(Callback):
             print(summary_table(strategy.ledger))
 
 
+class SparsityWarmup(Callback):
+    """Sends more in the first steps or epochs, whatever the method; afterwards the method's own density holds.
+
+    Args:
+        steps: Length in optimizer steps; 0 where it is counted in epochs.
+        epochs: Length in epochs; 0 where it is counted in steps.
+        shape: How the density falls to the method's own p: "exponential" (in stage e of E it is p^((e+1)/(E+1)), one
+            stage for each epoch, or 4), "inverse_time" (1 − (1 − p)^max(1, T/t) in step t), or a list of densities for
+            stages of equal length.
+
+    Raises:
+        ValueError: Both or neither of steps and epochs, an unknown shape, or a density outside (0, 1].
+    """
+
+    def __init__(
+        self,
+        steps: int = 0,
+        epochs: int = 0,
+        shape: Literal["exponential", "inverse_time"] | list[float] = "exponential",
+    ) -> None:
+        super().__init__()
+        self.warmup = Warmup(steps, epochs, shape)
+
+    def on_fit_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
+        strategy = _strategy_of(trainer, self)
+        strategy.synchronizer.warmup = self.warmup
+        strategy.warn_of_long_warmups(trainer)
+
+
+class ParameterAveraging(Callback):
+    """Averages the parameters over all processes every so many optimizer steps, whatever the method.
+
+    In the place of what the method itself says of averaging. Where replicas are equal already it changes nothing but
+    their last bits; with `buffers` and `optimizer_state`, what ranks keep apart is averaged too.
+
+    Args:
+        every: Optimizer steps between two averages.
+        buffers: Whether floating-point buffers, such as running means of batch normalization, are averaged too.
+        optimizer_state: Whether the optimizer's floating-point state, such as momentum, is averaged too.
+
+    Raises:
+        ValueError: `every` is not a whole number of at least 1.
+    """
+
+    def __init__(self, every: int = 500, buffers: bool = False, optimizer_state: bool = False) -> None:
+        super().__init__()
+        self.averaging = Averaging(every, buffers, optimizer_state)
+
+    def on_fit_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
+        _strategy_of(trainer, self).synchronizer.replicas.averaging = self.averaging
+
+
+def _strategy_of(trainer: "Trainer", callback: object) -> TrainerMixin:
+    if not isinstance(trainer.strategy, TrainerMixin):
+        raise TypeError(
+            f"{type(callback).__name__} changes what a sparsecomm strategy does, but the Trainer's strategy is"
+            f" {type(trainer.strategy).__name__}. Use strategy='sparsecomm', or leave the callback out."
+        )
+    return trainer.strategy
+
+
 def summary_table(ledger: Ledger) -> str:
     """What one rank sent, by purpose, as text for a terminal."""
     lines = [
         f"{'sent by one rank of ' + str(ledger.world_size):<26}{'calls':>9}{'handed over':>15}{'on the link':>15}",
     ]
-    for row in sorted(ledger.rows, key=lambda row: row != GRADIENTS):
+    for row in sorted(ledger.rows, key=lambda row: row not in OURS):
         calls = sum(traffic.calls for traffic in ledger.rows[row].values())
         lines.append(f"{row:<26}{calls:>9,}{_size(ledger.handed_bytes(row)):>15}{_size(ledger.link_bytes(row)):>15}")
     lines.append(
@@ -119,7 +183,7 @@ def summary_table(ledger: Ledger) -> str:
     )
     if ledger.world_size == 1:
         lines.append("One process: nothing crosses a network, so nothing is saved.")
-    elif ledger.link_bytes():
+    elif ledger.sent_link_bytes:
         lines.append(
             f"compression ratio {ledger.compression_ratio():,.1f} over {ledger.steps:,} steps,"
             f" density {ledger.density():.3g}, {ledger.exchange_seconds:.1f} s in exchange"

@@ -5,11 +5,13 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from lightning_sparsecomm.exchange.base import Exchange, Exchanged
+from lightning_sparsecomm.compensation import Contribution
+from lightning_sparsecomm.exchange.base import Exchange, Exchanged, Outgoing
 from lightning_sparsecomm.gradients import first_nonfinite
 from lightning_sparsecomm.layout import Layout
-from lightning_sparsecomm.memory import Contribution, ErrorFeedback, Memory
+from lightning_sparsecomm.memory import ErrorFeedback, Memory
 from lightning_sparsecomm.rounds import Round
 from lightning_sparsecomm.wire import Wire
 
@@ -41,30 +43,39 @@ class Channel:
             NonFiniteGradientError, PayloadError: As the exchange says.
         """
         present = [gradient is not None for gradient in gradients]
-        nonfinite = first_nonfinite(gradients)
+        # A finite norm of all of them has said it already.
+        nonfinite = None if math.isfinite(round.gradient_norm) else first_nonfinite(gradients)
         if nonfinite is None:
-            contribution = Contribution(gradients)
+            contribution = Contribution(gradients, wanted=self.exchange.wanted(round))
             for memory in self.memories:
                 contribution = memory.compensate(contribution, round)
-            x = self._vector(contribution, round.layout)
+            contribution = contribution.vector(round.layout, self.dtype, self.device)
+            assert contribution.flat is not None
+            outgoing = Outgoing(contribution.flat, present, None, contribution.candidates)
         else:
-            x = torch.zeros(round.layout.size, dtype=self.dtype, device=self.device)
-        exchanged = self.exchange.run(x, present, nonfinite, round, wire)
+            nothing = torch.zeros(round.layout.size, dtype=self.dtype, device=self.device)
+            outgoing = Outgoing(nothing, present, nonfinite)
+        exchanged = self.exchange.run(outgoing, round, wire)
         for memory in reversed(self.memories):
             memory.update(exchanged.sent)
         for memory in self.memories:
-            exchanged = exchanged._replace(shared=memory.finish(exchanged.shared))
+            exchanged = memory.finish(exchanged, round)
         return exchanged
 
-    def _vector(self, contribution: Contribution, layout: Layout) -> Tensor:
-        if contribution.flat is not None and all(part is not None for part in contribution.parts):
-            return contribution.flat
-        # Zeros are never sent, so a segment without a gradient keeps all that is held for it.
-        x = torch.zeros(layout.size, dtype=self.dtype, device=self.device)
-        for view, part in zip(layout.views(x), contribution.parts):
-            if part is not None:
-                view.copy_(part)
-        return x
+    @property
+    def corrects_momentum(self) -> bool:
+        """Whether it applies the optimizer's momentum in the optimizer's place."""
+        return any(memory.corrects_momentum for memory in self.memories)
+
+    @property
+    def clips(self) -> bool:
+        """Whether it clips each rank's own gradient, in the place of clipping the shared one."""
+        return any(memory.clips for memory in self.memories)
+
+    def objection(self, optimizer: Optimizer) -> str | None:
+        """Why it is not defined for an optimizer; None where it is."""
+        objections = (memory.objection(optimizer) for memory in self.memories)
+        return next((objection for objection in objections if objection), None)
 
     def residual_norm(self) -> float:
         """Euclidean norm of what this rank has not sent yet; 0 without error feedback."""

@@ -9,6 +9,7 @@ from torch.nn import Parameter
 
 from lightning_sparsecomm.exchange.base import Exchanged
 from lightning_sparsecomm.layout import Layout, SparseVector
+from lightning_sparsecomm.local_mode import LocalMode
 
 NamedParameters = Sequence[tuple[str, Parameter]]
 
@@ -33,32 +34,57 @@ def gradient_of(name: str, parameter: Parameter) -> Tensor | None:
     return gradient.detach()
 
 
-def write_gradients(parameters: NamedParameters, exchanged: Exchanged, layout: Layout) -> None:
-    """Puts the shared gradient into each parameter's `.grad`, in place where there is one.
+def write_gradients(
+    parameters: NamedParameters, exchanged: Exchanged, layout: Layout, local: LocalMode, world_size: int
+) -> None:
+    """Puts what the optimizer is to see into each parameter's `.grad`, in place where there is one.
 
     A parameter for which no rank has a gradient keeps what it has, as under DDP: an optimizer skips it.
     """
-    shared = exchanged.shared
-    if isinstance(shared, SparseVector):
-        counts = layout.counts(shared.indices)
-        indices, values = shared.indices.split(counts), shared.values.split(counts)
-    else:
-        views = layout.views(shared)
-    for position, (segment, (_, parameter), present) in enumerate(zip(layout.segments, parameters, exchanged.present)):
-        if not present:
-            continue
-        if parameter.grad is None:
+    gradients: list[Tensor | None] = []
+    for (_, parameter), present in zip(parameters, exchanged.present):
+        if present and parameter.grad is None:
             # Keeps the parameter's memory format, as autograd would.
-            parameter.grad = torch.empty_like(parameter)
-        gradient = parameter.grad.detach()
-        if not isinstance(shared, SparseVector):
-            gradient.copy_(views[position])
+            parameter.grad = torch.zeros_like(parameter)
+        gradients.append(parameter.grad.detach() if present and parameter.grad is not None else None)
+    here = [gradient for gradient in gradients if gradient is not None]
+    if not here:
+        return
+    dense = not isinstance(exchanged.shared, SparseVector)
+    if local.own:
+        torch._foreach_mul_(here, local.own / world_size)
+    elif not dense:
+        torch._foreach_zero_(here)
+    if local.sent:
+        _add(gradients, exchanged.sent, local.sent / world_size, layout)
+    if local.own or not dense:
+        _add(gradients, exchanged.shared, local.shared, layout)
+    else:
+        assert isinstance(exchanged.shared, Tensor)
+        for gradient, view in zip(gradients, layout.views(exchanged.shared)):
+            if gradient is not None:
+                gradient.copy_(view)
+
+
+def _add(gradients: Sequence[Tensor | None], vector: SparseVector | Tensor, factor: float, layout: Layout) -> None:
+    """Adds `factor` times a vector over the layout to the gradients."""
+    if not isinstance(vector, SparseVector):
+        for gradient, view in zip(gradients, layout.views(vector)):
+            if gradient is not None:
+                gradient.add_(view, alpha=factor)
+        return
+    values = vector.values if factor == 1 else vector.values * factor
+    counts = layout.counts(vector.indices)
+    parts = zip(gradients, layout.segments, vector.indices.split(counts), values.split(counts))
+    for gradient, segment, indices, part in parts:
+        if gradient is None or not indices.numel():
             continue
         # Positions count in row-major order, which is not how a channels-last gradient lies in memory.
-        flat = gradient.view(-1) if gradient.is_contiguous() else gradient.new_empty(segment.size)
-        flat.zero_().index_copy_(0, indices[position] - segment.offset, values[position].to(flat.dtype))
-        if not gradient.is_contiguous():
-            gradient.copy_(flat.view(segment.shape))
+        contiguous = gradient.is_contiguous()
+        flat = gradient.view(-1) if contiguous else gradient.new_zeros(segment.size)
+        flat.index_add_(0, indices - segment.offset, part.to(flat.dtype))
+        if not contiguous:
+            gradient.add_(flat.view(segment.shape))
 
 
 def first_nonfinite(gradients: Sequence[Tensor | None]) -> int | None:
@@ -73,3 +99,16 @@ def first_nonfinite(gradients: Sequence[Tensor | None]) -> int | None:
         if gradient is not None and not bool(gradient.isfinite().all()):
             return index
     return None
+
+
+def norm_of(gradients: Sequence[Tensor]) -> float:
+    """Euclidean norm of all gradients together; finite only where all their elements are.
+
+    Its squares overflow float32 only beyond 1e19, where it is taken again in float64.
+    """
+    if not gradients:
+        return 0.0
+    norm = float(torch.linalg.vector_norm(torch.stack([n.float() for n in torch._foreach_norm(list(gradients))])))
+    if math.isinf(norm):
+        norm = math.hypot(*(float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) for gradient in gradients))
+    return norm

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_sparsecomm.kernels import kernels_for
+
 # Positions travel as unsigned 32-bit integers.
 MAX_SIZE = 2**32 - 1
 
@@ -74,6 +76,10 @@ class Layout:
         """The parts of `vector` (`[size]`) in the tensors' shapes; no copy."""
         return [vector[s.offset : s.offset + s.size].view(s.shape) for s in self.segments]
 
+    def flats(self, vector: Tensor) -> list[Tensor]:
+        """The same parts of `vector` (`[size]`), each `[segment.size]`; no copy."""
+        return [vector[s.offset : s.offset + s.size] for s in self.segments]
+
     def counts(self, indices: Tensor) -> list[int]:
         """How many of the sorted `indices` (`[k]` int64) fall into each segment."""
         return torch.searchsorted(indices, self.bounds.to(indices.device)).diff().tolist()
@@ -109,16 +115,15 @@ class SparseVector(NamedTuple):
 def mean(vectors: Sequence[SparseVector | Tensor], dtype: torch.dtype) -> SparseVector | Tensor:
     """The mean of vectors of one size, with equal bits wherever the same vectors are given in the same order.
 
-    Sparse while the union of the vectors' elements surely is, else dense. The indices of one vector differ, so every
-    addition below touches an element once: the order of each sum is the order of `vectors`, on any device.
+    Sparse while the union of the vectors' elements surely is, else dense. The order of each sum is the order of
+    `vectors`, on any device.
     """
     sparse = [vector for vector in vectors if isinstance(vector, SparseVector)]
     if len(sparse) == len(vectors) and sum(vector.indices.numel() for vector in sparse) <= sparse[0].size // 8:
-        indices = torch.unique(torch.cat([vector.indices for vector in sparse]))
-        values = torch.zeros(indices.numel(), dtype=dtype, device=indices.device)
-        for vector in sparse:
-            values.index_add_(0, torch.searchsorted(indices, vector.indices), vector.values.to(dtype))
-        return SparseVector(indices, values.div_(len(vectors)), sparse[0].size)
+        values = torch.cat([vector.values.to(dtype) for vector in sparse])
+        kernels = kernels_for(values.device, dtype)
+        indices, sums = kernels.add_up(torch.cat([vector.indices for vector in sparse]), values)
+        return SparseVector(indices, sums.div_(len(vectors)), sparse[0].size)
     first = vectors[0]
     size, device = (
         (first.size, first.values.device) if isinstance(first, SparseVector) else (first.numel(), first.device)
@@ -126,6 +131,7 @@ def mean(vectors: Sequence[SparseVector | Tensor], dtype: torch.dtype) -> Sparse
     total = torch.zeros(size, dtype=dtype, device=device)
     for each in vectors:
         if isinstance(each, SparseVector):
+            # The indices of one vector differ, so this touches an element once.
             total.index_add_(0, each.indices, each.values.to(dtype))
         else:
             total.add_(each)

@@ -4,16 +4,25 @@ A recipe is a subclass of `Method` that only makes its parts. It is named like t
 class lets LightningCLI list it, find it by its bare name, and show its help.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Literal
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal, TypeVar
 
+from lightning_sparsecomm.averaging import Averaging
 from lightning_sparsecomm.channel import Channel
-from lightning_sparsecomm.codecs import Float16, Float32, Raw32, SparseCodec, TopK
-from lightning_sparsecomm.exchange import DenseAllReduce, Gather
+from lightning_sparsecomm.codecs import Compressor, Float16, Float32, RunLength16, Selector, SparseCodec, TopK
+from lightning_sparsecomm.exchange import DenseAllReduce, Exchange, Gather
 from lightning_sparsecomm.exchange.dense import WireDtype
-from lightning_sparsecomm.memory import ErrorFeedback
-from lightning_sparsecomm.schedules import Density
+from lightning_sparsecomm.gradients import NamedParameters
+from lightning_sparsecomm.local_mode import LOCAL_MODES, LocalName
+from lightning_sparsecomm.memory import ClipLocalNorm, ErrorFeedback, Memory, Momentum, MomentumCorrection
+from lightning_sparsecomm.schedules import Density, warmed
 from lightning_sparsecomm.sync import BucketSync, GradientSync, Sync
+
+T = TypeVar("T")
+
+Scope = Literal["model", "tensor"]
+ValueName = Literal["float32", "float16"]
 
 
 class Method:
@@ -27,12 +36,16 @@ class Method:
 
     Args:
         syncs: What is exchanged, for which parameters.
+        averaging: When replicas that have gone apart are made one again; None for never before the end of fit.
+        otherwise: The method for optimizers that this one is not defined for; None refuses them.
 
     Raises:
-        ValueError: There is no sync, or a `BucketSync` is not the only one.
+        ValueError: There is no sync, a `BucketSync` is not the only one, or more than one sync takes the rest.
     """
 
-    def __init__(self, syncs: Sequence[Sync]) -> None:
+    def __init__(
+        self, syncs: Sequence[Sync], averaging: Averaging | None = None, otherwise: "Method | None" = None
+    ) -> None:
         if not syncs:
             raise ValueError("syncs must name at least one sync; got none. Use dense() to send everything.")
         if len(syncs) > 1 and any(isinstance(sync, BucketSync) for sync in syncs):
@@ -40,10 +53,32 @@ class Method:
                 "a BucketSync must be the only sync of a method, since DDP's buckets hold all parameters;"
                 f" got {len(syncs)} syncs. Use GradientSync(Channel(DenseAllReduce())) for some of the parameters."
             )
-        self.syncs = tuple(syncs)
+        if sum(sync.rest for sync in syncs) > 1:
+            raise ValueError("only one sync of a method can take the rest; got several with rest=True.")
+        if otherwise is not None and any(isinstance(sync, BucketSync) for sync in (*syncs, *otherwise.syncs)):
+            raise ValueError("a BucketSync works inside DDP's hook for all optimizers: it allows of no `otherwise`.")
+        self.syncs: tuple[Sync, ...] = tuple(syncs)
+        self.averaging = averaging
+        self.otherwise = otherwise
+
+    def parts(self, parameters: NamedParameters) -> list[tuple[Sync, NamedParameters]]:
+        """Which sync takes which of the parameters; syncs that take none are left out."""
+        claims = {name: any(sync.claims(name, parameter) for sync in self.syncs) for name, parameter in parameters}
+        parts: list[tuple[Sync, NamedParameters]] = []
+        for sync in self.syncs:
+            piece = [
+                (name, parameter)
+                for name, parameter in parameters
+                if (not claims[name] if sync.rest else sync.claims(name, parameter))
+            ]
+            if piece:
+                parts.append((sync, piece))
+        return parts
 
     def __repr__(self) -> str:
-        return f"Method({list(self.syncs)!r})"
+        options = f", averaging={self.averaging!r}" if self.averaging is not None else ""
+        options += f", otherwise={self.otherwise!r}" if self.otherwise is not None else ""
+        return f"Method({list(self.syncs)!r}{options})"
 
 
 class dense(Method):
@@ -65,11 +100,13 @@ class dense(Method):
 class gradient_dropping(Method):
     """The largest elements of gradient plus residual are sent; the rest waits in the residual.
 
-    Bytes per step and rank: 8 for each element sent (4 of position, 4 of value; 6 with float16), 32 of
-    headers, and a bit for each tensor.
+    Bytes per step and rank: 6 for each element sent (2 of position, 4 of value; 4 with float16), 32 of headers, and a
+    bit for each tensor. With a local mode, also the parameters once every `average_every` steps, and whenever the
+    model is validated or saved.
 
-    Source: Aji & Heafield 2017, Sparse Communication for Distributed Gradient Descent. Divided by the number of ranks,
-    as DDP does; the paper sums.
+    Source: Aji & Heafield 2017, Sparse Communication for Distributed Gradient Descent; local modes, averaging and
+    warm-up: Combining Global Sparse Gradients with Local Gradients. Divided by the number of ranks, as DDP does; the
+    papers sum.
 
     Args:
         density: Fraction of elements sent, in (0, 1], or a schedule of it.
@@ -77,36 +114,145 @@ class gradient_dropping(Method):
         values: Dtype of the values on the wire. What float16 rounds off stays in the residual.
         error_feedback: Whether what is not sent is kept and added to the next gradient. Training suffers without.
         exclude: Patterns of parameter names that are sent dense in the same step, such as "*.bias".
+        local: What the optimizer sees of a rank's own gradient g, S being what it sent, G what all sent: "none"
+            G, "sum" (G + g)/2, "partial" G − S + g, "error" the same without error feedback. Each divided by W.
+        average_every: With a local mode, parameters are averaged over ranks every so many steps; None never does.
+        average_buffers: Whether floating-point buffers are averaged with them.
+        average_optimizer_state: Whether the optimizer's state is averaged with them.
+        warmup_steps: T, of a drop ratio of (1 − density)^max(1, T/t) in step t: at first nearly all is sent. 0: none.
+        momentum_masking: Whether the optimizer's own momentum (SGD's, Adam's first) is set to zero where something was
+            sent.
 
     Raises:
-        ValueError: A density outside (0, 1], or an unknown scope or dtype.
+        ValueError: A density outside (0, 1], an unknown scope, dtype or local mode, or `average_every` below 1.
     """
 
     def __init__(
         self,
         density: Density = 0.01,
-        scope: Literal["model", "tensor"] = "model",
-        values: Literal["float32", "float16"] = "float32",
+        scope: Scope = "model",
+        values: ValueName = "float32",
         error_feedback: bool = True,
         exclude: Sequence[str] = (),
+        local: LocalName = "none",
+        average_every: int | None = 500,
+        average_buffers: bool = False,
+        average_optimizer_state: bool = False,
+        warmup_steps: int = 0,
+        momentum_masking: bool = False,
     ) -> None:
-        codecs = {"float32": Float32(), "float16": Float16()}
-        if values not in codecs:
+        if local not in (*LOCAL_MODES, "error"):
             raise ValueError(
-                f"values must be one of {', '.join(codecs)}; got {values!r}. Use 'float32' to send them exactly."
+                f"local must be one of {', '.join(LOCAL_MODES)}, error; got {local!r}."
+                " 'partial' with parameter averaging served the paper best."
             )
-        sparse = Gather(SparseCodec(TopK(density, scope), codecs[values], Raw32()))
-        memories = [ErrorFeedback()] if error_feedback else []
-        syncs: list[Sync] = [GradientSync(Channel(sparse, memories), exclude=exclude)]
+        averaging = None
+        if average_every is not None:
+            averaging = Averaging(average_every, average_buffers, average_optimizer_state)
+        elif local != "none":
+            warnings.warn(
+                f"local={local!r} lets every rank's parameters go their own way, and with average_every=None nothing"
+                " brings them together before the end of fit. The paper averages every 500 steps.",
+                stacklevel=2,
+            )
+        keeps = error_feedback and local != "error"
+        mode: Literal["none", "sum", "partial"] = "partial" if local == "error" else local
+        channel = Channel(
+            _gather(warmed(density, warmup_steps, None, "inverse_time"), scope, values),
+            [ErrorFeedback()] if keeps else [],
+        )
+        syncs: list[Sync] = [GradientSync(channel, exclude=exclude, local=mode, mask_momentum=momentum_masking)]
         if exclude:
             syncs.append(GradientSync(Channel(DenseAllReduce()), parameters=exclude))
-        super().__init__(syncs)
+        super().__init__(syncs, averaging if mode != "none" else None)
 
 
-RECIPES: dict[str, Callable[[], Method]] = {"dense": dense, "gradient_dropping": gradient_dropping}
+class dgc(Method):
+    """Deep Gradient Compression: the largest elements of each tensor's residual, which takes in momentum.
+
+    Local clipping, momentum correction, momentum factor masking and a warm-up of the density; tensors of one dimension
+    (biases, norms) go dense and get the same momentum. Momentum, dampening, Nesterov's method and weight decay are read
+    from the user's own torch.optim.SGD in each step, and switched off in it while it steps.
+
+    Bytes per step and rank: 6 for each element sent (2 of position, 4 of value; 4 with float16), 4 for each
+    element of the others, and 32 of headers.
+
+    Source: Lin et al. 2018, Deep Gradient Compression. Selection is the exact top-k, found by a sampled threshold that
+    over-selects.
+
+    Args:
+        density: Fraction of each tensor's elements sent, in (0, 1], or a schedule of it (which has no further warm-up).
+        warmup_steps: Optimizer steps in which the density falls in 4 stages, as density^((stage+1)/5). 0 for none.
+        warmup_epochs: The warm-up in epochs instead, one stage each; the paper has 4. Needs a Trainer.
+        clip: Largest norm of the averaged gradient, which each rank's own is clipped for. None takes over the Trainer's
+            gradient_clip_val, if there is one.
+        momentum_correction: Whether momentum is applied before the exchange; else by the optimizer, which may then be
+            any.
+        momentum_masking: Whether momentum is set to zero wherever something was sent.
+        scope: Whether the largest are sought in each tensor, as in the paper, or in the whole model.
+        values: Dtype of the values on the wire. What float16 rounds off stays in the residual.
+        exclude: Patterns of more parameter names that are sent dense, such as "head.*".
+
+    Raises:
+        ValueError: A density outside (0, 1], a clip that is not positive, or an unknown scope or dtype.
+    """
+
+    def __init__(
+        self,
+        density: Density = 0.001,
+        warmup_steps: int = 1000,
+        warmup_epochs: int | None = None,
+        clip: float | None = None,
+        momentum_correction: bool = True,
+        momentum_masking: bool = True,
+        scope: Scope = "tensor",
+        values: ValueName = "float32",
+        exclude: Sequence[str] = (),
+    ) -> None:
+        sparse = _gather(warmed(density, warmup_steps, warmup_epochs, "exponential"), scope, values)
+        before: list[Memory] = [ClipLocalNorm(clip)]
+        after: list[Memory] = [ClipLocalNorm(clip)]
+        if momentum_correction:
+            before.append(MomentumCorrection(momentum_masking))
+            after.append(Momentum())
+        super().__init__(
+            [
+                GradientSync(
+                    Channel(sparse, [*before, ErrorFeedback()]),
+                    exclude=exclude,
+                    min_dimensions=2,
+                    mask_momentum=momentum_masking and not momentum_correction,
+                ),
+                GradientSync(Channel(DenseAllReduce(), after), rest=True),
+            ]
+        )
+
+
+def parts_in(part: object, kind: type[T]) -> Iterator[T]:
+    """Everything of a kind in a method, however deep."""
+    if isinstance(part, kind):
+        yield part
+    elif isinstance(part, (list, tuple)):
+        for item in part:
+            yield from parts_in(item, kind)
+    elif isinstance(part, (Method, Sync, Channel, Memory, Exchange, Compressor, Selector)):
+        for item in vars(part).values():
+            yield from parts_in(item, kind)
+
+
+def _gather(density: Density, scope: Scope, values: ValueName) -> Gather:
+    codecs = {"float32": Float32(), "float16": Float16()}
+    if values not in codecs:
+        raise ValueError(
+            f"values must be one of {', '.join(codecs)}; got {values!r}. Use 'float32' to send them exactly."
+        )
+    return Gather(SparseCodec(TopK(density, scope), codecs[values], RunLength16()))
+
+
+RECIPES: dict[str, Callable[[], Method]] = {"dense": dense, "gradient_dropping": gradient_dropping, "dgc": dgc}
 """Methods that have a strategy name of their own, `sparsecomm_` and the key."""
 
 
 def default() -> Method:
-    """What `strategy="sparsecomm"` means."""
-    return gradient_dropping(density=0.01)
+    """What `strategy="sparsecomm"` means: dgc for optimizers that it is defined for (SGD), else gradient dropping."""
+    return Method(dgc().syncs, otherwise=gradient_dropping(density=0.01))

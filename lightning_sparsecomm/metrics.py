@@ -34,7 +34,7 @@ class CompressionRatio(Metric):
         """Adds one step, or any number of them.
 
         Args:
-            sent_bytes: `ledger.link_bytes()` of those steps.
+            sent_bytes: `ledger.sent_link_bytes` of those steps.
             ddp_bytes: `ledger.ddp_link_bytes` of the same steps.
 
         Raises:

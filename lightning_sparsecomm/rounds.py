@@ -1,11 +1,14 @@
 """What every part may know of the round of communication that it takes part in."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from lightning_sparsecomm.layout import Layout
-from lightning_sparsecomm.schedules import Density, value_at
+from lightning_sparsecomm.schedules import Density, Warmup, value_at
 
 # Weyl and mixing constants of SplitMix64 (Steele, Lea, Flood 2014): neighbouring steps get unrelated seeds.
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -22,6 +25,22 @@ def _mix(*numbers: int) -> int:
     return state
 
 
+class MomentumRule(NamedTuple):
+    """One parameter's momentum, as torch.optim.SGD has it in this step.
+
+    Attributes:
+        momentum: Factor on the velocity; 0 for none.
+        dampening: 1 minus the factor on the gradient.
+        nesterov: Whether the step looks ahead.
+        begun: Whether the optimizer holds a momentum buffer already, so that this is not the velocity's first step.
+    """
+
+    momentum: float = 0.0
+    dampening: float = 0.0
+    nesterov: bool = False
+    begun: bool = False
+
+
 @dataclass(frozen=True)
 class Round:
     """One round of communication. All randomness derives from it, so there is no generator state to save.
@@ -33,6 +52,11 @@ class Round:
         seed: The run's seed, equal on all ranks.
         rank: This process's rank.
         world_size: Number of ranks.
+        momentum: The user's own momentum of each segment; empty where no memory asks for it.
+        gradient_norm: Euclidean norm of this rank's whole gradient, all of the optimizer's parameters together; nan
+            where no memory asks for it.
+        max_norm: The threshold that the user gives for clipping the averaged gradient; None for none.
+        warmup: What takes the place of densities early in training; None for nothing.
     """
 
     layout: Layout
@@ -41,10 +65,15 @@ class Round:
     seed: int = 0
     rank: int = 0
     world_size: int = 1
+    momentum: Sequence[MomentumRule] = ()
+    gradient_norm: float = math.nan
+    max_norm: float | None = None
+    warmup: Warmup | None = None
 
-    def number(self, schedule: Density) -> float:
-        """The schedule's value in this round."""
-        return value_at(schedule, self.step, self.epoch)
+    def density(self, density: Density) -> float:
+        """The fraction to send in this round."""
+        value = value_at(density, self.step, self.epoch)
+        return value if self.warmup is None else self.warmup.density(value, self.step, self.epoch)
 
     def shared_seed(self) -> int:
         """63 bits that are equal on all ranks and new in each round."""

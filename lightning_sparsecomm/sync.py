@@ -7,16 +7,21 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from lightning_sparsecomm.channel import Channel
+from lightning_sparsecomm.exchange.base import Exchanged
 from lightning_sparsecomm.exchange.dense import WIRE_DTYPES, DenseAllReduce, WireDtype, check_wire_dtype
 from lightning_sparsecomm.gradients import NamedParameters, gradient_of, write_gradients
 from lightning_sparsecomm.layout import Layout, SparseVector
+from lightning_sparsecomm.local_mode import LOCAL_MODES
 from lightning_sparsecomm.rounds import Round
+from lightning_sparsecomm.takeover import mask_momentum_, momentum_rules
 from lightning_sparsecomm.wire import DDP_UNUSED, GradBucket, Wire
 
 
@@ -28,12 +33,23 @@ class Sync(ABC):
     Args:
         parameters: Shell-style patterns of parameter names, as in `module.named_parameters()`.
         exclude: Patterns of names that are left to other syncs.
+        min_dimensions: Parameters of fewer dimensions are left to other syncs.
+        rest: Whether it takes what no other sync of the method takes, whatever the patterns.
 
     Raises:
         TypeError: A string is given where a list of patterns is meant.
     """
 
-    def __init__(self, parameters: Sequence[str] = ("*",), exclude: Sequence[str] = ()) -> None:
+    drifts = False
+    """Whether the gradients it leaves differ between ranks, so that replicas go apart."""
+
+    def __init__(
+        self,
+        parameters: Sequence[str] = ("*",),
+        exclude: Sequence[str] = (),
+        min_dimensions: int = 0,
+        rest: bool = False,
+    ) -> None:
         for option, patterns in (("parameters", parameters), ("exclude", exclude)):
             if isinstance(patterns, str):
                 raise TypeError(
@@ -41,22 +57,45 @@ class Sync(ABC):
                 )
         self.parameters = tuple(parameters)
         self.exclude = tuple(exclude)
+        self.min_dimensions = min_dimensions
+        self.rest = rest
 
     def claims(self, name: str, parameter: Parameter) -> bool:
-        """Whether this parameter belongs to this sync; the same on all ranks."""
+        """Whether this parameter belongs to this sync, of itself; the same on all ranks."""
+        if self.rest or parameter.dim() < self.min_dimensions:
+            return False
         return matches(name, self.parameters) and not matches(name, self.exclude)
 
     def _patterns(self) -> str:
         parts = [] if self.parameters == ("*",) else [f"parameters={list(self.parameters)!r}"]
         parts += [f"exclude={list(self.exclude)!r}"] if self.exclude else []
+        parts += [f"min_dimensions={self.min_dimensions}"] if self.min_dimensions else []
+        parts += ["rest=True"] if self.rest else []
         return "".join(f", {part}" for part in parts)
 
+    @property
+    def corrects_momentum(self) -> bool:
+        """Whether it applies the optimizer's momentum in the optimizer's place."""
+        return False
+
+    @property
+    def clips(self) -> bool:
+        """Whether it clips each rank's own gradient, in the place of clipping the shared one."""
+        return False
+
+    def objection(self, optimizer: Optimizer) -> str | None:
+        """Why it is not defined for an optimizer, and what to use instead; None where it is."""
+        return None
+
     @abstractmethod
-    def synchronize(self, stream: int, parameters: NamedParameters, round: Round, wire: Wire) -> None:
+    def synchronize(
+        self, stream: int, optimizer: Optimizer, parameters: NamedParameters, round: Round, wire: Wire
+    ) -> None:
         """Called once per optimizer step: leaves the shared gradient in each parameter's `.grad`.
 
         Args:
             stream: Index of the optimizer. State of one stream never mixes with that of another.
+            optimizer: Whose step it is.
             parameters: This sync's parameters among the optimizer's, in named-parameter order: all that have required
                 a gradient at some time.
             round: Step, epoch and seeds; its layout is that of `parameters`.
@@ -83,15 +122,55 @@ class GradientSync(Sync):
         channel: Memories and exchange.
         parameters: Patterns of the parameters that go through it.
         exclude: Patterns of those that do not.
+        min_dimensions: Parameters of fewer dimensions do not go through it.
+        rest: Whether all that no other sync takes goes through it, whatever the patterns.
+        local: What the optimizer sees of a rank's own gradient; see `LocalMode`. All but "none" let replicas drift.
+        mask_momentum: Whether the momentum that the optimizer itself keeps (SGD's `momentum_buffer`, Adam's
+            `exp_avg`) is set to zero wherever the shared gradient holds something that was sent.
+
+    Raises:
+        ValueError: Unknown `local`.
     """
 
-    def __init__(self, channel: Channel, parameters: Sequence[str] = ("*",), exclude: Sequence[str] = ()) -> None:
-        super().__init__(parameters, exclude)
+    def __init__(
+        self,
+        channel: Channel,
+        parameters: Sequence[str] = ("*",),
+        exclude: Sequence[str] = (),
+        min_dimensions: int = 0,
+        rest: bool = False,
+        local: Literal["none", "sum", "partial"] = "none",
+        mask_momentum: bool = False,
+    ) -> None:
+        super().__init__(parameters, exclude, min_dimensions, rest)
+        if local not in LOCAL_MODES:
+            raise ValueError(
+                f"local must be one of {', '.join(LOCAL_MODES)}; got {local!r}."
+                " The paper's 'error' is 'partial' in a channel without ErrorFeedback."
+            )
         self.channel = channel
+        self.local = local
+        self.mask_momentum = mask_momentum
+        self.drifts = LOCAL_MODES[local].drifts
         self._streams: dict[int, tuple[Layout, Channel]] = {}
 
-    def synchronize(self, stream: int, parameters: NamedParameters, round: Round, wire: Wire) -> None:
+    @property
+    def corrects_momentum(self) -> bool:
+        return self.channel.corrects_momentum
+
+    @property
+    def clips(self) -> bool:
+        return self.channel.clips
+
+    def objection(self, optimizer: Optimizer) -> str | None:
+        return self.channel.objection(optimizer)
+
+    def synchronize(
+        self, stream: int, optimizer: Optimizer, parameters: NamedParameters, round: Round, wire: Wire
+    ) -> None:
         channel = self._bound(stream, parameters, round.layout)
+        if channel.corrects_momentum:
+            round = replace(round, momentum=momentum_rules(optimizer, parameters))
         gradients = [gradient_of(name, parameter) for name, parameter in parameters]
         begin = time.perf_counter()
         exchanged = channel.reduce(gradients, round, wire)
@@ -101,7 +180,18 @@ class GradientSync(Sync):
         ledger.elements += round.layout.size
         sent = exchanged.sent
         ledger.sent_elements += sent.indices.numel() if isinstance(sent, SparseVector) else sent.numel()
-        write_gradients(parameters, exchanged, round.layout)
+        if self.mask_momentum:
+            self._mask(optimizer, parameters, exchanged, round.layout)
+        write_gradients(parameters, exchanged, round.layout, LOCAL_MODES[self.local], wire.world_size)
+
+    def _mask(self, optimizer: Optimizer, parameters: NamedParameters, exchanged: Exchanged, layout: Layout) -> None:
+        # Where replicas stay equal, so must their momentum: at what anyone has sent. Else at what this rank has.
+        vector = exchanged.sent if self.drifts else exchanged.shared
+        indices = vector.indices if isinstance(vector, SparseVector) else vector.nonzero().view(-1)
+        positions = [
+            part - segment.offset for segment, part in zip(layout.segments, indices.split(layout.counts(indices)))
+        ]
+        mask_momentum_(optimizer, parameters, positions)
 
     def _bound(self, stream: int, parameters: NamedParameters, layout: Layout) -> Channel:
         known, channel = self._streams.get(stream, (None, None))
@@ -119,7 +209,9 @@ class GradientSync(Sync):
         return math.hypot(*(channel.residual_norm() for _, channel in self._streams.values()))
 
     def __repr__(self) -> str:
-        return f"GradientSync({self.channel!r}{self._patterns()})"
+        options = f", local={self.local!r}" if self.local != "none" else ""
+        options += ", mask_momentum=True" if self.mask_momentum else ""
+        return f"GradientSync({self.channel!r}{self._patterns()}{options})"
 
     def state_dict(self) -> dict[int, list[dict[str, Tensor]]]:
         """Each stream's memories, by parameter name."""
@@ -181,10 +273,12 @@ class BucketSync(Sync):
 
         return self._wire.all_reduce_future(sending).then(received)
 
-    def synchronize(self, stream: int, parameters: NamedParameters, round: Round, wire: Wire) -> None:
+    def synchronize(
+        self, stream: int, optimizer: Optimizer, parameters: NamedParameters, round: Round, wire: Wire
+    ) -> None:
         late = [(name, parameter) for name, parameter in parameters if id(parameter) not in self._in_buckets]
         if late:
-            self._late.synchronize(stream, late, replace(round, layout=Layout.of(late)), wire)
+            self._late.synchronize(stream, optimizer, late, replace(round, layout=Layout.of(late)), wire)
 
     def __repr__(self) -> str:
         return f"BucketSync(wire_dtype={self.wire_dtype!r})"

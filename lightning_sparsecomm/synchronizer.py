@@ -6,53 +6,31 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import Parameter
 from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lightning_sparsecomm.gradients import NamedParameters
+from lightning_sparsecomm.gradients import NamedParameters, gradient_of, norm_of
 from lightning_sparsecomm.layout import Layout
-from lightning_sparsecomm.methods import Method
+from lightning_sparsecomm.memory import ClipLocalNorm
+from lightning_sparsecomm.methods import Method, parts_in
+from lightning_sparsecomm.replicas import Replicas
 from lightning_sparsecomm.rounds import Round
+from lightning_sparsecomm.schedules import Schedule, Warmup
+from lightning_sparsecomm.streams import Stream, same
 from lightning_sparsecomm.sync import BucketSync, Sync, matches
 from lightning_sparsecomm.wire import Wire
 
 T = TypeVar("T")
 
-
-@dataclass
-class _Stream:
-    """One optimizer's gradients on their way.
-
-    Attributes:
-        optimizer: Whose gradients.
-        steps: How often they have been shared.
-        shared: Whether they are shared for the coming step.
-        members: Identities of the parameters that have required a gradient.
-        pieces: The same parameters, by the sync that they belong to.
-        written: Version counters of the gradients when the last backward pass ended.
-    """
-
-    optimizer: Optimizer
-    steps: int = 0
-    shared: bool = False
-    members: set[int] = field(default_factory=set)
-    pieces: list[tuple[Sync, NamedParameters, Layout]] = field(default_factory=list)
-    written: list[int] = field(default_factory=list)
-
-    def gradients(self) -> list[tuple[Tensor | None, int]]:
-        """The gradients with their version counters: equal lists mean that nothing has written to them."""
-        parameters = [parameter for _, piece, _ in self.pieces for _, parameter in piece]
-        return [(p.grad, -1 if p.grad is None else p.grad._version) for p in parameters]
-
-
-def _same(before: list[tuple[Tensor | None, int]], after: list[tuple[Tensor | None, int]]) -> bool:
-    return all(a[0] is b[0] and a[1] == b[1] for a, b in zip(before, after))
+_BY_VALUE = (
+    "gradient_clip_algorithm must be 'norm' with a method that clips each rank's own gradient, by its norm;"
+    " got 'value'. Use 'norm', or methods.gradient_dropping(), which clips the shared gradient as ddp does."
+)
 
 
 class Synchronizer:
@@ -62,17 +40,31 @@ class Synchronizer:
         method: The recipe. Its syncs are copied, so that it can serve again.
         wire: Where to communicate.
         seed: Seed of the method's randomness, equal on all ranks.
+
+    Attributes:
+        epoch: Epochs finished, with fraction.
+        max_norm: The Trainer's threshold for clipping by norm; methods that clip each rank's own gradient take it over.
+        warmup: What takes the place of the method's densities early in training; None for nothing.
+        replicas: Averages of replicas that go apart.
     """
 
     def __init__(self, method: Method, wire: Wire, seed: int = 0) -> None:
-        self.syncs: tuple[Sync, ...] = copy.deepcopy(method.syncs)
+        self.methods: list[Method] = []
+        following: Method | None = copy.deepcopy(method)
+        while following is not None:
+            self.methods.append(following)
+            following = following.otherwise
+        self.syncs: tuple[Sync, ...] = tuple(sync for each in self.methods for sync in each.syncs)
         self.wire = wire
         self.seed = seed
         self.epoch = 0.0
+        self.max_norm: float | None = None
+        self.warmup: Warmup | None = None
         self._modules: list[nn.Module] = []
         self._known: dict[int, tuple[str, Parameter]] = {}
         self._ignored: set[int] = set()
-        self._streams: list[_Stream] = []
+        self._streams: list[Stream] = []
+        self.replicas = Replicas(self._streams, self._modules, wire)
         self._depth = 0
         # A global hook, so that no optimizer slips past: not one made later, nor one stepped behind Lightning's back.
         # It holds us weakly: nobody closes a Fabric run.
@@ -137,13 +129,14 @@ class Synchronizer:
                             f"{option}: the pattern {pattern!r} matches no parameter. Patterns are shell-style and"
                             f" match whole names; the names are {_some(names)}."
                         )
-        for name, parameter in self._known.values():
-            claiming = sum(sync.claims(name, parameter) for sync in self.syncs)
-            if claiming != 1:
-                raise ValueError(
-                    f"each parameter must belong to exactly one sync; {name!r} belongs to {claiming}."
-                    " Change the `parameters` and `exclude` patterns of the method's syncs."
-                )
+        for method in self.methods:
+            for name, parameter in self._known.values():
+                claiming = [sync for sync in method.syncs if sync.claims(name, parameter)]
+                if len(claiming) > 1 or (not claiming and not any(sync.rest for sync in method.syncs)):
+                    raise ValueError(
+                        f"each parameter must belong to exactly one sync; {name!r} belongs to {len(claiming)}."
+                        " Change the `parameters` and `exclude` patterns of the method's syncs."
+                    )
 
     def register(self, optimizer: Optimizer) -> None:
         """Takes in an optimizer; all ranks must register theirs in the same order.
@@ -156,22 +149,39 @@ class Synchronizer:
                 "LBFGS evaluates the gradient several times per step, so 'once per step' has no meaning for it and a"
                 " residual would be counted more than once. Use methods.dense(), or a first-order optimizer."
             )
-        if not self.knows(optimizer):
-            self._streams.append(_Stream(optimizer))
+        if self.knows(optimizer):
+            return
+        stream = Stream(optimizer)
+        self._streams.append(stream)
+        self._choose(stream)
+
+    def _choose(self, stream: Stream) -> None:
+        """Chooses the optimizer's method, once the module that it trains is known."""
+        if stream.method is None and (held := self._held(stream.optimizer)):
+            stream.choose(self.methods, held)
+
+    def _held(self, optimizer: Optimizer) -> NamedParameters:
+        """The known parameters among an optimizer's, in named-parameter order: dictionaries keep theirs."""
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        return [known for key, known in self._known.items() if key in held]
 
     def knows(self, optimizer: Optimizer) -> bool:
         """Whether this very object has been registered."""
         return any(stream.optimizer is optimizer for stream in self._streams)
 
-    def _stream(self, optimizer: Optimizer) -> _Stream:
+    def _stream(self, optimizer: Optimizer) -> Stream:
         for stream in self._streams:
             if stream.optimizer is optimizer:
                 return stream
         self.register(optimizer)
         return self._streams[-1]
 
-    def synchronize(self, optimizer: Optimizer) -> None:
+    def synchronize(self, optimizer: Optimizer, max_norm: float | None = None) -> None:
         """Leaves the shared gradient in `.grad` of the optimizer's parameters, unless it is there already.
+
+        Args:
+            optimizer: Whose gradients.
+            max_norm: What to clip by, where the method clips each rank's own gradient; the Trainer's where None.
 
         Raises:
             ValueError: The optimizer holds a parameter of no known module, which would drift apart in silence.
@@ -188,10 +198,22 @@ class Synchronizer:
             )
         self._admit(stream)
         index = self._streams.index(stream)
+        norm = self.local_norm(optimizer) if any(sync.clips for sync, _, _ in stream.pieces) else math.nan
+        stream.max_norm = self.max_norm if max_norm is None else max_norm
         for sync, parameters, layout in stream.pieces:
-            round = Round(layout, stream.steps, self.epoch, self.seed, self.wire.rank, self.wire.world_size)
+            round = Round(
+                layout,
+                stream.steps,
+                self.epoch,
+                self.seed,
+                self.wire.rank,
+                self.wire.world_size,
+                gradient_norm=norm,
+                max_norm=stream.max_norm,
+                warmup=self.warmup,
+            )
             with torch.no_grad():
-                sync.synchronize(index, parameters, round, self.wire)
+                sync.synchronize(index, optimizer, parameters, round, self.wire)
         stream.steps += 1
         stream.shared = True
         # We have just written to gradients, which another optimizer may have a part in.
@@ -199,7 +221,7 @@ class Synchronizer:
             each.written = []
         self.wire.ledger.steps += 1
 
-    def _admit(self, stream: _Stream) -> None:
+    def _admit(self, stream: Stream) -> None:
         """Takes in parameters that require a gradient now and did not before, in named-parameter order on all ranks."""
         parameters = [p for group in stream.optimizer.param_groups for p in group["params"]]
         trained = {id(p) for p in parameters if p.requires_grad or p.grad is not None}
@@ -215,13 +237,73 @@ class Synchronizer:
                     " their gradients would stay local, and the replicas drift apart. Make them part of the model."
                 )
         stream.members |= new
-        # Dictionaries keep insertion order: the order of named_parameters().
+        self._choose(stream)
+        assert stream.method is not None
         named = [known for key, known in self._known.items() if key in stream.members]
-        stream.pieces = []
-        for sync in self.syncs:
-            piece = [(name, parameter) for name, parameter in named if sync.claims(name, parameter)]
-            if piece:
-                stream.pieces.append((sync, piece, Layout.of(piece)))
+        stream.pieces = [(sync, piece, Layout.of(piece)) for sync, piece in stream.method.parts(named)]
+
+    def outlasted(self, steps: float, epochs: float) -> list[str]:
+        """Warm-ups that last longer than a run of so many steps and epochs, in words."""
+        warmups = [schedule.warmup for method in self.methods for schedule in parts_in(method, Schedule)]  # type: ignore[type-abstract]
+        unfinished = [each.unfinished(steps, epochs) for each in [*warmups, self.warmup] if each is not None]
+        return [words for words in unfinished if words is not None]
+
+    def take_over_clipping(self, max_norm: float, by_value: bool) -> None:
+        """Lets methods that clip each rank's own gradient know the Trainer's threshold.
+
+        Raises:
+            ValueError: They cannot clip so, or have another threshold of their own.
+        """
+        for stream in self._streams:
+            for memory in parts_in(stream.method, ClipLocalNorm) if stream.method is not None else ():
+                if by_value:
+                    raise ValueError(_BY_VALUE)
+                if memory.max_norm is not None and memory.max_norm != max_norm:
+                    raise ValueError(
+                        f"clip={memory.max_norm} of the method and gradient_clip_val={max_norm} of the Trainer are two"
+                        " thresholds for one clipping. Give only one of them: the method takes the Trainer's over."
+                    )
+        self.max_norm = max_norm
+
+    def clips(self, optimizer: Optimizer) -> bool:
+        """Whether the method clips each rank's own gradient of this optimizer, instead of the shared one."""
+        self._admit(self._stream(optimizer))
+        return any(sync.clips for sync, _, _ in self._stream(optimizer).pieces)
+
+    def local_norm(self, optimizer: Optimizer) -> float:
+        """Euclidean norm of this rank's whole gradient of the optimizer's parameters."""
+        gradients = (gradient_of(name, parameter) for name, parameter in self._stream(optimizer).parameters())
+        return norm_of([gradient for gradient in gradients if gradient is not None])
+
+    def clip(self, optimizer: Optimizer, max_norm: float, by_value: bool) -> bool:
+        """Clips each rank's own gradient and shares it, where the method clips so; else only shares it.
+
+        Args:
+            optimizer: Whose gradients.
+            max_norm: Threshold for the averaged gradient.
+            by_value: Whether it is meant for each element, not for the norm.
+
+        Returns:
+            Whether the shared gradient is clipped already, in the method's way.
+
+        Raises:
+            ValueError: The method clips by norm only, or has shared the gradients under another threshold.
+        """
+        if not self.clips(optimizer):
+            self.synchronize(optimizer)
+            return False
+        if by_value:
+            raise ValueError(_BY_VALUE)
+        stream = self._stream(optimizer)
+        if not stream.shared:
+            self.synchronize(optimizer, max_norm)
+        elif stream.max_norm != max_norm:
+            raise ValueError(
+                f"gradients were shared with gradient_clip_val={stream.max_norm}, and are now to be clipped by"
+                f" {max_norm}: the method clips each rank's own gradient, before it is shared. Set the Trainer's"
+                " gradient_clip_val; in manual optimization, clip before anything else needs the shared gradient."
+            )
+        return True
 
     def closure(self, optimizer: Optimizer, closure: Callable[[], T]) -> Callable[[], T]:
         """`closure`, after which the optimizer's gradients are shared. Each evaluation that computes new ones shares
@@ -231,7 +313,7 @@ class Synchronizer:
             stream = self._stream(optimizer)
             before = stream.gradients() if stream.shared else []
             result = closure()
-            if not _same(before, stream.gradients()):
+            if not same(before, stream.gradients()):
                 stream.shared = False
             self.synchronize(optimizer)
             return result
@@ -246,20 +328,27 @@ class Synchronizer:
             RuntimeError: The optimizer did not evaluate the closure after which they are shared.
         """
         stream = self._stream(optimizer)
+        self._choose(stream)
         stepped_shared = False
         self._depth += 1
+        if stream.takeover is not None:
+            stream.takeover.armed = True
         try:
             yield
             stepped_shared = stream.shared
         finally:
             self._depth -= 1
             stream.shared = False
+            if stream.takeover is not None:
+                stream.takeover.armed = False
+                stream.takeover.release()
         if not stepped_shared and self.buckets is None:
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step() did not call the closure that it was given, after which gradients"
                 " are shared, so the replicas have drifted apart. Let its step() call the closure first, as torch's"
                 " optimizers do, or call strategy.synchronize(optimizer) before it."
             )
+        self.replicas.after_step(stream)
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -275,7 +364,7 @@ class Synchronizer:
         cleared = [all(g is None or not g.any() for g, _ in before) for _, before in waiting]
         yield
         for (stream, before), empty in zip(waiting, cleared):
-            if _same(before, stream.gradients()):
+            if same(before, stream.gradients()):
                 continue
             if not empty:
                 raise RuntimeError(
@@ -304,6 +393,9 @@ class Synchronizer:
         """Lets go of the optimizers: their steps are no longer watched."""
         if self._release is not None:
             self._release()
+        for stream in self._streams:
+            if stream.takeover is not None:
+                stream.takeover.close()
 
 
 def _some(things: list[T], most: int = 6) -> str:

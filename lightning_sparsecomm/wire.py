@@ -10,8 +10,10 @@ from torch._C._distributed_c10d import GradBucket as GradBucket
 
 Collective = Literal["all_reduce", "all_gather", "broadcast"]
 
-# Ledger rows. Only the first is ours; a ratio is computed from it alone.
+# Ledger rows. The first two are ours; a ratio is computed from them alone.
 GRADIENTS = "gradients"
+PARAMETERS = "parameters"
+OURS = (GRADIENTS, PARAMETERS)
 DDP_SETUP = "DDP set-up"
 DDP_BUFFERS = "DDP buffers"
 DDP_UNUSED = "DDP unused-parameter map"
@@ -49,8 +51,9 @@ class Traffic:
 class Ledger:
     """What crossed the wire, by purpose and collective.
 
-    Rows are purposes: `gradients` is what the method sent; the others are what DDP and Lightning send whatever the
-    method. Bytes handed over are exact; bytes on the link follow from them by `link_bytes`.
+    Rows are purposes: `gradients` and `parameters` (averages of replicas that go apart) are what the method sent, the
+    others what DDP and Lightning send whatever the method. Bytes handed over are exact; bytes on the link follow from
+    them by `link_bytes`.
 
     Args:
         world_size: Number of ranks.
@@ -89,9 +92,14 @@ class Ledger:
         """Bytes that DDP's all-reduce of the same gradients, in their own dtype, would have put on the link."""
         return link_bytes("all_reduce", self.ddp_bytes, self.world_size)
 
+    @property
+    def sent_link_bytes(self) -> float:
+        """Bytes that this rank put on the link for the method, gradients and parameters together."""
+        return sum(self.link_bytes(row) for row in OURS)
+
     def compression_ratio(self) -> float:
         """Link bytes over link bytes: DDP's for the same steps, by ours. `nan` in a world of one: nothing is sent."""
-        sent = self.link_bytes()
+        sent = self.sent_link_bytes
         return self.ddp_link_bytes / sent if sent else float("nan")
 
     def density(self) -> float:

@@ -1,8 +1,22 @@
 import pytest
 import torch
 
+from lightning_sparsecomm.kernels import Update, kernels_for
+
 # Tests fork their ranks. A thread pool started before a fork is dead in the child, so none is ever started here.
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _kernels() -> None:
+    """Compiles the kernels, or loads them, once for all the ranks that tests fork."""
+    x = torch.ones(2)
+    kernels = kernels_for(x.device, x.dtype)
+    kernels.update_(Update(x.clone(), x, x.clone()), 0.5, 2)
+    kernels.reaching(x, 0.5, 2)
+    kernels.kth_largest(x, 1)
+    kernels.largest(x, 1, 0)
+    kernels.add_up(torch.tensor([0, 1]), x)
 
 
 @pytest.fixture(autouse=True)

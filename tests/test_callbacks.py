@@ -30,7 +30,7 @@ BATCHES = 10
 def sparse_bytes(elements: int, value_bytes: int = 4) -> int:
     """An envelope of 16 bytes, a byte of room for a map of up to 8 tensors, a head of 16, positions, values: as in
     docs/formats.md."""
-    return 16 + 1 + 16 + elements * (4 + value_bytes)
+    return 16 + 1 + 16 + elements * (2 + value_bytes)
 
 
 class _Training:

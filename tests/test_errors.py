@@ -28,11 +28,13 @@ from lightning_sparsecomm import (
     GradientSync,
     Method,
     NonFiniteGradientError,
+    ParameterAveraging,
+    SparsityWarmup,
     wire,
 )
 from lightning_sparsecomm.exchange import DenseAllReduce
-from lightning_sparsecomm.methods import dense, gradient_dropping
-from lightning_sparsecomm.schedules import InverseTimeWarmup
+from lightning_sparsecomm.methods import dense, dgc, gradient_dropping
+from lightning_sparsecomm.schedules import DensityWarmup
 from lightning_sparsecomm.strategies.lightning_fabric import SparseCommStrategy as FabricStrategy
 from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
 from tests.distributed.launch import run_ranks
@@ -53,7 +55,7 @@ from tests.distributed.launch import run_ranks
         (None, TypeError, "density must be a number in (0, 1] or a Schedule; got None."),
     ],
 )
-@pytest.mark.parametrize("make", [gradient_dropping, InverseTimeWarmup])
+@pytest.mark.parametrize("make", [gradient_dropping, dgc, lambda density: DensityWarmup(density, 7)])
 def test_density(make: Callable[..., object], density: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=re.escape(text)):
         make(density=density)
@@ -76,8 +78,34 @@ def test_parts() -> None:
         dense("fp16")
     with construction("decay must be in (0, 1]: the part of the residual that is kept; got 0. Use 1 to keep all."):
         ErrorFeedback(decay=0)
-    with construction("warmup_steps must be at least 1; got 0. Give the plain density for no warm-up."):
-        InverseTimeWarmup(0.1, warmup_steps=0)
+    with construction("warmup_steps must be a whole number, 0 or more; got -1. Use 0 for no warm-up."):
+        dgc(warmup_steps=-1)
+    with construction("warmup_epochs must be a whole number, 0 or more; got 1.5. Use 0 for no warm-up."):
+        dgc(warmup_epochs=1.5)
+    with construction("a warm-up is counted either in steps or in epochs; got steps=0, epochs=0. Give one of them"):
+        SparsityWarmup()
+    with construction("a warm-up's shape must be 'exponential', 'inverse_time' or a list of densities; got 'linear'"):
+        SparsityWarmup(steps=5, shape="linear")
+    with construction("each density of a warm-up must be in (0, 1]: the fraction of elements sent; got 25."):
+        SparsityWarmup(steps=5, shape=[25, 0.1])
+    with construction("clip must be a positive number: the largest norm of the averaged gradient; got 0."):
+        dgc(clip=0)
+    with construction("clip must be a positive number: the largest norm of the averaged gradient; got -1.0."):
+        dgc(clip=-1.0)
+    with construction("average_every must be a whole number of optimizer steps, at least 1; got 0."):
+        gradient_dropping(local="partial", average_every=0)
+    with construction("average_every must be a whole number of optimizer steps, at least 1; got 0."):
+        ParameterAveraging(every=0)
+    with construction("local must be one of none, sum, partial, error; got 'all'."):
+        gradient_dropping(local="all")
+    with construction("local must be one of none, sum, partial; got 'error'. The paper's 'error' is 'partial' in a"):
+        GradientSync(Channel(DenseAllReduce()), local="error")
+    with pytest.warns(UserWarning, match="lets every rank's parameters go their own way, and with average_every=None"):
+        gradient_dropping(local="sum", average_every=None)
+    with construction("only one sync of a method can take the rest; got several with rest=True."):
+        Method([GradientSync(Channel(DenseAllReduce()), rest=True)] * 2)
+    with construction("a BucketSync works inside DDP's hook for all optimizers: it allows of no `otherwise`."):
+        Method(dgc().syncs, otherwise=dense())
     with construction("syncs must name at least one sync; got none. Use dense() to send everything."):
         Method([])
     with construction("a BucketSync must be the only sync of a method, since DDP's buckets hold all parameters; got 2"):
@@ -91,7 +119,7 @@ EVERY_STRATEGY = ["pytorch_lightning", "lightning.pytorch", "lightning_fabric", 
 def test_strategy(package: str) -> None:
     strategy: Any = importlib.import_module(f"lightning_sparsecomm.strategies.{package}").SparseCommStrategy
     with construction(
-        "method must be a Method, such as lightning_sparsecomm.methods.gradient_dropping(density=0.01); got"
+        "method must be a Method, such as lightning_sparsecomm.methods.dgc(density=0.001); got"
         " 'gradient_dropping'. Did you mean lightning_sparsecomm.methods.gradient_dropping()?",
         TypeError,
     ):
@@ -249,6 +277,7 @@ def test_refused_at_setup(case: str, tmp_path: Path) -> None:
         assert found.endswith("[after 0 batches]")
 
 
+@pytest.mark.filterwarnings("ignore:the warm-up lasts longer than the training")
 def test_an_embedding_with_dense_gradients_is_taken(tmp_path: Path) -> None:
     fit(tmp_path, Model(Looking(sparse=False)), with_method())
 
@@ -296,6 +325,7 @@ def test_lbfgs_with_a_dense_method_is_ddp(tmp_path: Path) -> None:
 # Training
 
 
+@pytest.mark.filterwarnings("ignore:the warm-up lasts longer than the training")
 def test_parameter_that_the_model_lacks(tmp_path: Path) -> None:
     def optimizer(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD([*parameters, nn.Parameter(torch.zeros(5, 2))], lr=0.1)

@@ -5,10 +5,11 @@ import math
 import pytest
 import torch
 
+from lightning_sparsecomm.compensation import Contribution
 from lightning_sparsecomm.layout import MAX_SIZE, Layout, SparseVector, mean
-from lightning_sparsecomm.memory import Contribution, ErrorFeedback
+from lightning_sparsecomm.memory import ErrorFeedback
 from lightning_sparsecomm.rounds import Round
-from lightning_sparsecomm.schedules import InverseTimeWarmup
+from lightning_sparsecomm.schedules import DensityWarmup, Warmup
 
 LAYOUT = Layout([("a", (2, 3)), ("empty", (0, 4)), ("scalar", ()), ("b", (4,))])
 
@@ -69,18 +70,36 @@ def test_seeds_are_shared_or_each_ranks_own_and_new_in_each_round() -> None:
 
 
 def test_inverse_time_warmup() -> None:
-    schedule = InverseTimeWarmup(density=0.01, warmup_steps=1000)
+    schedule = DensityWarmup(density=0.01, steps=1000, shape="inverse_time")
     # R_t = R^max(1, T/t) with R = 0.99, T = 1000, at t = 1, 500, 1000, 5000.
     for step, ratio in ((0, 1000.0), (499, 2.0), (999, 1.0), (4999, 1.0)):
         assert schedule.at(step, 0.0) == pytest.approx(1 - 0.99**ratio)
     densities = [schedule.at(step, 0.0) for step in range(1200)]
     assert densities == sorted(densities, reverse=True)
     assert all(0 < density <= 1 for density in densities)
-    assert Round(LAYOUT, step=999).number(schedule) == pytest.approx(0.01)
-    with pytest.raises(ValueError, match="warmup_steps must be at least 1; got 0"):
-        InverseTimeWarmup(0.01, 0)
-    with pytest.raises(ValueError, match="density must be in"):
-        InverseTimeWarmup(1.5)
+    assert Round(LAYOUT, step=999).density(schedule) == pytest.approx(0.01)
+
+
+def test_exponential_warmup() -> None:
+    # p^((e+1)/(E+1)) with p = 0.001 and E = 4 epochs, whatever the step.
+    epochs = DensityWarmup(0.001, epochs=4)
+    expected = [0.001 ** (stage / 5) for stage in (1, 1, 2, 3, 4, 5, 5)]
+    assert [epochs.at(7, epoch) for epoch in (0, 0.99, 1, 2.5, 3, 4, 9)] == pytest.approx(expected)
+    # Counted in steps, four stages of equal length.
+    steps = DensityWarmup(0.001, steps=1000)
+    assert [steps.at(step, 99.0) for step in (0, 249, 250, 500, 750, 1000, 5000)] == pytest.approx(expected)
+    listed = DensityWarmup(0.001, steps=10, shape=[0.5, 0.1])
+    assert [listed.at(step, 0.0) for step in (0, 4, 5, 9, 10)] == [0.5, 0.5, 0.1, 0.1, 0.001]
+
+
+def test_a_warmup_from_outside_works_on_any_density() -> None:
+    early, late = Round(LAYOUT, step=0, warmup=Warmup(steps=100)), Round(LAYOUT, step=100, warmup=Warmup(steps=100))
+    for density in (0.01, DensityWarmup(0.01, steps=1)):
+        assert late.density(density) == pytest.approx(0.01)
+    assert early.density(0.01) == pytest.approx(0.01**0.2)
+    assert Warmup(steps=100).unfinished(100, 1) is None
+    assert Warmup(steps=100).unfinished(99, 1) == "100 steps of warm-up in a run of 99"
+    assert Warmup(epochs=4).unfinished(1e9, 3) == "4 epochs of warm-up in a run of 3"
 
 
 def _ones(layout: Layout) -> Contribution:

@@ -1,6 +1,6 @@
 """Whose gradients are shared, and when: in one process, with an exchange that counts its rounds."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_sparsecomm.channel import Channel
-from lightning_sparsecomm.exchange import DenseAllReduce, Exchanged
+from lightning_sparsecomm.exchange import DenseAllReduce, Exchanged, Outgoing
 from lightning_sparsecomm.memory import ErrorFeedback
 from lightning_sparsecomm.methods import Method, dense, gradient_dropping
 from lightning_sparsecomm.rounds import Round
@@ -24,11 +24,9 @@ class Halving(DenseAllReduce):
 
     rounds: list[tuple[list[str], int]] = []  # noqa: RUF012
 
-    def run(
-        self, x: Tensor, present: Sequence[bool], nonfinite_segment: int | None, round: Round, wire: Wire
-    ) -> Exchanged:
+    def run(self, outgoing: Outgoing, round: Round, wire: Wire) -> Exchanged:
         self.rounds.append(([segment.name for segment in round.layout.segments], round.step))
-        exchanged = super().run(x, present, nonfinite_segment, round, wire)
+        exchanged = super().run(outgoing, round, wire)
         return exchanged._replace(shared=exchanged.shared / 2, sent=exchanged.sent / 2)
 
 
@@ -164,9 +162,9 @@ def test_a_module_that_grows_is_looked_at_again(synchronizer: Synchronizer) -> N
 
 def test_the_residual_survives_growth(wire: Wire) -> None:
     class NothingSent(DenseAllReduce):
-        def run(self, x: Tensor, *others: object) -> Exchanged:
-            exchanged = super().run(x, *others)
-            return exchanged._replace(sent=torch.zeros_like(x))
+        def run(self, outgoing: Outgoing, round: Round, wire: Wire) -> Exchanged:
+            exchanged = super().run(outgoing, round, wire)
+            return exchanged._replace(sent=torch.zeros_like(outgoing.x))
 
     synchronizer = Synchronizer(Method([GradientSync(Channel(NothingSent(), [ErrorFeedback()]))]), wire)
     module = chain()

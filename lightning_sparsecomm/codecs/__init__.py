@@ -1,7 +1,7 @@
 """From vectors to bytes: what is selected, how it is written, and the envelope it travels in."""
 
 from lightning_sparsecomm.codecs.compressor import Compressor
-from lightning_sparsecomm.codecs.indices import INDEX_CODECS, IndexCodec, Raw32
+from lightning_sparsecomm.codecs.indices import INDEX_CODECS, IndexCodec, Raw32, RunLength16
 from lightning_sparsecomm.codecs.payload import HEADER_BYTES, Envelope, PayloadError, open_envelope, seal, sealed_bytes
 from lightning_sparsecomm.codecs.selectors import Selector, TopK
 from lightning_sparsecomm.codecs.sparse import SparseCodec, decode_sparse
@@ -19,6 +19,7 @@ __all__ = [
     "IndexCodec",
     "PayloadError",
     "Raw32",
+    "RunLength16",
     "Selector",
     "SparseCodec",
     "TopK",

@@ -1,9 +1,11 @@
 """From a vector to one self-contained payload and back."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 from torch import Tensor
 
+from lightning_sparsecomm.compensation import Wanted
 from lightning_sparsecomm.layout import SparseVector
 from lightning_sparsecomm.rounds import Round
 
@@ -11,13 +13,19 @@ from lightning_sparsecomm.rounds import Round
 class Compressor(ABC):
     """Turns a vector into bytes that decode without any other knowledge. Pure: keeps nothing between calls."""
 
+    def wanted(self, round: Round) -> Sequence[Wanted]:
+        """What `encode` will select by magnitude, in order, if it does; candidates for it may be given."""
+        return ()
+
     @abstractmethod
-    def encode(self, x: Tensor, round: Round) -> Tensor:
+    def encode(self, x: Tensor, round: Round, candidates: Sequence[Tensor | None] = ()) -> Tensor:
         """The payload for `x`.
 
         Args:
             x: `[n]` floating point, finite. Not changed.
             round: Gives layout, step and seeds.
+            candidates: For each of `wanted`, sorted positions that hold what is wanted; None, or none at all, where
+                they are not known. They change nothing but the time it takes.
 
         Returns:
             `[bytes]` uint8 on the device of `x`.

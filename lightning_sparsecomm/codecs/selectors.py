@@ -1,36 +1,39 @@
 """Which elements of a vector are sent."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from lightning_sparsecomm.compensation import Wanted, candidates_of
+from lightning_sparsecomm.kernels import kernels_for
 from lightning_sparsecomm.rounds import Round
 from lightning_sparsecomm.schedules import Density, check_density
-
-# Few enough to rank in well under a millisecond; enough to leave a few times k elements to rank at usual densities.
-_SAMPLE = 2**14
-
-# Magnitudes of this many elements stay in a processor's cache, so no temporary as long as the vector is written.
-_BLOCK = 2**20
 
 
 class Selector(ABC):
     """Chooses the elements to send. Frozen and pure."""
 
     @abstractmethod
-    def select(self, x: Tensor, round: Round) -> Tensor:
+    def select(self, x: Tensor, round: Round, candidates: Sequence[Tensor | None] = ()) -> Tensor:
         """The positions to send.
 
         Args:
             x: `[round.layout.size]` float32 or float64, finite. Not changed.
             round: Gives layout, step and seeds.
+            candidates: For each of `wanted`, sorted positions that hold what is wanted; None, or none at all, where
+                they are not known.
 
         Returns:
             `[k]` int64, strictly increasing, on the device of `x`; `k` is at most `count(round)`.
         """
+
+    def wanted(self, round: Round) -> Sequence[Wanted]:
+        """What `select` seeks by magnitude, in order, if it does."""
+        return ()
 
     @abstractmethod
     def count(self, round: Round) -> int:
@@ -81,58 +84,37 @@ class TopK(Selector):
                 f" got {self.scope!r}."
             )
 
-    def select(self, x: Tensor, round: Round) -> Tensor:
-        density, seed = round.number(self.density), round.shared_seed()
+    def wanted(self, round: Round) -> list[Wanted]:
+        density, layout = round.density(self.density), round.layout
         if self.scope == "model":
-            return _largest(x, _k(density, x.numel()), seed)
-        parts = [
-            _largest(x[s.offset : s.offset + s.size], _k(density, s.size), seed) + s.offset
-            for s in round.layout.segments
-        ]
+            stretches = [(0, layout.size)] if layout.size else []
+        else:
+            stretches = [(s.offset, s.offset + s.size) for s in layout.segments if s.size]
+        return [Wanted(start, stop, _k(density, stop - start)) for start, stop in stretches]
+
+    def select(self, x: Tensor, round: Round, candidates: Sequence[Tensor | None] = ()) -> Tensor:
+        wanted, seed = self.wanted(round), round.shared_seed()
+        known = candidates or [None] * len(wanted)
+        parts = [_largest(x, want, seed, found) for want, found in zip(wanted, known, strict=True)]
         return torch.cat(parts) if parts else x.new_empty(0, dtype=torch.int64)
 
     def count(self, round: Round) -> int:
-        density = round.number(self.density)
-        if self.scope == "model":
-            return _k(density, round.layout.size)
-        return sum(_k(density, segment.size) for segment in round.layout.segments)
+        return sum(want.k for want in self.wanted(round))
 
 
 def _k(density: float, size: int) -> int:
     return min(size, max(1, round(density * size)))
 
 
-def _largest(x: Tensor, k: int, seed: int) -> Tensor:
-    """Sorted positions of the min(k, non-zeros) largest magnitudes; ties as `TopK` says."""
-    candidates = _candidates(x, k)
-    if candidates.numel() <= k:
-        return candidates
-    magnitudes = x[candidates].abs()
-    threshold = torch.topk(magnitudes, k, sorted=False).values.min()
-    reached = candidates[magnitudes >= threshold]
-    if reached.numel() == k:
-        return reached
-    above, tied = candidates[magnitudes > threshold], candidates[magnitudes == threshold]
-    places, ties = k - above.numel(), tied.numel()
-    spaced = torch.arange(places, device=x.device) * ties // places
-    return torch.cat([above, tied[(spaced + seed % ties) % ties]]).sort().values
-
-
-def _candidates(x: Tensor, k: int) -> Tensor:
-    """Sorted positions of non-zeros that contain the k largest magnitudes, and everything tied with the k-th.
-
-    All non-zeros, unless a sample gives a threshold that at least k elements reach.
-    """
-    if k < x.numel() and x.numel() > 2 * _SAMPLE:
-        # Odd, so that a matrix whose rows are a power of two long is not sampled in a few columns only.
-        sample = x[:: x.numel() // _SAMPLE | 1].abs()
-        expected = k * sample.numel() / x.numel()
-        # Four standard deviations more than are expected among the k largest: too few is rare, and costs only time.
-        rank = min(sample.numel(), int(expected + 4 * expected**0.5 + 8))
-        threshold = torch.topk(sample, rank, sorted=False).values.min()
-        if threshold > 0:
-            blocks = enumerate(torch.split(x, _BLOCK))
-            found = torch.cat([(block.abs() >= threshold).nonzero().view(-1) + i * _BLOCK for i, block in blocks])
-            if found.numel() >= k:
-                return found
-    return x.nonzero().view(-1)
+def _largest(x: Tensor, want: Wanted, seed: int, candidates: Tensor | None) -> Tensor:
+    """Sorted positions of the min(k, non-zeros) largest magnitudes of a stretch; ties as `TopK` says."""
+    kernels = kernels_for(x.device, x.dtype)
+    if candidates is not None:
+        return candidates[kernels.largest(x[candidates], want.k, seed)]
+    stretch = x[want.start : want.stop]
+    found = candidates_of(stretch, want.k)
+    if found is None:
+        positions = kernels.largest(stretch, want.k, seed)
+    else:
+        positions = found[kernels.largest(stretch[found], want.k, seed)]
+    return positions.add_(want.start)

@@ -1,6 +1,7 @@
 """Selected elements as one self-contained payload: positions, then values. See docs/formats.md."""
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,7 @@ from lightning_sparsecomm.codecs.indices import INDEX_CODECS, IndexCodec, Raw32
 from lightning_sparsecomm.codecs.payload import PayloadError
 from lightning_sparsecomm.codecs.selectors import Selector
 from lightning_sparsecomm.codecs.values import VALUE_CODECS, Float32, ValueCodec
+from lightning_sparsecomm.compensation import Wanted
 from lightning_sparsecomm.layout import MAX_SIZE, SparseVector
 from lightning_sparsecomm.rounds import Round
 
@@ -47,7 +49,10 @@ class SparseCodec(Compressor):
                     f" {known!r}'s. Enter it in {table} under a code of its own."
                 )
 
-    def encode(self, x: Tensor, round: Round) -> Tensor:
+    def wanted(self, round: Round) -> Sequence[Wanted]:
+        return self.selector.wanted(round)
+
+    def encode(self, x: Tensor, round: Round, candidates: Sequence[Tensor | None] = ()) -> Tensor:
         """The payload for the selected elements of `x`; `[bytes]` uint8.
 
         Raises:
@@ -55,7 +60,7 @@ class SparseCodec(Compressor):
         """
         if x.numel() != round.layout.size:
             raise ValueError(f"x must have the layout's {round.layout.size} elements; got {x.numel()}.")
-        indices = self.selector.select(x, round)
+        indices = self.selector.select(x, round, candidates)
         values = x if indices.numel() == x.numel() else x[indices]
         index_section = self.indices.encode(indices, x.numel())
         if index_section.numel() > MAX_SIZE:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from lightning_sparsecomm.compensation import Wanted
 from lightning_sparsecomm.layout import SparseVector
 from lightning_sparsecomm.rounds import Round
 from lightning_sparsecomm.wire import Wire
@@ -13,6 +14,23 @@ from lightning_sparsecomm.wire import Wire
 
 class NonFiniteGradientError(RuntimeError):
     """A gradient holds an infinity or a NaN. Raised on all ranks in the same step, before any weight changes."""
+
+
+class Outgoing(NamedTuple):
+    """What one rank brings to a round.
+
+    Attributes:
+        x: `[n]` float32 or wider; zero in the segments that are not present. Not to be changed.
+        present: For each segment of the layout, whether this rank has a gradient for it.
+        nonfinite_segment: The first segment whose gradient is not finite; then `x` is meaningless, and the others must
+            learn of it. None where all are.
+        candidates: As `Exchange.wanted` asked for; they make selection quicker, and change nothing.
+    """
+
+    x: Tensor
+    present: Sequence[bool]
+    nonfinite_segment: int | None = None
+    candidates: Sequence[Tensor | None] = ()
 
 
 class Exchanged(NamedTuple):
@@ -32,17 +50,16 @@ class Exchanged(NamedTuple):
 class Exchange(ABC):
     """Selects, encodes, communicates, decodes and reduces. All ranks call it in the same rounds."""
 
+    def wanted(self, round: Round) -> Sequence[Wanted]:
+        """What will be selected by magnitude, in order; whoever computes the vector may note candidates for it."""
+        return ()
+
     @abstractmethod
-    def run(
-        self, x: Tensor, present: Sequence[bool], nonfinite_segment: int | None, round: Round, wire: Wire
-    ) -> Exchanged:
+    def run(self, outgoing: Outgoing, round: Round, wire: Wire) -> Exchanged:
         """Exchanges one vector.
 
         Args:
-            x: `[n]` float32 or wider; zero in the segments that are not present. Not changed.
-            present: For each segment of the layout, whether this rank has a gradient for it.
-            nonfinite_segment: The first segment whose gradient is not finite; then `x` is meaningless, and the
-                others must learn of it.
+            outgoing: What this rank brings.
             round: Layout, step and seeds.
             wire: Where to communicate.
 

@@ -1,12 +1,10 @@
 """Everything is sent: one all-reduce."""
 
-from collections.abc import Sequence
 from typing import Literal
 
 import torch
-from torch import Tensor
 
-from lightning_sparsecomm.exchange.base import Exchange, Exchanged, NonFiniteGradientError
+from lightning_sparsecomm.exchange.base import Exchange, Exchanged, NonFiniteGradientError, Outgoing
 from lightning_sparsecomm.rounds import Round
 from lightning_sparsecomm.wire import Wire
 
@@ -49,9 +47,8 @@ class DenseAllReduce(Exchange):
         check_wire_dtype(wire_dtype)
         self.wire_dtype = wire_dtype
 
-    def run(
-        self, x: Tensor, present: Sequence[bool], nonfinite_segment: int | None, round: Round, wire: Wire
-    ) -> Exchanged:
+    def run(self, outgoing: Outgoing, round: Round, wire: Wire) -> Exchanged:
+        x, present, nonfinite_segment, _ = outgoing
         n = x.numel()
         buffer = x.new_empty(n + len(present), dtype=WIRE_DTYPES[self.wire_dtype])
         # Divided before the sum, so that float16 does not overflow where the mean would not.

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from lightning_sparsecomm.codecs.compressor import Compressor
 from lightning_sparsecomm.codecs.payload import Envelope, PayloadError, open_envelope, seal, sealed_bytes
-from lightning_sparsecomm.exchange.base import Exchange, Exchanged, NonFiniteGradientError
+from lightning_sparsecomm.compensation import Wanted
+from lightning_sparsecomm.exchange.base import Exchange, Exchanged, NonFiniteGradientError, Outgoing
 from lightning_sparsecomm.layout import SparseVector, mean
 from lightning_sparsecomm.rounds import Round
 from lightning_sparsecomm.wire import Wire
@@ -27,10 +28,14 @@ class Gather(Exchange):
     def __init__(self, compressor: Compressor) -> None:
         self.compressor = compressor
 
-    def run(
-        self, x: Tensor, present: Sequence[bool], nonfinite_segment: int | None, round: Round, wire: Wire
-    ) -> Exchanged:
-        body = x.new_empty(0, dtype=torch.uint8) if nonfinite_segment is not None else self.compressor.encode(x, round)
+    def wanted(self, round: Round) -> Sequence[Wanted]:
+        return self.compressor.wanted(round)
+
+    def run(self, outgoing: Outgoing, round: Round, wire: Wire) -> Exchanged:
+        x, present, nonfinite_segment, candidates = outgoing
+        body = x.new_empty(0, dtype=torch.uint8)
+        if nonfinite_segment is None:
+            body = self.compressor.encode(x, round, candidates)
         envelope = Envelope(body, None if all(present) else list(present), nonfinite_segment)
         payload = seal(envelope, round.layout)
         # Bytes are checked and parsed on the CPU, whatever the device.

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_sparsecomm.methods import Method
+from lightning_sparsecomm.methods import Method, parts_in
+from lightning_sparsecomm.schedules import Schedule
 from lightning_sparsecomm.strategies.mixin import SynchronizingMixin
 from lightning_sparsecomm.synchronizer import Synchronizer
 
@@ -25,7 +26,8 @@ class FabricMixin(SynchronizingMixin, DDPStrategy):
     Code that reads or changes `.grad` by itself before the step calls `fabric.strategy.synchronize(optimizer)` first.
 
     Args:
-        method: How gradients are synchronized; `methods.gradient_dropping(density=0.01)` by default.
+        method: How gradients are synchronized; by default `methods.dgc()` for SGD, and for other optimizers
+            `methods.gradient_dropping(density=0.01)`.
         seed: Seed of the method's own randomness, if it has any; equal on all ranks.
         **kwargs: Options of DDPStrategy and of DistributedDataParallel.
 
@@ -41,12 +43,21 @@ class FabricMixin(SynchronizingMixin, DDPStrategy):
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
         if self._synchronizer is None:
             self._begin(self.root_device, getattr(self.precision, "scaler", None))
+            self._refuse_epochs()
         self._checked = False
         device_ids = self._determine_ddp_device_ids()
         # As Lightning does: https://pytorch.org/docs/stable/notes/cuda.html#id5
         stream = torch.cuda.stream(torch.cuda.Stream()) if device_ids is not None else nullcontext()
         with stream:
             return self._wrap(module, device_ids=device_ids, **self._ddp_kwargs)
+
+    def _refuse_epochs(self) -> None:
+        for schedule in parts_in(self.synchronizer.methods, Schedule):  # type: ignore[type-abstract]
+            if schedule.warmup is not None and schedule.warmup.epochs:
+                raise ValueError(
+                    f"warmup_epochs={schedule.warmup.epochs} needs a Trainer, which counts epochs; Fabric does not."
+                    " Use warmup_steps."
+                )
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         # One that is set up before any module is registered at its first step.
@@ -72,13 +83,27 @@ class FabricMixin(SynchronizingMixin, DDPStrategy):
                 kwargs["closure"] = synchronizer.closure(optimizer, closure)
             return super().optimizer_step(optimizer, **kwargs)
 
-    def clip_gradients_norm(self, module: nn.Module, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Tensor:
-        self.synchronize(optimizer)
-        return super().clip_gradients_norm(module, optimizer, *args, **kwargs)
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        """Clips the shared gradient; or, where the method clips so, each rank's own, whose norm it then returns."""
+        norm = self._own_norm(optimizer)
+        if norm is None:
+            self.synchronize(optimizer)
+            return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
+        if norm_type != 2:
+            raise ValueError(f"norm_type must be 2 with a method that clips each rank's own gradient; got {norm_type}.")
+        self._clip(optimizer, float(max_norm), by_value=False)
+        return torch.tensor(norm)
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
-        self.synchronize(optimizer)
-        super().clip_gradients_value(module, optimizer, clip_val)
+        if not self._clip(optimizer, clip_val, by_value=True):
+            super().clip_gradients_value(module, optimizer, clip_val)
 
     def teardown(self) -> None:
         self._end()

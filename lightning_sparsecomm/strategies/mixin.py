@@ -41,7 +41,7 @@ class SynchronizingMixin:
             name = method if isinstance(method, str) else getattr(method, "__name__", None)
             hint = f" Did you mean lightning_sparsecomm.methods.{name}()?" if name in RECIPES else ""
             raise TypeError(
-                f"method must be a Method, such as lightning_sparsecomm.methods.gradient_dropping(density=0.01);"
+                f"method must be a Method, such as lightning_sparsecomm.methods.dgc(density=0.001);"
                 f" got {method!r}.{hint}"
             )
         for option in COMM_HOOK_OPTIONS:
@@ -74,12 +74,24 @@ class SynchronizingMixin:
     def synchronize(self, optimizer: Optimizer) -> None:
         """Shares the optimizer's gradients now, rather than at its step. For code that reads or changes `.grad` by
         itself between backward and step, where ddp has averaged them already (clip_gradients does it by itself)."""
-        if self._synchronizer is None:
-            return
-        if not self._synchronizer.knows(optimizer):
-            # Lightning's wrappers keep the optimizer that is stepped as `_optimizer`.
-            optimizer = getattr(optimizer, "_optimizer", optimizer)
-        self._synchronizer.synchronize(optimizer)
+        if self._synchronizer is not None:
+            self._synchronizer.synchronize(self._bare(optimizer))
+
+    def _bare(self, optimizer: Optimizer) -> Optimizer:
+        if self.synchronizer.knows(optimizer):
+            return optimizer
+        # Lightning's wrappers keep the optimizer that is stepped as `_optimizer`.
+        bare: Optimizer = getattr(optimizer, "_optimizer", optimizer)
+        return bare
+
+    def _clip(self, optimizer: Optimizer, max_norm: float, by_value: bool) -> bool:
+        """Shares the optimizer's gradients; whether they are clipped by now, in the method's way."""
+        return self.synchronizer.clip(self._bare(optimizer), max_norm, by_value)
+
+    def _own_norm(self, optimizer: Optimizer) -> float | None:
+        """The norm of this rank's own gradient where the method clips that; else None."""
+        optimizer = self._bare(optimizer)
+        return self.synchronizer.local_norm(optimizer) if self.synchronizer.clips(optimizer) else None
 
     def _begin(self, device: torch.device, scaler: object) -> Synchronizer:
         """A new run: its wire, its ledger, its synchronizer.

@@ -1,6 +1,8 @@
 """The strategy for a Trainer; the bindings join it to the DDPStrategy of their package."""
 
+import math
 import pickle
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -31,7 +33,8 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
     gradients, `on_before_optimizer_step` the shared ones.
 
     Args:
-        method: How gradients are synchronized; `methods.gradient_dropping(density=0.01)` by default.
+        method: How gradients are synchronized; by default `methods.dgc()` for SGD, and for other optimizers
+            `methods.gradient_dropping(density=0.01)`.
         seed: Seed of the method's own randomness, if it has any; equal on all ranks.
         **kwargs: Options of DDPStrategy and of DistributedDataParallel.
 
@@ -43,6 +46,7 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
     def __init__(self, method: Method | None = None, seed: int = 0, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._prepare(method, seed)
+        self._viewing = False
 
     def setup(self, trainer: "pl.Trainer") -> None:
         fitting = trainer.state.fn == "fit"
@@ -53,7 +57,11 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
             self.synchronizer.check()
             for optimizer in self.optimizers:
                 self.synchronizer.register(optimizer)
+            if trainer.gradient_clip_val:
+                by_value = trainer.gradient_clip_algorithm == "value"
+                self.synchronizer.take_over_clipping(float(trainer.gradient_clip_val), by_value)
             self._share_before_clipping()
+            self.warn_of_long_warmups(trainer)
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
         device_ids = self.determine_ddp_device_ids()
@@ -69,11 +77,33 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
         """Lets every call of `clip_gradients`, Lightning's own or the user's, find shared gradients."""
         clip = self.precision_plugin.clip_gradients
 
-        def share_and_clip(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-            self.synchronize(optimizer)
-            clip(optimizer, *args, **kwargs)
+        def share_and_clip(
+            optimizer: Optimizer, clip_val: float = 0.0, gradient_clip_algorithm: str = "norm", **kwargs: Any
+        ) -> None:
+            if clip_val > 0:
+                if self._clip(optimizer, float(clip_val), gradient_clip_algorithm == "value"):
+                    return
+            else:
+                self.synchronize(optimizer)
+            clip(optimizer, clip_val, gradient_clip_algorithm, **kwargs)  # type: ignore[arg-type]
 
         self.precision_plugin.clip_gradients = share_and_clip  # type: ignore[method-assign]
+
+    def warn_of_long_warmups(self, trainer: "pl.Trainer") -> None:
+        """Says so where the density that was asked for will not be reached."""
+        steps, epochs = (math.inf if not most or most < 0 else most for most in (trainer.max_steps, trainer.max_epochs))
+        outlasted = self.synchronizer.outlasted(steps, epochs)
+        assert self.lightning_module is not None
+        # The length of the data loader is looked up only where there is a warm-up in steps.
+        countable = math.isfinite(epochs) and self.lightning_module.automatic_optimization
+        if not outlasted and countable and self.synchronizer.outlasted(1, math.inf):
+            outlasted = self.synchronizer.outlasted(trainer.estimated_stepping_batches, math.inf)
+        for words in outlasted if trainer.is_global_zero else ():
+            warnings.warn(
+                f"the warm-up lasts longer than the training: {words}. The density that was asked for is never reached."
+                " Shorten warmup_steps or warmup_epochs.",
+                stacklevel=2,
+            )
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         with self.synchronizer.backward():
@@ -119,6 +149,38 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
     def all_gather(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         self._count("all_gather", tensor.numel() * tensor.element_size())
         return super().all_gather(tensor, *args, **kwargs)
+
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        if self._trains():
+            self._viewing = self.synchronizer.replicas.view_average()
+
+    def on_validation_end(self) -> None:
+        if self._viewing:
+            self._viewing = False
+            self.synchronizer.replicas.view_own()
+        super().on_validation_end()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """What is saved of the model: where replicas go apart, their average. Called on all ranks."""
+        if not self._trains() or not self.synchronizer.replicas.view_average():
+            return super().lightning_module_state_dict()
+        try:
+            state = super().lightning_module_state_dict()
+            return {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}
+        finally:
+            self.synchronizer.replicas.view_own()
+
+    def _trains(self) -> bool:
+        """Whether all ranks are in the midst of a fit: not in its sanity check, and not one alone, after an error."""
+        if self._synchronizer is None or self.lightning_module is None:
+            return False
+        trainer = self.lightning_module.trainer
+        return not trainer.sanity_checking and not trainer.interrupted
+
+    def on_train_end(self) -> None:
+        self.synchronizer.replicas.settle()
+        super().on_train_end()
 
     def _count(self, collective: Collective, handed_bytes: int) -> None:
         if self._synchronizer is not None:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_sparsecomm.codecs import INDEX_CODECS, IndexCodec, PayloadError, Raw32
+from lightning_sparsecomm.codecs import INDEX_CODECS, IndexCodec, PayloadError, Raw32, RunLength16
 from lightning_sparsecomm.layout import MAX_SIZE
 
 CODECS = list(INDEX_CODECS.values())
@@ -47,7 +47,36 @@ def test_full_selection_costs_nothing(codec: IndexCodec):
 
 
 def test_registry_names_each_codec_by_its_code():
-    assert {code: codec.code for code, codec in INDEX_CODECS.items()} == {1: 1}
+    assert {code: codec.code for code, codec in INDEX_CODECS.items()} == {1: 1, 2: 2}
+
+
+def test_run_length_bytes():
+    # A run of 65,534 zeros is the longest without an escape; 65,535 and 131,070 are escapes and then a run of none.
+    positions = [0, 3, 65_538, 131_074, 262_145]
+    section = RunLength16().encode(torch.tensor(positions), MAX_SIZE)
+    words = [0, 2, 65_534, 65_535, 0, 65_535, 65_535, 0]
+    assert bytes(section.tolist()) == struct.pack(f"<{len(words)}H", *words)
+    assert RunLength16().decode(section, 5, 262_146).tolist() == positions
+    assert RunLength16().bound_bytes(1, 2**32 - 1) == 2 * (1 + (2**32 - 2) // 65_535)
+
+
+@pytest.mark.parametrize(
+    ("words", "count", "size", "text"),
+    [
+        ([1, 2], 1, 10, "its 2 words hold 2 positions, expected 1"),
+        ([1], 2, 10, "its 1 words hold 1 positions, expected 2"),
+        ([1, 0xFFFF], 1, 10**6, "its 2 words hold 1 positions, expected 1, the last word one of them"),
+        ([1, 8], 2, 10, "the last position is 10, expected less than 10"),
+        ([0xFFFF, 0], 1, 65_535, "the last position is 65535, expected less than 65535"),
+        ([1], 10, 10, "has 2 bytes, expected 0 for 10 of 10 positions"),
+    ],
+)
+def test_run_length_refuses(words: list[int], count: int, size: int, text: str):
+    section = torch.tensor(list(struct.pack(f"<{len(words)}H", *words)), dtype=torch.uint8)
+    with pytest.raises(PayloadError, match=text):
+        RunLength16().decode(section, count, size)
+    with pytest.raises(PayloadError, match="expected an even number"):
+        RunLength16().decode(torch.zeros(3, dtype=torch.uint8), 1, 10)
 
 
 def test_raw32_bytes():

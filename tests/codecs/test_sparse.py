@@ -107,7 +107,7 @@ def test_refuses_codecs_that_receivers_do_not_know():
 @pytest.mark.parametrize(
     ("head", "message"),
     [
-        ((0, 1, 0, 0, 8, 0, 0), r"index codec at byte 0 is 0, expected one of \[1\]"),
+        ((0, 1, 0, 0, 8, 0, 0), r"index codec at byte 0 is 0, expected one of \[1, 2\]"),
         ((1, 9, 0, 0, 8, 0, 0), r"value codec at byte 1 is 9, expected one of \[1, 2, 3\]"),
         ((1, 1, 7, 0, 8, 0, 0), "index codec parameter at byte 2 is 7, expected 0"),
         ((1, 1, 0, 7, 8, 0, 0), "value codec parameter at byte 3 is 7, expected 0"),

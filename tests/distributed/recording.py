@@ -1,12 +1,12 @@
 """A method whose exchanges remember what they gave, for the laws to look at."""
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
-
 from lightning_sparsecomm.channel import Channel
-from lightning_sparsecomm.exchange import Exchange, Exchanged
+from lightning_sparsecomm.compensation import Wanted
+from lightning_sparsecomm.exchange import Exchange, Exchanged, Outgoing
 from lightning_sparsecomm.layout import SparseVector
 from lightning_sparsecomm.methods import Method
 from lightning_sparsecomm.rounds import Round
@@ -20,10 +20,11 @@ class Recording(Exchange):
         self.sent: list[Any] = []
         self.shared: list[Any] = []
 
-    def run(
-        self, x: Tensor, present: Sequence[bool], nonfinite_segment: int | None, round: Round, wire: Wire
-    ) -> Exchanged:
-        exchanged = self.exchange.run(x, present, nonfinite_segment, round, wire)
+    def wanted(self, round: Round) -> Sequence[Wanted]:
+        return self.exchange.wanted(round)
+
+    def run(self, outgoing: Outgoing, round: Round, wire: Wire) -> Exchanged:
+        exchanged = self.exchange.run(outgoing, round, wire)
         self.sent.append(_copy(exchanged.sent))
         self.shared.append(_copy(exchanged.shared))
         return exchanged
@@ -40,6 +41,7 @@ def recorded(method: Method) -> Method:
     syncs = []
     for sync in method.syncs:
         assert isinstance(sync, GradientSync)
-        channel = Channel(Recording(sync.channel.exchange), sync.channel.memories)
-        syncs.append(GradientSync(channel, sync.parameters, sync.exclude))
-    return Method(syncs)
+        recording = copy.copy(sync)
+        recording.channel = Channel(Recording(sync.channel.exchange), sync.channel.memories)
+        syncs.append(recording)
+    return Method(syncs, method.averaging)

@@ -25,7 +25,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sparsecomm.codecs import SparseCodec, TopK
-from lightning_sparsecomm.exchange import DenseAllReduce, Exchange, Gather
+from lightning_sparsecomm.exchange import DenseAllReduce, Exchange, Gather, Outgoing
 from lightning_sparsecomm.layout import Layout
 from lightning_sparsecomm.methods import Method, dense
 from lightning_sparsecomm.rounds import Round
@@ -270,7 +270,7 @@ class Traffic(NamedTuple):
     def send(self, wire: Wire, vector: Tensor, step: int) -> None:
         if isinstance(self.sender, Exchange):
             round = Round(LAYOUT, step, rank=wire.rank, world_size=wire.world_size)
-            self.sender.run(vector, [True] * len(TENSORS), None, round, wire)
+            self.sender.run(Outgoing(vector, [True] * len(TENSORS)), round, wire)
         else:
             self.sender(wire, vector)
 
@@ -425,7 +425,10 @@ def test_the_rows_explain_a_training_run(tmp_path: Path, namespaces: bool, strat
     tensors = len(list(model.parameters()))
     buffer_bytes = sum(buffer.nbytes for buffer in model.buffers())
     if strategy == "sparsecomm_gradient_dropping_fork":
-        payload_bytes = PAYLOAD_HEADER_BYTES + ELEMENT_BYTES * round(0.01 * parameters) + (tensors + 7) // 8
+        # 16-bit run lengths, room for an escape in every 65,535 zeros, and float32 values.
+        elements = round(0.01 * parameters)
+        escapes = (parameters - elements) // 65_535
+        payload_bytes = PAYLOAD_HEADER_BYTES + 6 * elements + 2 * escapes + (tensors + 7) // 8
         gradient_bytes = payload_bytes
     else:
         # An all-reduce among two sends as many bytes from each as each hands over.

@@ -16,6 +16,7 @@ from lightning_sparsecomm.codecs import SparseCodec, TopK
 from lightning_sparsecomm.exchange import DenseAllReduce, Exchange, Gather
 from lightning_sparsecomm.gradients import write_gradients
 from lightning_sparsecomm.layout import Layout
+from lightning_sparsecomm.local_mode import LOCAL_MODES
 from lightning_sparsecomm.memory import ErrorFeedback
 from lightning_sparsecomm.methods import Method, dense, gradient_dropping
 from lightning_sparsecomm.rounds import Round
@@ -126,7 +127,9 @@ def _missing_weights(rank: int) -> list[Any]:
     wire = Wire()
     round = Round(layout, rank=rank, world_size=wire.world_size)
     exchanged = channel.reduce([p.grad for p in parameters], round, wire)
-    write_gradients([("a", parameters[0]), ("b", parameters[1])], exchanged, layout)
+    write_gradients(
+        [("a", parameters[0]), ("b", parameters[1])], exchanged, layout, LOCAL_MODES["none"], wire.world_size
+    )
     return [None if p.grad is None else p.grad.tolist() for p in parameters]
 
 

@@ -1,17 +1,19 @@
 """Step by step on three ranks, a method equals its naive reference, which is written from the paper."""
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from lightning_sparsecomm.methods import gradient_dropping
+from lightning_sparsecomm.methods import Method, dgc, gradient_dropping
 from lightning_sparsecomm.synchronizer import Synchronizer
 from lightning_sparsecomm.wire import Wire
 from tests.distributed.launch import run_ranks
+from tests.reference.dgc import DeepGradientCompression
 from tests.reference.gradient_dropping import GradientDropping
 
 SHAPES = [(30, 7), (30,), (5, 3, 2), (1,)]
@@ -25,6 +27,10 @@ class Parameters(nn.Module):
         self.parts = nn.ParameterList([nn.Parameter(torch.zeros(shape)) for shape in SHAPES])
 
 
+def starting_weights() -> np.ndarray:
+    return np.random.default_rng(99).standard_normal(sum(SIZES)).astype(np.float32)
+
+
 def gradients_of(rank: int) -> list[np.ndarray]:
     """A rank's own gradients, of very different scales, at each step."""
     random = np.random.default_rng(rank)
@@ -32,22 +38,44 @@ def gradients_of(rank: int) -> list[np.ndarray]:
     return [(random.standard_normal(sum(SIZES)) * scales).astype(np.float32) for _ in range(STEPS)]
 
 
-def _train(rank: int, options: dict[str, Any]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+class Trained(NamedTuple):
+    """What a rank has after each step: the gradient its optimizer saw, its memories, its weights."""
+
+    seen: list[np.ndarray]
+    memories: list[list[np.ndarray]]
+    weights: list[np.ndarray]
+
+
+def _train(
+    rank: int, method: Method, options: dict[str, Any], momenta: list[float] | None = None, adam: bool = False
+) -> Trained:
     module = Parameters()
-    synchronizer = Synchronizer(gradient_dropping(**options), Wire())
+    start = torch.from_numpy(starting_weights())
+    for parameter, part in zip(module.parameters(), start.split(SIZES)):
+        parameter.data.copy_(part.view(parameter.shape))
+    synchronizer = Synchronizer(method, Wire())
     synchronizer.add_module(module)
     synchronizer.check()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    shared, residuals = [], []
-    for gradient in gradients_of(rank):
+    optimizer = (torch.optim.Adam if adam else torch.optim.SGD)(module.parameters(), **options)
+    trained = Trained([], [], [])
+    for step, gradient in enumerate(gradients_of(rank)):
         for parameter, part in zip(module.parameters(), torch.from_numpy(gradient).split(SIZES)):
             parameter.grad = part.clone().view(parameter.shape)
+        if momenta is not None:
+            optimizer.param_groups[0]["momentum"] = momenta[step]
         with synchronizer.stepping(optimizer):
             synchronizer.synchronize(optimizer)
-        shared.append(torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None]).numpy())
-        state = synchronizer.syncs[0].state_dict()[0][0]
-        residuals.append(torch.cat([tensor.flatten() for tensor in state.values()]).numpy().copy())
-    return shared, residuals
+            trained.seen.append(_flat(p.grad for p in module.parameters()))
+            optimizer.step()
+        states = synchronizer.syncs[0].state_dict()[0]
+        trained.memories.append([_flat(state.values()) for state in states if state])
+        trained.weights.append(_flat(p.detach() for p in module.parameters()))
+    synchronizer.close()
+    return trained
+
+
+def _flat(tensors: Iterable[torch.Tensor | None]) -> np.ndarray:
+    return torch.cat([tensor.flatten() for tensor in tensors if tensor is not None]).numpy().copy()
 
 
 @pytest.mark.parametrize(
@@ -58,16 +86,101 @@ def _train(rank: int, options: dict[str, Any]) -> tuple[list[np.ndarray], list[n
         {"density": 0.2, "values": "float16"},
         {"density": 0.001},
         {"density": 1.0},
+        {"density": 0.05, "local": "sum"},
+        {"density": 0.05, "local": "partial"},
+        {"density": 0.05, "local": "error"},
+        {"density": 0.1, "local": "partial", "scope": "tensor", "values": "float16"},
     ],
 )
 def test_gradient_dropping(tmp_path: Path, options: dict[str, Any]) -> None:
     reference = GradientDropping(
-        WORLD_SIZE, SIZES, options["density"], options.get("scope") != "tensor", options.get("values") == "float16"
+        WORLD_SIZE,
+        SIZES,
+        options["density"],
+        options.get("scope") != "tensor",
+        options.get("values") == "float16",
+        options.get("local", "none"),
     )
-    ranks = run_ranks(tmp_path, WORLD_SIZE, _train, options)
+    ranks = run_ranks(tmp_path, WORLD_SIZE, _train, gradient_dropping(**options), {"lr": 0.1})
     all_gradients = [gradients_of(rank) for rank in range(WORLD_SIZE)]
     for step in range(STEPS):
         expected = reference.step([gradients[step] for gradients in all_gradients])
-        for rank, (shared, residuals) in enumerate(ranks):
-            np.testing.assert_allclose(shared[step], expected, rtol=1e-6, atol=1e-6)
-            np.testing.assert_allclose(residuals[step], reference.residuals[rank], rtol=1e-6, atol=1e-6)
+        for rank, trained in enumerate(ranks):
+            np.testing.assert_allclose(trained.seen[step], expected[rank], rtol=1e-6, atol=2e-6)
+            for residual in trained.memories[step]:
+                np.testing.assert_allclose(residual, reference.residuals[rank], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("local", ["sum", "partial", "error"])
+@pytest.mark.parametrize("state", [False, True])
+def test_replicas_are_averaged_with_adam(tmp_path: Path, local: str, state: bool) -> None:
+    """Adam written out, on the gradients that the optimizer saw; every 7 steps weights, and state too, are averaged."""
+    method = gradient_dropping(0.05, local=local, average_every=7, average_optimizer_state=state)
+    ranks = run_ranks(tmp_path, WORLD_SIZE, _train, method, {"lr": 0.01}, None, True)
+    reference = GradientDropping(WORLD_SIZE, SIZES, 0.05, True, False, local)
+    weights = [starting_weights().astype(np.float64) for _ in range(WORLD_SIZE)]
+    first, second = ([np.zeros(sum(SIZES)) for _ in range(WORLD_SIZE)] for _ in range(2))
+    all_gradients = [gradients_of(rank) for rank in range(WORLD_SIZE)]
+    for step in range(STEPS):
+        expected = reference.step([gradients[step] for gradients in all_gradients])
+        for rank, c in enumerate(expected):
+            first[rank] = 0.9 * first[rank] + 0.1 * c
+            second[rank] = 0.999 * second[rank] + 0.001 * c.astype(np.float64) ** 2
+            corrected = first[rank] / (1 - 0.9 ** (step + 1))
+            weights[rank] -= 0.01 * corrected / (np.sqrt(second[rank] / (1 - 0.999 ** (step + 1))) + 1e-8)
+        if (step + 1) % 7 == 0:
+            for replicas in (weights, first, second) if state else (weights,):
+                replicas[:] = [np.mean(replicas, axis=0) for _ in range(WORLD_SIZE)]
+        apart = not np.array_equal(ranks[0].weights[step], ranks[1].weights[step])
+        assert apart == ((step + 1) % 7 != 0)
+        for rank, trained in enumerate(ranks):
+            np.testing.assert_allclose(trained.weights[step], weights[rank], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("method", "sgd"),
+    [
+        ({}, {"momentum": 0.9}),
+        ({}, {"momentum": 0.0}),
+        ({}, {"momentum": 0.9, "nesterov": True}),
+        ({"clip": 3.0}, {"momentum": 0.9}),
+        ({}, {"momentum": 0.9, "weight_decay": 0.05}),
+        ({}, {"momentum": 0.0, "weight_decay": 0.05}),
+        ({}, {"momentum": 0.9, "dampening": 0.4}),
+        ({"momentum_masking": False}, {"momentum": 0.9}),
+        ({"momentum_masking": False, "density": 1.0}, {"momentum": 0.8, "nesterov": True, "weight_decay": 0.05}),
+        ({"clip": 5.0, "density": 0.3}, {"momentum": 0.7, "nesterov": True, "weight_decay": 0.01}),
+    ],
+)
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_dgc(tmp_path: Path, method: dict[str, Any], sgd: dict[str, Any], scheduled: bool) -> None:
+    if scheduled and sgd["momentum"] == 0:
+        pytest.skip("there is no momentum to schedule")
+    density = method.get("density", 0.05)
+    momenta = [
+        sgd["momentum"] * (1 - 0.5 * (step % 10) / 10) if scheduled else sgd["momentum"] for step in range(STEPS)
+    ]
+    recipe = dgc(**{"density": density, "warmup_steps": 0, **method})
+    ranks = run_ranks(tmp_path, WORLD_SIZE, _train, recipe, {"lr": 0.1, **sgd}, momenta)
+    bounds = np.cumsum(SIZES)[:-1]
+    reference = DeepGradientCompression(
+        np.split(starting_weights(), bounds),
+        [len(shape) < 2 for shape in SHAPES],
+        WORLD_SIZE,
+        density,
+        method.get("momentum_masking", True),
+        method.get("clip"),
+    )
+    all_gradients = [gradients_of(rank) for rank in range(WORLD_SIZE)]
+    sparse = [i for i, shape in enumerate(SHAPES) if len(shape) > 1]
+    for step in range(STEPS):
+        gradients = [np.split(own[step], bounds) for own in all_gradients]
+        reference.step(gradients, 0.1, **{**sgd, "momentum": momenta[step]})
+        for rank, trained in enumerate(ranks):
+            np.testing.assert_allclose(trained.weights[step], np.concatenate(reference.weights), rtol=1e-5, atol=1e-4)
+            *velocity, residual = trained.memories[step]
+            expected = np.concatenate([reference.residuals[rank][i] for i in sparse])
+            np.testing.assert_allclose(residual, expected, rtol=1e-5, atol=2e-5)
+            if velocity:
+                expected = np.concatenate([reference.velocities[rank][i] for i in sparse])
+                np.testing.assert_allclose(velocity[0], expected, rtol=1e-5, atol=2e-5)

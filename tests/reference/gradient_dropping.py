@@ -1,7 +1,7 @@
 """Gradient Dropping as the paper writes it, in plain NumPy, with all ranks in one process.
 
-Aji & Heafield 2017, algorithm 1; Combining Global Sparse Gradients with Local Gradients, section 2. The papers sum over
-ranks; divided by their number, as DDP does.
+Aji & Heafield 2017, algorithm 1; Combining Global Sparse Gradients with Local Gradients, sections 2 and 3. The papers
+sum over ranks; divided by their number, as DDP does.
 """
 
 import itertools
@@ -15,15 +15,19 @@ Vector = NDArray[np.float32]
 
 
 class GradientDropping:
-    def __init__(self, ranks: int, sizes: list[int], density: float, whole_model: bool, half: bool) -> None:
+    def __init__(
+        self, ranks: int, sizes: list[int], density: float, whole_model: bool, half: bool, local: str = "none"
+    ) -> None:
         self.residuals = [np.zeros(sum(sizes), dtype=np.float32) for _ in range(ranks)]
         bounds = np.cumsum([0, *sizes])
         self.pieces = [slice(0, sum(sizes))] if whole_model else [slice(a, b) for a, b in itertools.pairwise(bounds)]
-        self.density, self.half = density, half
+        self.density, self.half, self.local = density, half, local
 
-    def step(self, gradients: list[Vector]) -> Vector:
-        """The shared gradient for each rank's own; the residuals move on."""
+    def step(self, gradients: list[Vector]) -> list[Vector]:
+        """C/W of each rank for each rank's own gradient; the residuals move on."""
+        ranks = np.float32(len(gradients))
         total = np.zeros_like(gradients[0])
+        sents, rests = [], []
         for residual, gradient in zip(self.residuals, gradients):
             residual += gradient
             sent = np.zeros_like(residual)
@@ -34,5 +38,15 @@ class GradientDropping:
             if self.half:
                 sent = sent.astype(np.float16).astype(np.float32)
             residual -= sent
+            rests.append(residual.copy())
+            if self.local == "error":
+                residual[:] = 0
+            sents.append(sent)
             total += sent
-        return total / np.float32(len(gradients))
+        if self.local == "sum":
+            return [(total + gradient) / 2 / ranks for gradient in gradients]
+        if self.local == "partial":
+            return [(total - sent + gradient) / ranks for sent, gradient in zip(sents, gradients)]
+        if self.local == "error":
+            return [(total + rest) / ranks for rest in rests]
+        return [total / ranks for _ in gradients]

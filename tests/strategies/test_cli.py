@@ -12,8 +12,8 @@ import yaml
 from lightning_sparsecomm import Channel, CompressionMonitor, ErrorFeedback, GradientSync, Method, _lightning
 from lightning_sparsecomm.codecs import Float16, SparseCodec, TopK
 from lightning_sparsecomm.exchange import DenseAllReduce, Gather
-from lightning_sparsecomm.methods import dense, gradient_dropping
-from lightning_sparsecomm.schedules import InverseTimeWarmup
+from lightning_sparsecomm.methods import default, dense, dgc, gradient_dropping
+from lightning_sparsecomm.schedules import DensityWarmup
 
 # LightningCLI 2.6 calls what jsonargparse 4.53 has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
@@ -71,16 +71,19 @@ METHOD = "--trainer.strategy.method"
 def test_defaults_are_those_of_python(cli: Cli, package: str) -> None:
     of_package = importlib.import_module(f"lightning_sparsecomm.strategies.{package}").SparseCommStrategy
     python = of_package()
-    for config in (
-        with_strategy(),
-        with_strategy(seed=0),
-        with_strategy(method=part("methods.gradient_dropping")),
-        {"trainer": {"strategy": "sparsecomm"}},
-        {"trainer": {"strategy": "sparsecomm_gradient_dropping"}},
+    for config, method in (
+        (with_strategy(), default()),
+        (with_strategy(seed=0), default()),
+        (with_strategy(method=part("methods.gradient_dropping")), gradient_dropping()),
+        (with_strategy(method=part("methods.dgc")), dgc()),
+        ({"trainer": {"strategy": "sparsecomm"}}, default()),
+        ({"trainer": {"strategy": "sparsecomm_gradient_dropping"}}, gradient_dropping()),
+        ({"trainer": {"strategy": "sparsecomm_dgc"}}, dgc()),
     ):
         strategy = cli(config).trainer.strategy
         assert type(strategy) is of_package
-        assert repr(strategy.method) == repr(python.method) == repr(gradient_dropping())
+        assert repr(strategy.method) == repr(method)
+        assert repr(python.method) == repr(default())
         assert strategy.seed == python.seed
         assert strategy._start_method == python._start_method
         assert strategy._timeout == python._timeout
@@ -138,18 +141,18 @@ def test_ddp_options_pass_through(cli: Cli) -> None:
 
 @in_one_package
 def test_schedule(cli: Cli) -> None:
-    schedule = part("schedules.InverseTimeWarmup", density=0.05, warmup_steps=7)
-    expected = repr(gradient_dropping(density=InverseTimeWarmup(0.05, 7)))
+    schedule = part("schedules.DensityWarmup", density=0.05, steps=7)
+    expected = repr(gradient_dropping(density=DensityWarmup(0.05, 7)))
     config = with_strategy(method=part("methods.gradient_dropping", density=schedule))
     assert repr(cli(config).trainer.strategy.method) == expected
     config = with_strategy(method=part("methods.gradient_dropping"))
     density = f"{METHOD}.density"
-    name = "lightning_sparsecomm.schedules.InverseTimeWarmup"
-    trainer = cli(config, f"{density}={name}", f"{density}.density=0.05", f"{density}.warmup_steps=7").trainer
+    name = "lightning_sparsecomm.schedules.DensityWarmup"
+    trainer = cli(config, f"{density}={name}", f"{density}.density=0.05", f"{density}.steps=7").trainer
     assert repr(trainer.strategy.method) == expected
 
 
-SCHEDULE = part("schedules.InverseTimeWarmup", density=0.1)
+SCHEDULE = part("schedules.DensityWarmup", density=0.1, steps=1000)
 COMPOSED = with_strategy(
     method=part(
         "Method",
@@ -234,7 +237,7 @@ def words(text: str) -> str:
 def test_help_of_the_strategy(cli: Cli, capsys: pytest.CaptureFixture[str]) -> None:
     text = words(exit_of(capsys, lambda: cli("--trainer.strategy.help=lightning_sparsecomm.SparseCommStrategy"), 0))
     assert "Trains by DDP, with the gradients synchronized by a method" in text
-    assert "How gradients are synchronized; `methods.gradient_dropping(density=0.01)` by default." in text
+    assert "How gradients are synchronized; by default `methods.dgc()` for SGD, and for other optimizers" in text
     assert "Seed of the method's own randomness, if it has any; equal on all ranks." in text
     assert "--trainer.strategy.find_unused_parameters FIND_UNUSED_PARAMETERS Traverse the autograd graph" in text
     assert "--trainer.strategy.start_method {popen,spawn,fork,forkserver}" in text
@@ -265,7 +268,7 @@ def test_help_of_a_method(cli: Cli, capsys: pytest.CaptureFixture[str]) -> None:
         (
             [
                 f"{METHOD}=lightning_sparsecomm.methods.gradient_dropping",
-                f"{METHOD}.density.help=lightning_sparsecomm.schedules.InverseTimeWarmup",
+                f"{METHOD}.density.help=lightning_sparsecomm.schedules.DensityWarmup",
             ],
             "Fraction of elements sent once warm, in (0, 1].",
         ),
@@ -310,6 +313,7 @@ def test_values_that_cannot_work(
 @pytest.mark.parametrize(
     "config", [{"trainer": {"strategy": "sparsecomm_fork"}}, with_strategy(method=part("methods.gradient_dropping"))]
 )
+@pytest.mark.filterwarnings("ignore:the warm-up lasts longer than the training")
 def test_fit(cli: Cli, config: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> None:
     """All of DDP's options are passed with their defaults then, which must be as good as none."""
     config = {"trainer": {**config["trainer"], "max_steps": 3, "callbacks": [part("CompressionMonitor")]}}

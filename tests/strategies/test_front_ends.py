@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_sparsecomm.methods import RECIPES, Method, gradient_dropping
+from lightning_sparsecomm.methods import RECIPES, Method, dgc, gradient_dropping
 from lightning_sparsecomm.strategies.mixin import START_METHODS
 
 TRAINERS = ["pytorch_lightning", "lightning.pytorch"]
@@ -106,18 +106,23 @@ def assert_trained_alike(ranks: list[dict[str, Any]], start: dict[str, Tensor]) 
 
 
 @pytest.mark.parametrize("package", TRAINERS)
+@pytest.mark.filterwarnings("ignore:the warm-up lasts longer than the training")
 def test_trainer(package: str, tmp_path: Path) -> None:
     start = model_of(package, tmp_path).state_dict()
     dense = fit(package, tmp_path, "sparsecomm_dense_fork")
     assert_trained_alike(dense, start)
     assert dense[0]["link_bytes"] == dense[0]["ddp_link_bytes"] == STEPS * 4 * sum(p.numel() for p in start.values())
-    for strategy in ("sparsecomm_fork", strategy_of(package)(gradient_dropping(0.01), start_method="fork")):
+    made = strategy_of(package)(gradient_dropping(0.01), start_method="fork")
+    for strategy in ("sparsecomm_gradient_dropping_fork", made):
         sparse = fit(package, tmp_path, strategy)
         assert_trained_alike(sparse, start)
         for rank in sparse:
             assert rank["steps"] == STEPS
             assert rank["ddp_link_bytes"] == dense[0]["link_bytes"]
             assert 0 < rank["link_bytes"] < dense[0]["link_bytes"] / 20
+    warming = fit(package, tmp_path, "sparsecomm_fork")
+    assert_trained_alike(warming, start)
+    assert 0 < warming[0]["link_bytes"] < dense[0]["link_bytes"] / 2
 
 
 def test_spawn(tmp_path: Path) -> None:
@@ -135,7 +140,7 @@ import lightning_sparsecomm
 from tests.strategies.test_front_ends import fit
 
 if __name__ == "__main__":
-    fit("lightning.pytorch", Path(sys.argv[1]), "sparsecomm")
+    fit("lightning.pytorch", Path(sys.argv[1]), "sparsecomm_gradient_dropping")
 """
 
 
@@ -154,9 +159,9 @@ def test_every_method_has_a_name_for_every_way_to_start_processes(package: str) 
     strategies = importlib.import_module(f"{package}.strategies")
     registry = strategies.StrategyRegistry if package in TRAINERS else strategies.STRATEGY_REGISTRY
     assert START_METHODS == {"": "popen", "_spawn": "spawn", "_fork": "fork"}
-    assert {"dense", "gradient_dropping"} <= RECIPES.keys()
+    assert {"dense", "gradient_dropping", "dgc"} <= RECIPES.keys()
     recipes: dict[str, Callable[[], Method]] = {f"sparsecomm_{name}": recipe for name, recipe in RECIPES.items()}
-    recipes["sparsecomm"] = lambda: gradient_dropping(density=0.01)
+    recipes["sparsecomm"] = lambda: Method(dgc().syncs, otherwise=gradient_dropping(density=0.01))
     for name, recipe in recipes.items():
         for suffix, start_method in START_METHODS.items():
             strategy = registry.get(name + suffix)

@@ -1,0 +1,36 @@
+"""The hot loops. Each has a torch reference for any device; numba on the CPU and Triton on CUDA give the same bits."""
+
+from functools import lru_cache
+from importlib.util import find_spec
+
+import torch
+
+from lightning_sparsecomm.kernels.reference import Reference, Update
+
+__all__ = ["Reference", "Update", "kernels_for"]
+
+
+def kernels_for(device: torch.device, dtype: torch.dtype) -> Reference:
+    """The fastest kernels for vectors on `device`.
+
+    Args:
+        device: Where the vectors are.
+        dtype: Theirs; numba and Triton have kernels for float32 and float64.
+    """
+    if dtype not in (torch.float32, torch.float64):
+        return _kernels("reference")
+    return _kernels(device.type)
+
+
+# What is imported here takes seconds, and is not needed where its device is not used.
+@lru_cache
+def _kernels(device_type: str) -> Reference:
+    if device_type == "cpu":
+        from lightning_sparsecomm.kernels.cpu import Cpu
+
+        return Cpu()
+    if device_type == "cuda" and find_spec("triton") is not None:
+        from lightning_sparsecomm.kernels.cuda import Cuda
+
+        return Cuda()
+    return Reference()

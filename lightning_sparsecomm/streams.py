@@ -1,0 +1,83 @@
+"""One optimizer's gradients on their way: whose they are, by which syncs they go, whether they are shared."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+
+from lightning_sparsecomm.gradients import NamedParameters
+from lightning_sparsecomm.layout import Layout
+from lightning_sparsecomm.methods import Method
+from lightning_sparsecomm.sync import Sync
+from lightning_sparsecomm.takeover import MomentumTakeover, momentum_rules
+
+
+@dataclass
+class Stream:
+    """One optimizer's gradients on their way.
+
+    Attributes:
+        optimizer: Whose gradients.
+        steps: How often they have been shared.
+        shared: Whether they are shared for the coming step.
+        members: Identities of the parameters that have required a gradient.
+        pieces: The same parameters, by the sync that they belong to.
+        written: Version counters of the gradients when the last backward pass ended.
+        method: Whose syncs take them; None until the parameters are known.
+        takeover: What is done in the place of the optimizer's own momentum; None where nothing is.
+        max_norm: The threshold by which its gradients were clipped before they were shared; None for none.
+    """
+
+    optimizer: Optimizer
+    steps: int = 0
+    shared: bool = False
+    members: set[int] = field(default_factory=set)
+    pieces: list[tuple[Sync, NamedParameters, Layout]] = field(default_factory=list)
+    written: list[int] = field(default_factory=list)
+    method: Method | None = None
+    takeover: MomentumTakeover | None = None
+    max_norm: float | None = None
+
+    def parameters(self) -> NamedParameters:
+        """All that take part, in the syncs' order."""
+        return [named for _, piece, _ in self.pieces for named in piece]
+
+    def gradients(self) -> list[tuple[Tensor | None, int]]:
+        """The gradients with their version counters: equal lists mean that nothing has written to them."""
+        return [(p.grad, -1 if p.grad is None else p.grad._version) for _, p in self.parameters()]
+
+    def choose(self, methods: Sequence[Method], parameters: NamedParameters) -> None:
+        """Finds the first method that is defined for the optimizer, and takes over from it what the method needs.
+
+        Args:
+            methods: In order of preference.
+            parameters: The optimizer's.
+
+        Raises:
+            TypeError: None of them is.
+            ValueError: The optimizer's momentum is one that the method cannot take over.
+        """
+        objection = None
+        for method in methods:
+            parts = method.parts(parameters)
+            objections = (sync.objection(self.optimizer) for sync, _ in parts)
+            objection = next((each for each in objections if each), None)
+            if objection is None:
+                self.method = method
+                break
+        else:
+            raise TypeError(f"the method is not defined for {type(self.optimizer).__name__}: {objection}")
+        correcting = [sync.corrects_momentum for sync, _ in parts]
+        if any(correcting) and not all(correcting):
+            raise ValueError(
+                "an optimizer's momentum is either taken over for all its parameters or for none; this method's syncs"
+                " do both. Give the others the memory Momentum(), as methods.dgc does."
+            )
+        if isinstance(self.optimizer, SGD) and any(correcting):
+            self.takeover = MomentumTakeover(self.optimizer, self.members)
+            momentum_rules(self.optimizer, [])
+
+
+def same(before: list[tuple[Tensor | None, int]], after: list[tuple[Tensor | None, int]]) -> bool:
+    return all(a[0] is b[0] and a[1] == b[1] for a, b in zip(before, after))

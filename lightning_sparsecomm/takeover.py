@@ -1,0 +1,148 @@
+"""What a method does in the place of the user's own torch.optim.SGD: its momentum is off while it steps."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+
+from lightning_sparsecomm.gradients import NamedParameters
+from lightning_sparsecomm.rounds import MomentumRule
+
+_OFF: dict[str, object] = {"momentum": 0.0, "dampening": 0.0, "nesterov": False, "weight_decay": 0.0}
+
+
+def momentum_rules(optimizer: Optimizer, parameters: NamedParameters) -> list[MomentumRule]:
+    """The momentum of each parameter, as the optimizer's groups say at this moment.
+
+    Raises:
+        ValueError: A momentum outside [0, 1].
+    """
+    rules: dict[int, MomentumRule] = {}
+    for group in optimizer.param_groups:
+        momentum = float(group["momentum"])
+        if not 0 <= momentum <= 1:
+            raise ValueError(
+                f"the momentum of SGD must be in [0, 1]; got {momentum!r}. Beyond, the velocity grows without bound."
+            )
+        for parameter in group["params"]:
+            begun = optimizer.state.get(parameter, {}).get("momentum_buffer") is not None
+            rules[id(parameter)] = MomentumRule(momentum, float(group["dampening"]), bool(group["nesterov"]), begun)
+    return [rules[id(parameter)] for _, parameter in parameters]
+
+
+class MomentumTakeover:
+    """Switches off an SGD's momentum and weight decay from when its closure has run until its step is over.
+
+    The gradient that it steps with carries momentum already, through the exchange. Weight decay, which is the same on
+    all ranks and need not be sent, has a momentum of its own, in the optimizer's own `momentum_buffer`:
+    z <- m z + (1 - dampening) wd w, and w <- w - lr z (Nesterov: w - lr (wd w + m z)). So a buffer that comes
+    with a checkpoint of ddp goes on acting as it would have. Together that is torch's SGD.
+
+    Args:
+        optimizer: Whose step. Hooks are registered on it.
+        parameters: Identities of the parameters that the method trains; shared with the caller, who adds to it.
+    """
+
+    def __init__(self, optimizer: SGD, parameters: set[int]) -> None:
+        self.optimizer = optimizer
+        self._parameters = parameters
+        self._begun: set[int] = set()
+        self._saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self.armed = False
+        self._hook = optimizer.register_step_pre_hook(self._before_step)
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """torch calls this before step(), whose closure has still to run backward; so we follow the closure."""
+        if not self.armed:
+            return None
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._engage()
+            return None
+
+        def closure_then_engage() -> Any:
+            result = closure()
+            self._engage()
+            return result
+
+        return (args[0], *args[2:]), {**kwargs, "closure": closure_then_engage}
+
+    def _engage(self) -> None:
+        # A subclass whose step() calls SGD's comes here twice.
+        if self._saved:
+            return
+        with torch.no_grad():
+            for group in self.optimizer.param_groups:
+                # Without momentum, decay is as SGD itself does it.
+                if group["momentum"] != 0:
+                    self._decay(group)
+                    self._saved.append((group, {name: group[name] for name in _OFF}))
+                    group.update(_OFF)
+
+    def _decay(self, group: dict[str, Any]) -> None:
+        momentum, decay, gain = group["momentum"], group["weight_decay"], 1 - group["dampening"]
+        weights: list[Tensor] = []
+        buffers: list[Tensor] = []
+        for weight in group["params"]:
+            if weight.grad is None or id(weight) not in self._parameters:
+                continue
+            state = self.optimizer.state[weight]
+            buffer = state.get("momentum_buffer")
+            if buffer is None and decay:
+                # As torch begins: without dampening, where the velocity begins now too.
+                first = id(weight) not in self._begun
+                buffer = state["momentum_buffer"] = weight.detach() * (decay if first else gain * decay)
+            elif buffer is not None:
+                buffer.mul_(momentum)
+                if decay:
+                    buffer.add_(weight.detach(), alpha=gain * decay)
+            self._begun.add(id(weight))
+            if buffer is not None:
+                weights.append(weight.detach())
+                buffers.append(buffer)
+        if not weights:
+            return
+        moves: list[Tensor] | tuple[Tensor, ...] = buffers
+        if group["nesterov"]:
+            moves = torch._foreach_mul(buffers, momentum)
+            if decay:
+                torch._foreach_add_(moves, weights, alpha=decay)
+        if isinstance(group["lr"], Tensor):
+            moves = torch._foreach_mul(moves, group["lr"])
+        torch._foreach_add_(weights, moves, alpha=-1 if isinstance(group["lr"], Tensor) else -group["lr"])
+
+    def release(self) -> None:
+        """Gives the groups back what they had."""
+        for group, saved in self._saved:
+            group.update(saved)
+        self._saved = []
+
+    def close(self) -> None:
+        """Lets go of the optimizer."""
+        self.release()
+        self._hook.remove()
+
+
+def mask_momentum_(optimizer: Optimizer, parameters: NamedParameters, positions: Sequence[Tensor | None]) -> None:
+    """Sets the momentum that a torch optimizer keeps (`momentum_buffer`, `exp_avg`) to zero at some positions.
+
+    Args:
+        optimizer: Whose state; what has none yet is left alone.
+        parameters: The parameters concerned.
+        positions: For each, positions in row-major order, `[k]` int64; None for none.
+    """
+    for (_, parameter), chosen in zip(parameters, positions):
+        if chosen is None or not chosen.numel():
+            continue
+        state = optimizer.state.get(parameter, {})
+        for name in ("momentum_buffer", "exp_avg"):
+            buffer = state.get(name)
+            if buffer is None:
+                continue
+            if buffer.is_contiguous():
+                buffer.view(-1).index_fill_(0, chosen, 0.0)
+            else:
+                keep = torch.ones(buffer.numel(), dtype=buffer.dtype, device=buffer.device)
+                buffer.mul_(keep.index_fill_(0, chosen, 0.0).view(buffer.shape))

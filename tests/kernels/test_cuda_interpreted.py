@@ -1,0 +1,158 @@
+"""The Triton kernels: in Triton's interpreter, compiled for a GPU that is not there, and on one where there is one."""
+
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from lightning_sparsecomm.kernels import Reference
+from tests.kernels.test_kernels import (
+    DTYPES,
+    copy_of,
+    numbers,
+    same_bits,
+    same_update,
+    thresholds_for,
+    update_of,
+)
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="there is no Triton for this platform")
+
+
+def run(call: str, cache: Path, **environment: str) -> None:
+    """Calls a function of this module in a process of its own.
+
+    Triton decides when it is imported whether it interprets; and a process that has used a GPU must not fork any more,
+    which the tests of other modules do.
+    """
+    program = f"from tests.kernels.test_cuda_interpreted import *; {call}; print('all compared')"
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env={**inherited, "PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(cache), **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0 and done.stdout.endswith("all compared\n"), done.stdout
+
+
+def test_interpreted(tmp_path):
+    run("compare('cpu')", tmp_path, TRITON_INTERPRET="1")
+
+
+def test_compiled_for_a_gpu(tmp_path):
+    run("check_compiled()", tmp_path)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_on_a_gpu(tmp_path):
+    run("compare('cuda', 10**6 + 3)", tmp_path)
+
+
+def compare(device: str, *more_sizes: int) -> None:
+    """Cuda on `device` gives the bits that the reference gives on the CPU."""
+    from lightning_sparsecomm.kernels.cuda import _BLOCK, Cuda
+
+    kernels = Cuda()
+    for dtype in DTYPES:
+        for size in (0, 1, _BLOCK, _BLOCK + 1, *more_sizes):
+            for kind in ("sum", "fading", "dampened", "dampened nesterov"):
+                start, expected = update_of(kind, size, dtype), update_of(kind, size, dtype)
+                Reference().update_(expected, None, 0)
+
+                actual = copy_of(start, device)
+                assert same_bits(kernels.update_(actual, None, 0), torch.empty(0, dtype=torch.int64))
+                assert same_update(actual, expected)
+
+                actual = copy_of(start, device)
+                assert same_bits(kernels.probe(actual, 3), expected.residual[::3].abs())
+                assert same_update(actual, start)
+
+                for threshold in thresholds_for(expected.residual):
+                    actual = copy_of(start, device)
+                    found = Reference().reaching(expected.residual, threshold, size)
+                    assert found is not None
+                    assert same_bits(kernels.update_(actual, threshold, size + 1), found)
+                    assert same_update(actual, expected)
+                    assert same_bits(kernels.reaching(actual.residual, threshold, found.numel()), found)
+
+                # One too few, for the last threshold.
+                if found.numel():
+                    actual = copy_of(start, device)
+                    assert kernels.update_(actual, threshold, found.numel() - 1) is None
+                    assert same_update(actual, expected)
+                    assert kernels.reaching(actual.residual, threshold, found.numel() - 1) is None
+        # Not at an address that is a multiple of 16 bytes, as tensors in the middle of a vector are.
+        x = numbers(3 * _BLOCK, dtype, 5)
+        found = Reference().reaching(x[1:-2], 1.0, x.numel())
+        assert same_bits(kernels.reaching(x.to(device)[1:-2], 1.0, x.numel()), found)
+
+
+class Compiling:
+    """Stands in for a kernel: compiles it for what it is called with, and launches nothing."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.compiled: list[Any] = []
+
+    def __getitem__(self, grid: tuple[int]) -> Any:
+        return lambda *args, **kwargs: self.compiled.append(self.kernel.warmup(*args, grid=grid, **kwargs))
+
+
+def check_compiled() -> None:
+    """What a GPU would run rounds every operation, keeps subnormals, and is not compiled again for other numbers."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    from lightning_sparsecomm.kernels import cuda
+
+    driver.set_active(
+        SimpleNamespace(
+            get_current_device=lambda: 0,
+            get_current_stream=lambda device: 0,
+            get_current_target=lambda: GPUTarget("cuda", 80, 32),
+        )
+    )
+    kernels = cuda.Cuda()
+    operations = {"sum": (2, 1), "momentum": (4, 2), "nesterov": (5, 3)}
+    for dtype in DTYPES:
+        width = "f32" if dtype == torch.float32 else "f64"
+        for kind, (products, sums) in operations.items():
+            compiling = Compiling(cuda._update)
+            with mock.patch.object(cuda, "_update", compiling):
+                update = update_of(kind, 2048, dtype)
+                for factor in (1.0, 0.0, 0.9, 1e-300, 16.0):
+                    numbers = {"keep": factor, "scale": factor, "momentum": factor, "gain": factor}
+                    for capacity in (0, 1, 2, 16, 2**33):
+                        kernels.update_(update._replace(**numbers), factor, capacity)
+            kernel = compiling.compiled[0]
+            assert all(again is kernel for again in compiling.compiled)
+            ptx = kernel.asm["ptx"]
+            assert not re.search(r"\bfma\.|\.ftz\b", ptx)
+            # As many of each as the formulas have, for each of a thread's elements.
+            elements = len(re.findall(rf"\badd(\.rn)?\.{width}", ptx)) / sums
+            assert elements >= 1
+            assert len(re.findall(rf"\bmul(\.rn)?\.{width}", ptx)) == products * elements
+            assert len(re.findall(rf"\bsetp\.ge\.{width}", ptx)) == elements
+    # Lengths may need 64 bits.
+    compiling = Compiling(cuda._reaching)
+    with mock.patch.object(cuda, "_reaching", compiling):
+        for size in (17, 33, 2**31 + 1):
+            with mock.patch.object(torch.Tensor, "numel", lambda self, size=size: size):
+                kernels.reaching(torch.zeros(17), 1.0, 5)
+    kernel = compiling.compiled[0]
+    assert all(again is kernel for again in compiling.compiled)
+    assert kernel.src.signature["n"] == kernel.src.signature["capacity"] == "i64"
