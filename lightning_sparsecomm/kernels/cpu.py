@@ -17,12 +17,13 @@ T = TypeVar("T")
 Floats = NDArray[np.float32] | NDArray[np.float64]
 Bits = NDArray[np.uint32] | NDArray[np.uint64]
 Positions = NDArray[np.int64]
+Flags = NDArray[np.uint8]
 Scalar = np.float32 | np.float64
 
-# A piece of residual, velocity and gradient stays in the first-level cache between the arithmetic and the comparison.
-_PIECE = 2048
-# Most blocks have no element that reaches the threshold, and cost a comparison of vectors.
-_BLOCK = 32
+# Pieces of residual, velocity, gradient and flags stay in the first-level cache.
+_PIECE = 4096
+# Flags looked at together, as one 64-bit word; most words are zero.
+_WORD = 8
 # Bits looked at in one pass of the radix selection.
 _DIGIT = 11
 
@@ -37,36 +38,46 @@ def compiled(function: Callable[P, T]) -> Callable[P, T]:
 
 
 @compiled
-def _note(piece: Floats, start: int, threshold: Scalar, found: Positions, count: int) -> int:
-    """Appends start + i for |piece[i]| >= threshold. `found` has room for a block more than it may hold."""
-    capacity = found.size - _BLOCK
-    for begin in range(0, piece.size, _BLOCK):
-        block = piece[begin : begin + _BLOCK]
-        hits = np.int32(0)
-        for i in range(block.size):
-            hits += np.int32(abs(block[i]) >= threshold)
-        if hits:
+def _note(flags: Flags, words: Bits, size: int, start: int, found: Positions, count: int) -> int:
+    """Appends start + i where flags[i] is 1. `found` has room for a word more than it may hold."""
+    capacity = found.size - _WORD
+    for word in range((size + _WORD - 1) // _WORD):
+        if words[word]:
             if count > capacity:
                 return count
             # Written whether it is kept or not: a branch on data would be guessed wrong.
-            for i in range(block.size):
-                found[count] = start + begin + i
-                count += int(abs(block[i]) >= threshold)
+            for i in range(_WORD * word, min(_WORD * word + _WORD, size)):
+                found[count] = start + i
+                count += int(flags[i])
     return count
+
+
+@compiled
+def _flag(x: Floats, threshold: Scalar, flags: Flags) -> None:
+    for i in range(x.size):
+        flags[i] = abs(x[i]) >= threshold
 
 
 @compiled
 def _reaching(x: Floats, threshold: Scalar, found: Positions) -> int:
+    flags = np.zeros(_PIECE, np.uint8)
+    words = flags.view(np.uint64)
     count = 0
     for start in range(0, x.size, _PIECE):
-        count = _note(x[start : start + _PIECE], start, threshold, found, count)
+        piece = x[start : start + _PIECE]
+        if piece.size < _PIECE:
+            flags[:] = 0
+        _flag(piece, threshold, flags)
+        count = _note(flags, words, piece.size, start, found, count)
     return count
 
 
 @compiled
-def _add(residual: Floats, gradient: Floats, keep: Scalar, scale: Scalar) -> None:
+def _add(residual: Floats, gradient: Floats, keep: Scalar, scale: Scalar, threshold: Scalar, flags: Flags) -> None:
     for i in range(residual.size):
-        residual[i] = keep * residual[i] + scale * gradient[i]
+        v = keep * residual[i] + scale * gradient[i]
+        residual[i] = v
+        flags[i] = abs(v) >= threshold
 
 
 @compiled
@@ -78,11 +89,15 @@ def _add_velocity(
     scale: Scalar,
     momentum: Scalar,
     gain: Scalar,
+    threshold: Scalar,
+    flags: Flags,
 ) -> None:
     for i in range(residual.size):
         u = momentum * velocity[i] + gain * (scale * gradient[i])
         velocity[i] = u
-        residual[i] = keep * residual[i] + u
+        v = keep * residual[i] + u
+        residual[i] = v
+        flags[i] = abs(v) >= threshold
 
 
 @compiled
@@ -95,12 +110,16 @@ def _add_nesterov(
     momentum: Scalar,
     gain: Scalar,
     lookahead: Scalar,
+    threshold: Scalar,
+    flags: Flags,
 ) -> None:
     for i in range(residual.size):
         g = scale * gradient[i]
         u = momentum * velocity[i] + gain * g
         velocity[i] = u
-        residual[i] = (keep * residual[i] + g) + lookahead * u
+        v = (keep * residual[i] + g) + lookahead * u
+        residual[i] = v
+        flags[i] = abs(v) >= threshold
 
 
 @compiled
@@ -117,18 +136,42 @@ def _update(
     threshold: Scalar,
     found: Positions,
 ) -> int:
+    flags = np.zeros(_PIECE, np.uint8)
+    words = flags.view(np.uint64)
     count = 0
     for start in range(0, residual.size, _PIECE):
         v, g = residual[start : start + _PIECE], gradient[start : start + _PIECE]
+        if v.size < _PIECE:
+            flags[:] = 0
         if kind == 0:
-            _add(v, g, keep, scale)
-        elif kind == 1:
-            _add_velocity(v, velocity[start : start + _PIECE], g, keep, scale, momentum, gain)
+            _add(v, g, keep, scale, threshold, flags)
         else:
-            _add_nesterov(v, velocity[start : start + _PIECE], g, keep, scale, momentum, gain, lookahead)
+            u = velocity[start : start + _PIECE]
+            if kind == 1:
+                _add_velocity(v, u, g, keep, scale, momentum, gain, threshold, flags)
+            else:
+                _add_nesterov(v, u, g, keep, scale, momentum, gain, lookahead, threshold, flags)
         if found.size:
-            count = _note(v, start, threshold, found, count)
+            count = _note(flags, words, v.size, start, found, count)
     return count
+
+
+@compiled
+def _probe(
+    residual: Floats,
+    velocity: Floats,
+    gradient: Floats,
+    keep: Scalar,
+    scale: Scalar,
+    momentum: Scalar,
+    gain: Scalar,
+    lookahead: Scalar,
+    kind: int,
+    stride: int,
+) -> Floats:
+    v, u, g = residual[::stride].copy(), velocity[::stride].copy(), gradient[::stride].copy()
+    _update(v, u, g, keep, scale, momentum, gain, lookahead, kind, keep, np.empty(0, np.int64))
+    return np.abs(v)
 
 
 @compiled
@@ -204,42 +247,45 @@ def _add_up(indices: Positions, values: Floats, order: Positions, unique: Positi
     return count
 
 
+Arguments = tuple[Floats, Floats, Floats, Scalar, Scalar, Scalar, Scalar, Scalar, int]
+
+
+def _arguments(update: Update) -> Arguments:
+    residual, gradient = update.residual.numpy(), update.gradient.numpy()
+    scalar = residual.dtype.type
+    return (
+        residual,
+        residual if update.velocity is None else update.velocity.numpy(),
+        gradient,
+        scalar(update.keep),
+        scalar(update.scale),
+        scalar(update.momentum),
+        scalar(update.gain),
+        scalar(update.lookahead or 0.0),
+        0 if update.velocity is None else 1 if update.lookahead is None else 2,
+    )
+
+
 class Cpu(Reference):
     """Numba kernels for float32 and float64 vectors on the CPU."""
 
     def probe(self, update: Update, stride: int) -> Tensor:
-        part = update.every(stride)
-        self.update_(part._replace(gradient=part.gradient.contiguous()), None, 0)
-        return part.residual.abs_()
+        return torch.from_numpy(_probe(*_arguments(update), stride))
 
     def update_(self, update: Update, threshold: float | None, capacity: int) -> Tensor | None:
-        residual, gradient = update.residual.numpy(), update.gradient.numpy()
-        velocity = residual if update.velocity is None else update.velocity.numpy()
-        scalar = residual.dtype.type
-        found = np.empty(0 if threshold is None else min(capacity, residual.size) + _BLOCK, np.int64)
-        count = _update(
-            residual,
-            velocity,
-            gradient,
-            scalar(update.keep),
-            scalar(update.scale),
-            scalar(update.momentum),
-            scalar(update.gain),
-            scalar(update.lookahead or 0.0),
-            0 if update.velocity is None else 1 if update.lookahead is None else 2,
-            scalar(threshold or 0.0),
-            found,
-        )
-        return self._found(found, count)
+        arguments = _arguments(update)
+        residual = arguments[0]
+        found = np.empty(0 if threshold is None else min(capacity, residual.size) + _WORD, np.int64)
+        return self._found(found, _update(*arguments, residual.dtype.type(threshold or 0.0), found))
 
     def reaching(self, x: Tensor, threshold: float, capacity: int) -> Tensor | None:
         values = x.numpy()
-        found = np.empty(min(capacity, values.size) + _BLOCK, np.int64)
+        found = np.empty(min(capacity, values.size) + _WORD, np.int64)
         return self._found(found, _reaching(values, values.dtype.type(threshold), found))
 
     @staticmethod
     def _found(found: Positions, count: int) -> Tensor | None:
-        if count > found.size - _BLOCK and found.size:
+        if count > found.size - _WORD and found.size:
             return None
         return torch.from_numpy(found[:count])
 

@@ -1,13 +1,15 @@
 """The laws, for every method, in every way of using DDP, on Gloo with two and three processes."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import pytorch_lightning as pl
 
-from lightning_sparsecomm.methods import Method, dense, gradient_dropping
+from lightning_sparsecomm.methods import Method, dense, dgc, gradient_dropping
 from tests import laws
 from tests.distributed.recording import recorded
-from tests.distributed.scenarios import SCENARIOS, fit
+from tests.distributed.scenarios import SCENARIOS, Scenario, fit
 
 every_scenario = pytest.mark.parametrize("name", SCENARIOS)
 
@@ -35,11 +37,56 @@ def test_full_density_equals_ddp(tmp_path: Path, name: str, world_size: int) -> 
     laws.replicas_are_equal(ours)
 
 
+def without_momentum(scenario: Scenario) -> pl.LightningModule:
+    model = scenario.model()
+    make = model.configure_optimizers
+
+    def configure_optimizers() -> Any:
+        optimizers = make()
+        for optimizer in optimizers if isinstance(optimizers, list) else [optimizers]:
+            for group in optimizer.param_groups:
+                group["momentum"] = 0.0
+        return optimizers
+
+    model.configure_optimizers = configure_optimizers
+    return model
+
+
 METHODS: dict[str, Method] = {
     "model": gradient_dropping(density=0.05),
     "tensor_float16": gradient_dropping(density=0.05, scope="tensor", values="float16"),
     "exclude": gradient_dropping(density=0.05, exclude=["*.bias"]),
 }
+
+# Each rank's own gradient is clipped, not the mean, so that two scenarios are another training; by value it is refused.
+NOT_CLIPPING = [name for name in SCENARIOS if name not in ("clip_norm", "clip_value", "several_backwards")]
+
+
+@pytest.mark.parametrize("name", NOT_CLIPPING)
+def test_dgc_at_full_density_equals_ddp(tmp_path: Path, name: str) -> None:
+    world_size = 2
+    scenario = SCENARIOS[name]
+    ddp = fit(tmp_path / "ddp", scenario, world_size)
+    ours = fit(tmp_path / "dgc", scenario, world_size, dgc(density=1.0, warmup_steps=0, momentum_masking=False))
+    laws.trained(scenario.model().state_dict(), ours[0])
+    laws.replicas_are_equal(ours)
+    for rank in range(world_size):
+        # Where one rank has no gradient for a parameter its velocity rests, and ddp's goes on with the others' mean.
+        if name != "unused_on_one_rank":
+            laws.equal_to_round_off(ours[rank], ddp[rank], scenario.tolerance)
+
+
+@pytest.mark.parametrize("name", [name for name in SCENARIOS if name != "clip_value"])
+def test_dgc_obeys_the_laws(tmp_path: Path, name: str) -> None:
+    """Without momentum, what is sent plus the residual is the sum of the rank's gradients, unless clipped."""
+    scenario = SCENARIOS[name]
+    ranks = fit(tmp_path, scenario, 3, recorded(dgc(density=0.05, warmup_steps=8)), model=without_momentum(scenario))
+    laws.trained(scenario.model().state_dict(), ranks[0])
+    laws.replicas_are_equal(ranks)
+    laws.shared_is_bit_equal(ranks)
+    if name not in ("clip_norm", "several_backwards"):
+        for rank in ranks:
+            laws.sent_plus_residual_is_compensated(rank, memory=-1)
 
 
 @every_scenario
