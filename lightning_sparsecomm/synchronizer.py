@@ -198,8 +198,10 @@ class Synchronizer:
             )
         self._admit(stream)
         index = self._streams.index(stream)
-        norm = self.local_norm(optimizer) if any(sync.clips for sync, _, _ in stream.pieces) else math.nan
         stream.max_norm = self.max_norm if max_norm is None else max_norm
+        clipping = parts_in([sync for sync, _, _ in stream.pieces], ClipLocalNorm)
+        asked = any(stream.max_norm is not None or memory.max_norm is not None for memory in clipping)
+        norm = self.local_norm(optimizer) if asked else math.nan
         for sync, parameters, layout in stream.pieces:
             round = Round(
                 layout,

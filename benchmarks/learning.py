@@ -1,0 +1,678 @@
+"""How well methods learn: final quality on real data over several seeds, beside plain ddp's.
+
+Every run of a seed starts from the same weights and sees the same batches, whatever the method. Runs go seed by seed,
+and each is written to a JSON file as it ends: `--resume` goes on after the last one. Prints a Markdown table of them.
+"""
+
+import argparse
+import json
+import logging
+import math
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+import numpy as np
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.multiprocessing.spawn import ProcessRaisedException
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, Sampler, TensorDataset
+
+import lightning_sparsecomm
+from lightning_sparsecomm import Ledger, Method, NonFiniteGradientError, methods
+from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
+from lightning_sparsecomm.wire import DDP_BUFFERS, DDP_SETUP, DDP_UNUSED, LIGHTNING, link_bytes
+
+# The examples are scripts, not a package.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+from images import Images, read_fashion_mnist
+
+TaskName = Literal["fashion-mnist", "shakespeare"]
+
+BASELINE = "ddp"
+
+# Purposes in the ledger that ddp has as well, and that are left out for it too.
+NOT_OF_THE_METHOD = (DDP_SETUP, DDP_BUFFERS, DDP_UNUSED, LIGHTNING)
+
+TUNING_IMAGES = 10_000
+
+CHARACTERS = 50  # of context, at most
+HELD_OUT = 0.05  # of the text
+EVALUATED_WINDOWS = 2_000  # of the held-out text, from its beginning
+
+
+class Options(NamedTuple):
+    """What the command line asks for."""
+
+    task: TaskName
+    data_dir: Path
+    text: Path | None
+    seeds: int
+    processes: int
+    epochs: int | None
+    steps: int | None
+    batch_size: int
+    learning_rate: float
+    warmup_epochs: int
+    warmup_steps: int
+    average_every: int
+    rows: list[str]
+    tuning: bool
+    output: Path
+    resume: bool
+
+    def settings(self) -> dict[str, str | int | float | None]:
+        """All that the result of a run depends on, besides row and seed. Runs go together where it is equal."""
+        chosen = self._asdict()
+        for name in ("data_dir", "text", "seeds", "rows", "output", "resume"):
+            del chosen[name]
+        return chosen | {
+            "text": self.text.name if self.text is not None else None,
+            "lightning_sparsecomm": lightning_sparsecomm.__version__,
+            "torch": torch.__version__,
+            "pytorch_lightning": version("pytorch-lightning"),
+            "python": platform.python_version(),
+            "system": platform.system(),
+            "architecture": platform.machine(),
+        }
+
+
+class Data(NamedTuple):
+    """A task's data in memory, read once and inherited by all processes.
+
+    Attributes:
+        train: What is trained on, a row per sample.
+        held_out: What quality is measured on, likewise.
+        classes: Classes of images, or distinct characters.
+    """
+
+    train: tuple[Tensor, ...]
+    held_out: tuple[Tensor, ...]
+    classes: int
+
+
+class Learner(pl.LightningModule):
+    """A network that knows what it is good for.
+
+    Args:
+        learning_rate: That of the first step; it falls to 0 along half a cosine.
+    """
+
+    def __init__(self, learning_rate: float) -> None:
+        super().__init__()
+        self.learning_rate = learning_rate
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        raise NotImplementedError
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer that all methods train with."""
+        raise NotImplementedError
+
+    def quality(self, *held_out: Tensor) -> float:
+        """How good the network is on some samples; the mean over samples."""
+        raise NotImplementedError
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.optimizer()
+        steps = int(self.trainer.estimated_stepping_batches)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class ImageNetwork(Learner):
+    """A convolution and two linear layers. The convolution's large stride keeps steps short, without pooling."""
+
+    def __init__(self, learning_rate: float, classes: int) -> None:
+        super().__init__(learning_rate)
+        self.network = nn.Sequential(
+            nn.Conv2d(1, 16, 6, stride=4, padding=1),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(16 * 7 * 7, 256),
+            nn.ReLU(),
+            nn.Linear(256, classes),
+        )
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        images, labels = batch
+        return cross_entropy(self.network(images), labels)
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), self.learning_rate, momentum=0.9, weight_decay=1e-4)
+
+    def quality(self, *held_out: Tensor) -> float:
+        """Fraction of the images that are recognized."""
+        images, labels = held_out
+        return float((self.network(images).argmax(dim=1) == labels).double().mean())
+
+
+class CharacterModel(Learner):
+    """Predicts each next character by an LSTM. Each window begins in an empty state, in training and in evaluation."""
+
+    def __init__(self, learning_rate: float, classes: int) -> None:
+        super().__init__(learning_rate)
+        self.embedding = nn.Embedding(classes, 64)
+        self.lstm = nn.LSTM(64, 128, batch_first=True)
+        self.output = nn.Linear(128, classes)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.nats(batch[0])
+
+    def nats(self, windows: Tensor) -> Tensor:
+        """Mean cross-entropy of all characters but the first of each window."""
+        windows = windows.long()
+        states, _ = self.lstm(self.embedding(windows[:, :-1]))
+        return cross_entropy(self.output(states).flatten(0, 1), windows[:, 1:].flatten())
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), self.learning_rate)
+
+    def quality(self, *held_out: Tensor) -> float:
+        """Cross-entropy in nats per character."""
+        return float(self.nats(held_out[0]))
+
+
+class Row(NamedTuple):
+    """One way to train.
+
+    Attributes:
+        method: Makes the method, late: a row whose method is missing disturbs no other. None is ddp.
+        clip: The Trainer's `gradient_clip_val`.
+    """
+
+    method: Callable[[Options], Method] | None = None
+    clip: float | None = None
+
+
+IMAGE_ROWS = {
+    BASELINE: Row(),
+    "ddp + clip": Row(clip=1.0),
+    "gradient dropping": Row(lambda options: methods.gradient_dropping(density=0.001, scope="tensor")),
+    "dgc": Row(lambda options: methods.dgc(density=0.001, warmup_epochs=options.warmup_epochs, clip=1.0)),
+    "dgc, no momentum correction": Row(
+        lambda options: methods.dgc(
+            density=0.001, warmup_epochs=options.warmup_epochs, clip=1.0, momentum_correction=False
+        )
+    ),
+    "dgc, no masking": Row(
+        lambda options: methods.dgc(
+            density=0.001, warmup_epochs=options.warmup_epochs, clip=1.0, momentum_masking=False
+        )
+    ),
+    "dgc, no clipping": Row(lambda options: methods.dgc(density=0.001, warmup_epochs=options.warmup_epochs, clip=None)),
+    "dgc, no warm-up": Row(lambda options: methods.dgc(density=0.001, warmup_steps=0, clip=1.0)),
+}
+
+
+def local_gradients(local: Literal["none", "partial", "sum", "error"], averaged: bool) -> Row:
+    """Gradient dropping in which what is not sent is applied locally, in the way named `local`."""
+    return Row(
+        lambda options: methods.gradient_dropping(
+            density=0.01,
+            warmup_steps=options.warmup_steps,
+            local=local,
+            average_every=options.average_every if averaged else None,
+        )
+    )
+
+
+TEXT_ROWS = {
+    BASELINE: Row(),
+    "none": Row(lambda options: methods.gradient_dropping(density=0.01, local="none")),
+    # The rows below are warmed up: beside this one, their difference is due to local gradients alone.
+    "none, warmed up": Row(
+        lambda options: methods.gradient_dropping(density=0.01, warmup_steps=options.warmup_steps, local="none")
+    ),
+    "partial, averaged": local_gradients("partial", averaged=True),
+    "sum, averaged": local_gradients("sum", averaged=True),
+    "error, averaged": local_gradients("error", averaged=True),
+    "partial, never averaged": local_gradients("partial", averaged=False),
+}
+
+
+def read_images(options: Options) -> Data:
+    """Fashion-MNIST; for tuning, the last training images are held out and the test images are not looked at."""
+    Images("fashion-mnist", options.data_dir).prepare_data()
+    read = read_fashion_mnist(options.data_dir)
+    mean, std = read.train_images.mean(), read.train_images.std()
+    images, labels = (read.train_images - mean) / std, read.train_labels
+    test = (read.test_images - mean) / std, read.test_labels
+    if options.tuning:
+        test = images[-TUNING_IMAGES:], labels[-TUNING_IMAGES:]
+        images, labels = images[:-TUNING_IMAGES], labels[:-TUNING_IMAGES]
+    return Data((images, labels), test, classes=10)
+
+
+def read_text(options: Options) -> Data:
+    """Windows of the text, side by side; its last part is held out, or for tuning, the part before the last."""
+    path = options.text or options.data_dir / "shakespeare.txt"
+    code_points = np.frombuffer(path.read_text(encoding="utf-8").encode("utf-32-le"), np.uint32)
+    distinct, indices = np.unique(code_points, return_inverse=True)
+    text = torch.from_numpy(indices.astype(np.int16))
+    part = int(HELD_OUT * len(text))
+    end = len(text) - part if options.tuning else len(text)
+    train, held_out = text[: end - part], text[end - part : end]
+    if len(held_out) <= CHARACTERS:
+        raise ValueError(f"{path} is too short: {len(text):,} characters.")
+    # One character more, since what follows the last one is to be predicted too.
+    train_windows, windows = (some.unfold(0, CHARACTERS + 1, CHARACTERS) for some in (train, held_out))
+    return Data((train_windows,), (windows[:EVALUATED_WINDOWS],), len(distinct))
+
+
+class Task(NamedTuple):
+    """What is learnt, and how its quality is written down.
+
+    Attributes:
+        read: Reads the data.
+        learner: Makes the network for a learning rate and a number of classes.
+        rows: The ways to train, by name.
+        batch_size, epochs, steps, learning_rate: Defaults of the options; one of `epochs` and `steps` is None.
+        quality: Name and unit of the quality.
+        unit: Unit of a difference of qualities.
+        scale: What the quality is multiplied by, to be in this unit.
+        decimals: How many are printed.
+    """
+
+    read: Callable[[Options], Data]
+    learner: Callable[[float, int], Learner]
+    rows: dict[str, Row]
+    batch_size: int
+    epochs: int | None
+    steps: int | None
+    learning_rate: float
+    quality: str
+    unit: str
+    scale: float
+    decimals: int
+
+
+TASKS: dict[TaskName, Task] = {
+    "fashion-mnist": Task(
+        read_images,
+        ImageNetwork,
+        IMAGE_ROWS,
+        batch_size=32,
+        epochs=5,
+        steps=None,
+        learning_rate=0.05,
+        quality="accuracy, %",
+        unit="points",
+        scale=100,
+        decimals=2,
+    ),
+    "shakespeare": Task(
+        read_text,
+        CharacterModel,
+        TEXT_ROWS,
+        batch_size=8,
+        epochs=None,
+        steps=1500,
+        learning_rate=5e-3,
+        quality="nats per character",
+        unit="nats",
+        scale=1,
+        decimals=4,
+    ),
+}
+
+
+class Run(NamedTuple):
+    """One training run.
+
+    Attributes:
+        row: Its name.
+        seed: Of the first weights and of the order of the data.
+        quality: At the end, on what was held out; None where training ran out of finite numbers.
+        link_bytes: Bytes that the method has put on the link, per rank.
+        ledger: The same for every purpose in the ledger; empty for ddp, which has none.
+        steps: Optimizer steps.
+        seconds: From the beginning of fit to its end, on rank 0.
+        method: The method in full.
+    """
+
+    row: str
+    seed: int
+    quality: float | None
+    link_bytes: float
+    ledger: dict[str, float]
+    steps: int
+    seconds: float
+    method: str
+
+
+class Batches(Sampler[Tensor]):
+    """Which samples make up each batch of one rank: a new order in each epoch, cut into batches for all ranks by turns.
+
+    Args:
+        samples: How many there are.
+        batch_size: Samples per rank and batch.
+        rank: Whose batches.
+        world_size: Number of ranks.
+        seed: Of the orders.
+    """
+
+    def __init__(self, samples: int, batch_size: int, rank: int, world_size: int, seed: int) -> None:
+        self.samples = samples
+        self.batch_size = batch_size
+        self.rank = rank
+        self.world_size = world_size
+        self.seed = seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Lightning calls it before each epoch."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.samples // (self.world_size * self.batch_size)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        generator = torch.Generator().manual_seed(1000 * self.seed + self.epoch)
+        order = torch.randperm(self.samples, generator=generator)
+        whole = len(self) * self.world_size * self.batch_size
+        return iter(order[:whole].view(len(self), self.world_size, self.batch_size)[:, self.rank])
+
+
+class Shares(pl.LightningDataModule):
+    """Gives each process its share of the training data, by whole batches: sample by sample takes longer than training.
+
+    Args:
+        train: The training data.
+        batch_size: Samples per process and step.
+        seed: Of their order.
+    """
+
+    def __init__(self, train: tuple[Tensor, ...], batch_size: int, seed: int) -> None:
+        super().__init__()
+        self.train = TensorDataset(*train)
+        self.batch_size = batch_size
+        self.seed = seed
+
+    def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
+        assert self.trainer is not None
+        rank, ranks = self.trainer.global_rank, self.trainer.world_size
+        batches = Batches(len(self.train), self.batch_size, rank, ranks, self.seed)
+        return DataLoader(self.train, batch_size=None, sampler=batches)
+
+
+class Recorder(pl.Callback):
+    """Measures at the end of fit, and writes a Run to a file, since rank 0 is a process that the strategy has started.
+
+    Args:
+        run: What is known of the run before it begins.
+        held_out: What quality is measured on.
+        path: Where rank 0 writes, as JSON.
+    """
+
+    def __init__(self, run: Run, held_out: tuple[Tensor, ...], path: Path) -> None:
+        self.run = run
+        self.held_out = held_out
+        self.path = path
+        self.gradient_bytes = 0
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        torch.set_num_threads(1)
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.begin = time.perf_counter()
+
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        gradients = (parameter.grad for parameter in pl_module.parameters())
+        self.gradient_bytes += sum(gradient.nbytes for gradient in gradients if gradient is not None)
+
+    # Not on_train_end: the strategy's own comes after it, and may still average parameters.
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not trainer.is_global_zero:
+            return
+        seconds = time.perf_counter() - self.begin
+        sent_bytes = link_bytes("all_reduce", self.gradient_bytes, trainer.world_size)
+        ledger = getattr(trainer.strategy, "ledger", None)
+        purposes: dict[str, float] = {}
+        if isinstance(ledger, Ledger):
+            purposes = {purpose: ledger.link_bytes(purpose) for purpose in ledger.rows}
+            sent_bytes = sum(sent for purpose, sent in purposes.items() if purpose not in NOT_OF_THE_METHOD)
+        run = self.run._replace(
+            quality=evaluate(pl_module, self.held_out),
+            link_bytes=sent_bytes,
+            ledger=purposes,
+            steps=trainer.global_step,
+            seconds=seconds,
+        )
+        self.path.write_text(json.dumps(run._asdict()))
+
+
+def evaluate(learner: pl.LightningModule, held_out: tuple[Tensor, ...]) -> float | None:
+    """The network's quality on all samples; None where it is no number."""
+    assert isinstance(learner, Learner)
+    learner.eval()
+    with torch.no_grad():
+        chunks = zip(*(tensor.split(500) for tensor in held_out))
+        total = sum(len(chunk[0]) * learner.quality(*chunk) for chunk in chunks)
+    finite = math.isfinite(total) and all(bool(parameter.isfinite().all()) for parameter in learner.parameters())
+    return total / len(held_out[0]) if finite else None
+
+
+def train(row: str, seed: int, data: Data, options: Options) -> Run:
+    """One training run from its beginning to its measurement."""
+    task = TASKS[options.task]
+    make, clip = task.rows[row]
+    method = None if make is None else make(options)
+    strategy = (
+        DDPStrategy(start_method="fork")
+        if method is None
+        else SparseCommStrategy(method=method, seed=seed, start_method="fork")
+    )
+    name = f"{BASELINE}, gradient_clip_val={clip}" if method is None else repr(method)
+    run = Run(row, seed, None, link_bytes=0.0, ledger={}, steps=0, seconds=0.0, method=name)
+    pl.seed_everything(seed, verbose=False)
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "run.json"
+        trainer = pl.Trainer(
+            strategy=strategy,
+            accelerator="cpu",
+            devices=options.processes,
+            max_epochs=-1 if options.epochs is None else options.epochs,
+            max_steps=-1 if options.steps is None else options.steps,
+            gradient_clip_val=clip,
+            use_distributed_sampler=False,
+            callbacks=[Recorder(run, data.held_out, path)],
+            default_root_dir=directory,  # where rank 0 leaves its weights for a moment
+            logger=False,
+            enable_checkpointing=False,
+            enable_model_summary=False,
+            enable_progress_bar=False,
+        )
+        learner = task.learner(options.learning_rate, data.classes)
+        try:
+            trainer.fit(learner, Shares(data.train, options.batch_size, seed))
+        except ProcessRaisedException as error:
+            # To diverge is a result; everything else is not.
+            if NonFiniteGradientError.__name__ not in str(error):
+                raise
+            return run
+        return Run(**json.loads(path.read_text()))
+
+
+def numbers(options: Options) -> Path:
+    """The file of all runs of the task."""
+    return options.output / f"{options.task}.json"
+
+
+def load(options: Options) -> list[Run]:
+    """The runs that an earlier call has finished.
+
+    Raises:
+        FileExistsError: There are some, and the command line does not say to go on from them.
+        ValueError: They were made with other settings.
+    """
+    path = numbers(options)
+    if not path.exists():
+        return []
+    if not options.resume:
+        raise FileExistsError(f"{path} holds runs already. Go on with --resume, or name another --output.")
+    stored = json.loads(path.read_text())
+    settings = options.settings()
+    differ = [name for name in settings if settings[name] != stored["settings"].get(name)]
+    if differ:
+        raise ValueError(f"{path} holds runs with other settings: {', '.join(differ)}. Name another --output.")
+    return [Run(**run) for run in stored["runs"]]
+
+
+def save(runs: list[Run], options: Options) -> None:
+    """Writes all runs; a call that is cut off here leaves the file as it was."""
+    path = numbers(options)
+    content = {"settings": options.settings(), "runs": [run._asdict() for run in runs]}
+    partial = path.with_name(f"{path.name}.{os.getpid()}.part")
+    partial.write_text(json.dumps(content, indent=1) + "\n")
+    partial.replace(path)
+
+
+def table(runs: list[Run], options: Options) -> str:
+    """A line for each row, as Markdown."""
+    task = TASKS[options.task]
+    baseline = {run.seed: run for run in runs if run.row == BASELINE}
+    perplexity = ["perplexity"] if options.task == "shakespeare" else []
+    header = ["row", "seeds", f"{task.quality}, mean", "standard deviation", "least – most", *perplexity]
+    header += ["MB on the link per rank", "fewer bytes", f"less ddp, {task.unit}: mean", "standard deviation"]
+    lines = [f"| {' | '.join(header)} |", f"|---|{'---:|' * (len(header) - 1)}"]
+    for row in options.rows:
+        finished = {run.seed: run for run in runs if run.row == row}
+        qualities = {seed: task.scale * run.quality for seed, run in finished.items() if run.quality is not None}
+        diverged = len(finished) - len(qualities)
+        seeds = f"{len(finished)}, {diverged} diverged" if diverged else f"{len(finished)}"
+        if not qualities:
+            lines.append(f"| {row} | {seeds} |{' — |' * (len(header) - 2)}")
+            continue
+        # Seed by seed: what the seed itself does to both is not in the spread of the difference.
+        references = {seed: run.quality for seed, run in baseline.items() if run.quality is not None}
+        differences = [qualities[seed] - task.scale * references[seed] for seed in qualities if seed in references]
+        sent = [finished[seed].link_bytes for seed in qualities]
+        ratios = [baseline[seed].link_bytes / finished[seed].link_bytes for seed in qualities if seed in baseline]
+        values, decimals = list(qualities.values()), task.decimals
+        cells = [row, seeds, f"{statistics.mean(values):.{decimals}f}", deviation(values, decimals)]
+        cells.append(f"{min(values):.{decimals}f} – {max(values):.{decimals}f}")
+        if perplexity:
+            cells.append(f"{math.exp(statistics.mean(values)):.3f}")
+        cells += [f"{statistics.mean(sent) / 1e6:,.2f}", f"{statistics.mean(ratios):,.1f} x" if ratios else "—"]
+        if row == BASELINE or not differences:
+            cells += ["—", "—"]
+        else:
+            cells += [f"{statistics.mean(differences):+.{decimals}f}", deviation(differences, decimals)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def deviation(values: list[float], decimals: int) -> str:
+    """Standard deviation; none of a single value."""
+    return f"{statistics.stdev(values):.{decimals}f}" if len(values) > 1 else "—"
+
+
+def quieten() -> None:
+    """Leaves out what Lightning says of hardware, data loading and torch's own API, and what a row does on purpose."""
+    logging.disable(logging.INFO)
+    for message in (".*does not have many workers.*", ".*LeafSpec.*", ".*average_every.*"):
+        warnings.filterwarnings("ignore", message=message)
+
+
+def parse() -> Options:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add = parser.add_argument
+    # Defaults that depend on the task are told in the help instead.
+    by_task: dict[str, Any] = {"default": argparse.SUPPRESS, "metavar": "N"}
+    images, text = TASKS["fashion-mnist"], TASKS["shakespeare"]
+    add("--task", choices=get_args(TaskName), required=True, help="what is learnt")
+    add("--data-dir", type=Path, default=Path("data"), metavar="DIR", help="of Fashion-MNIST or shakespeare.txt")
+    add("--text", type=Path, default=None, metavar="FILE", help="another text for shakespeare, in UTF-8")
+    add("--seeds", type=at_least(1), default=3, metavar="N", help="runs of each row, with seeds 0 to N-1")
+    add("--processes", type=at_least(2), default=4, metavar="N", help="on this machine's CPU, one thread each")
+    add("--epochs", type=at_least(1), **by_task, help=f"of fashion-mnist (default: {images.epochs})")
+    add("--steps", type=at_least(1), **by_task, help=f"of shakespeare (default: {text.steps})")
+    batch_size = f"samples per process and step (default: {images.batch_size} images, {text.batch_size} windows)"
+    add("--batch-size", type=at_least(1), **by_task, help=batch_size)
+    rate = f"at first, of all rows (default: {images.learning_rate} of SGD, {text.learning_rate} of Adam)"
+    add("--learning-rate", type=float, **by_task, help=rate)
+    add("--warmup-epochs", type=at_least(0), default=1, metavar="N", help="of dgc")
+    add("--warmup-steps", type=at_least(0), default=200, metavar="N", help="of rows of shakespeare")
+    add("--average-every", type=at_least(1), default=100, metavar="N", help="steps, of rows of shakespeare")
+    add("--rows", nargs="+", default=argparse.SUPPRESS, metavar="NAME", help="of the table (default: all of the task)")
+    tuning = "measure on a part of the training data that is then not trained on, to choose settings by"
+    add("--tuning", action="store_true", help=tuning)
+    add("--output", type=Path, default=Path("learning"), metavar="DIR", help="for a JSON file of all runs")
+    add("--resume", action="store_true", help="skip runs that are in this file already")
+    arguments = vars(parser.parse_args())
+    task = TASKS[arguments["task"]]
+    for name in ("epochs", "steps"):
+        if name in arguments and getattr(task, name) is None:
+            parser.error(f"--{name} is not for {arguments['task']}")
+    for name in ("epochs", "steps", "batch_size", "learning_rate"):
+        arguments.setdefault(name, getattr(task, name))
+    arguments.setdefault("rows", list(task.rows))
+    for row in arguments["rows"]:
+        if row not in task.rows:
+            parser.error(f"--rows of {arguments['task']} are {', '.join(map(repr, task.rows))}; got {row!r}")
+    return Options(**arguments)
+
+
+def at_least(minimum: int) -> Callable[[str], int]:
+    """A type for argparse: an integer not below `minimum`."""
+
+    def integer(text: str) -> int:
+        if int(text) < minimum:
+            raise argparse.ArgumentTypeError(f"must be at least {minimum}; got {text}")
+        return int(text)
+
+    return integer
+
+
+def main() -> None:
+    options = parse()
+    quieten()
+    torch.set_num_threads(1)
+    task = TASKS[options.task]
+    for row in options.rows:
+        make = task.rows[row].method
+        if make is not None:
+            make(options)  # what is wrong with a method shows now, not after hours
+    try:
+        runs = load(options)
+    except (FileExistsError, ValueError) as error:
+        sys.exit(str(error))
+    options.output.mkdir(parents=True, exist_ok=True)
+    data = task.read(options)
+    parameters = sum(parameter.numel() for parameter in task.learner(options.learning_rate, data.classes).parameters())
+    wanted = [(row, seed) for seed in range(options.seeds) for row in options.rows]
+    for row, seed in wanted:
+        if any((run.row, run.seed) == (row, seed) for run in runs):
+            continue
+        runs.append(train(row, seed, data, options))
+        save(runs, options)
+        quality = runs[-1].quality
+        shown = "diverged" if quality is None else f"{task.scale * quality:.{task.decimals}f} {task.quality}"
+        sent = f"{runs[-1].link_bytes / 1e6:,.2f} MB"
+        print(f"seed {seed}, {row}: {shown}, {sent}, {runs[-1].seconds:.1f} s", file=sys.stderr, flush=True)
+    length = f"{options.epochs} epochs" if options.epochs is not None else f"{options.steps} steps"
+    held_out = "tuning" if options.tuning else "test"
+    versions = [f"{name} {options.settings()[name]}" for name in ("lightning_sparsecomm", "torch", "pytorch_lightning")]
+    print(
+        f"{options.task}: {options.processes} processes, {parameters:,} parameters, batches of {options.batch_size} per"
+        f" process, {length}, {len(data.held_out[0]):,} {held_out} samples; {', '.join(versions)}\n"
+    )
+    print(table([run for run in runs if (run.row, run.seed) in wanted], options))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Clipping of each rank's own gradient, in the place of the Trainer's or of a call's: once, and by the same threshold."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from lightning_sparsecomm.methods import dgc
+from tests import laws
+from tests.distributed.scenarios import Classifier, Scenario, SeveralBackwards, fit
+
+# Everything is sent, so that what the optimizer sees is what clipping left.
+FULL = {"density": 1.0, "warmup_steps": 0, "momentum_masking": False}
+
+
+class Clipped(Classifier):
+    """Notes the norm of what the optimizer sees."""
+
+    def __init__(self) -> None:
+        super().__init__(momentum=0.0)
+        self.norms: list[float] = []
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+    def on_before_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        if gradients:
+            self.norms.append(float(torch.linalg.vector_norm(torch.cat([g.flatten() for g in gradients]))))
+
+
+class Norms(pl.Callback):
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        torch.save(pl_module.norms, self.folder / "norms.pt")
+
+
+def train(folder: Path, method: Any, model: type[Classifier] = Clipped, **options: Any) -> list[dict[str, Any]]:
+    return fit(folder, Scenario(model, steps=6), 2, method, (Norms(folder),), **options)
+
+
+def test_the_trainers_threshold_is_taken_over_once(tmp_path: Path) -> None:
+    taken = train(tmp_path / "taken", dgc(**FULL), gradient_clip_val=0.01)
+    own = train(tmp_path / "own", dgc(**FULL, clip=0.01))
+    laws.bit_equal(taken[0], own[0])
+    # Each rank's own is cut to τ·√2 and then averaged: above τ, were it cut again it were τ at most.
+    norms = torch.load(tmp_path / "taken" / "norms.pt")
+    assert all(0.01 < norm <= 0.01 * 2**0.5 + 1e-6 for norm in norms)
+    # The same threshold twice is no contradiction.
+    laws.bit_equal(train(tmp_path / "both", dgc(**FULL, clip=0.01), gradient_clip_val=0.01)[0], own[0])
+
+
+class ByHand(SeveralBackwards):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(cross_entropy(self(batch[0]), batch[1]))
+        self.clip_gradients(optimizer, gradient_clip_val=0.01, gradient_clip_algorithm="norm")
+        optimizer.step()
+
+
+def test_a_call_in_manual_optimization_is_taken_over(tmp_path: Path) -> None:
+    automatic = train(tmp_path / "automatic", dgc(**FULL), gradient_clip_val=0.01)
+    by_hand = fit(tmp_path / "manual", Scenario(ByHand, steps=6), 2, dgc(**FULL))
+    laws.bit_equal(by_hand[0], automatic[0])
+
+
+class AnotherThreshold(Clipped):
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+
+
+class ByValue(Clipped):
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="value")
+
+
+@pytest.mark.parametrize(
+    ("model", "method", "options", "text"),
+    [
+        (
+            Clipped,
+            {"clip": 1.0},
+            {"gradient_clip_val": 0.5},
+            "clip=1.0 of the method and gradient_clip_val=0.5 of the Trainer are two thresholds for one clipping.",
+        ),
+        (
+            Clipped,
+            {},
+            {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"},
+            "gradient_clip_algorithm must be 'norm' with a method that clips each rank's own gradient",
+        ),
+        (
+            AnotherThreshold,
+            {},
+            {},
+            "gradients were shared with gradient_clip_val=None, and are now to be clipped by 0.5: the method clips each",
+        ),
+        (ByValue, {}, {}, "gradient_clip_algorithm must be 'norm'"),
+    ],
+)
+def test_refusals(
+    tmp_path: Path, model: type[Classifier], method: dict[str, Any], options: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(Exception, match=text):
+        train(tmp_path, dgc(**{**FULL, **method}), model, **options)
