@@ -1,0 +1,148 @@
+"""Which method an optimizer gets: its own, the one for all others, or a refusal with the reason."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch import nn
+
+from lightning_sparsecomm.channel import Channel
+from lightning_sparsecomm.codecs import SparseCodec, TopK
+from lightning_sparsecomm.exchange import DenseAllReduce, Gather
+from lightning_sparsecomm.memory import ClipLocalNorm, ErrorFeedback, Momentum, MomentumCorrection
+from lightning_sparsecomm.methods import Method, default, dgc, gradient_dropping
+from lightning_sparsecomm.schedules import DensityWarmup
+from lightning_sparsecomm.strategies.lightning_fabric import SparseCommStrategy as FabricStrategy
+from lightning_sparsecomm.sync import GradientSync
+from lightning_sparsecomm.synchronizer import Synchronizer
+from lightning_sparsecomm.wire import Wire
+from tests.distributed.launch import run_ranks
+from tests.distributed.scenarios import Classifier, Scenario, fit
+
+
+class Adam(Classifier):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+class Steep(Classifier):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01, momentum=1.5)
+
+
+class Bodies(pl.Callback):
+    """Which memories each optimizer's gradients pass through."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        strategy: Any = trainer.strategy
+        used = [[sync.corrects_momentum for sync, _, _ in s.pieces] for s in strategy.synchronizer._streams]
+        torch.save(used, self.folder / "used.pt")
+
+
+@pytest.mark.filterwarnings("ignore:the warm-up lasts longer than the training")
+@pytest.mark.parametrize(("model", "corrects"), [(Classifier, [[True, True]]), (Adam, [[False]])])
+def test_sparsecomm_is_dgc_for_sgd_and_gradient_dropping_otherwise(tmp_path: Path, model: Any, corrects: Any) -> None:
+    ranks = fit(tmp_path, Scenario(model, steps=3), 2, default(), (Bodies(tmp_path),))
+    assert torch.load(tmp_path / "used.pt") == corrects
+    assert ranks[0]["ledger"].density() < 0.5
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        (
+            Adam,
+            "the method is not defined for Adam: momentum correction takes momentum, dampening and Nesterov's method"
+            " from torch.optim.SGD",
+        ),
+        (Steep, r"the momentum of SGD must be in \[0, 1\]; got 1.5"),
+    ],
+)
+def test_dgc_refuses(tmp_path: Path, model: Any, text: str) -> None:
+    with pytest.raises(Exception, match=text):
+        fit(tmp_path, Scenario(model, steps=3), 2, dgc())
+
+
+def test_dgc_without_momentum_correction_takes_any_optimizer(tmp_path: Path) -> None:
+    method = dgc(0.1, warmup_steps=0, momentum_correction=False)
+    ranks = fit(tmp_path, Scenario(Adam, steps=3), 2, method)
+    assert all(torch.equal(ranks[0]["weights"][name], tensor) for name, tensor in ranks[1]["weights"].items())
+
+
+def sparse(*memories: Any, **options: Any) -> GradientSync:
+    return GradientSync(Channel(Gather(SparseCodec(TopK(0.1))), memories), **options)
+
+
+def test_momentum_is_taken_over_for_all_parameters_or_none(tmp_path: Path) -> None:
+    half = Method([sparse(MomentumCorrection(), ErrorFeedback(), min_dimensions=2), sparse(ErrorFeedback(), rest=True)])
+    with pytest.raises(Exception, match="momentum is either taken over for all its parameters or for none"):
+        fit(tmp_path, Scenario(Classifier, steps=3), 2, half)
+    whole = Method([half.syncs[0], GradientSync(Channel(DenseAllReduce(), [Momentum()]), rest=True)])
+    fit(tmp_path, Scenario(Classifier, steps=3), 2, whole)
+
+
+@pytest.mark.parametrize(
+    "memories", [(ErrorFeedback(), MomentumCorrection()), (MomentumCorrection(), ClipLocalNorm(0.001), ErrorFeedback())]
+)
+def test_order_of_memories(tmp_path: Path, memories: Any) -> None:
+    with pytest.raises(Exception, match="must be in the order ClipLocalNorm, MomentumCorrection, ErrorFeedback"):
+        fit(tmp_path, Scenario(Classifier, steps=3), 2, Method([sparse(*memories)]))
+
+
+def test_warmups_that_outlast_the_training() -> None:
+    for method, limits, warns in (
+        (dgc(warmup_steps=10), {"max_steps": 9}, True),
+        (dgc(warmup_steps=10), {"max_steps": 10}, False),
+        (dgc(warmup_steps=10), {"max_epochs": 2}, True),
+        (dgc(warmup_steps=10), {"max_epochs": 3}, False),
+        (dgc(warmup_epochs=3), {"max_epochs": 2}, True),
+        (dgc(warmup_epochs=3), {"max_epochs": 3}, False),
+        (gradient_dropping(warmup_steps=10), {"max_steps": 9}, True),
+        (dgc(DensityWarmup(0.1, steps=10)), {"max_steps": 9}, True),
+        (dgc(0.1, warmup_steps=0), {"max_steps": 1}, False),
+    ):
+        assert bool(outlasted(method, **limits)) == warns, (method, limits)
+
+
+def outlasted(method: Method, max_steps: float = float("inf"), max_epochs: float = float("inf")) -> list[str]:
+    """As TrainerMixin asks; a Trainer's epochs have four steps here."""
+    (words,) = run_in_one_process(
+        lambda _: Synchronizer(method, Wire()).outlasted(min(max_steps, 4 * max_epochs), max_epochs)
+    )
+    return words
+
+
+def run_in_one_process(function: Any) -> list[Any]:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        return run_ranks(Path(folder), 1, function)
+
+
+def test_fabric_counts_no_epochs() -> None:
+    def setup(rank: int) -> str:
+        strategy = FabricStrategy(method=dgc(warmup_epochs=2))
+        strategy._begin(torch.device("cpu"), None)
+        with pytest.raises(ValueError, match="warmup_epochs=2 needs a Trainer, which counts epochs; Fabric does not"):
+            strategy._refuse_epochs()
+        strategy._end()
+        return "refused"
+
+    assert run_in_one_process(setup) == ["refused"]
+
+
+def test_rest_takes_what_nobody_claims() -> None:
+    parameters = list(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)).named_parameters())
+    method = dgc(exclude=["1.*"])
+    (first, sparse_names), (second, dense_names) = method.parts(parameters)
+    assert [name for name, _ in sparse_names] == ["0.weight"]
+    assert [name for name, _ in dense_names] == ["0.bias", "1.weight", "1.bias"]
+    assert not first.rest
+    assert second.rest
+    # Nothing is left for the dense sync.
+    assert len(dgc().parts(parameters[:1])) == 1
