@@ -5,6 +5,7 @@ and each is written to a JSON file as it ends: `--resume` goes on after the last
 """
 
 import argparse
+import itertools
 import json
 import logging
 import math
@@ -21,18 +22,17 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
-import pytorch_lightning as pl
 import torch
-from pytorch_lightning.strategies import DDPStrategy
+from lightning_fabric import Fabric
+from lightning_fabric.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 import lightning_sparsecomm
-from lightning_sparsecomm import Ledger, Method, NonFiniteGradientError, methods
-from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
-from lightning_sparsecomm.wire import DDP_BUFFERS, DDP_SETUP, DDP_UNUSED, LIGHTNING, link_bytes
+from lightning_sparsecomm import Method, NonFiniteGradientError, methods
+from lightning_sparsecomm.strategies.lightning_fabric import SparseCommStrategy
+from lightning_sparsecomm.wire import link_bytes
 
 # The examples are scripts, not a package.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
@@ -41,9 +41,6 @@ from images import Images, read_fashion_mnist
 TaskName = Literal["fashion-mnist", "shakespeare"]
 
 BASELINE = "ddp"
-
-# Purposes in the ledger that ddp has as well, and that are left out for it too.
-NOT_OF_THE_METHOD = (DDP_SETUP, DDP_BUFFERS, DDP_UNUSED, LIGHTNING)
 
 TUNING_IMAGES = 10_000
 
@@ -60,11 +57,9 @@ class Options(NamedTuple):
     text: Path | None
     seeds: int
     processes: int
-    epochs: int | None
-    steps: int | None
+    steps: int
     batch_size: int
     learning_rate: float
-    warmup_epochs: int
     warmup_steps: int
     average_every: int
     rows: list[str]
@@ -81,7 +76,7 @@ class Options(NamedTuple):
             "text": self.text.name if self.text is not None else None,
             "lightning_sparsecomm": lightning_sparsecomm.__version__,
             "torch": torch.__version__,
-            "pytorch_lightning": version("pytorch-lightning"),
+            "lightning_fabric": version("pytorch-lightning"),
             "python": platform.python_version(),
             "system": platform.system(),
             "architecture": platform.machine(),
@@ -102,21 +97,13 @@ class Data(NamedTuple):
     classes: int
 
 
-class Learner(pl.LightningModule):
-    """A network that knows what it is good for.
+class Learner(nn.Module):
+    """A network that knows what it is good for. Its forward pass gives the loss of a batch."""
 
-    Args:
-        learning_rate: That of the first step; it falls to 0 along half a cosine.
-    """
-
-    def __init__(self, learning_rate: float) -> None:
-        super().__init__()
-        self.learning_rate = learning_rate
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+    def forward(self, *batch: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def optimizer(self) -> torch.optim.Optimizer:
+    def optimizer(self, learning_rate: float) -> torch.optim.Optimizer:
         """The optimizer that all methods train with."""
         raise NotImplementedError
 
@@ -124,18 +111,12 @@ class Learner(pl.LightningModule):
         """How good the network is on some samples; the mean over samples."""
         raise NotImplementedError
 
-    def configure_optimizers(self) -> Any:
-        optimizer = self.optimizer()
-        steps = int(self.trainer.estimated_stepping_batches)
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
 
 class ImageNetwork(Learner):
     """A convolution and two linear layers. The convolution's large stride keeps steps short, without pooling."""
 
-    def __init__(self, learning_rate: float, classes: int) -> None:
-        super().__init__(learning_rate)
+    def __init__(self, classes: int) -> None:
+        super().__init__()
         self.network = nn.Sequential(
             nn.Conv2d(1, 16, 6, stride=4, padding=1),
             nn.ReLU(),
@@ -145,12 +126,12 @@ class ImageNetwork(Learner):
             nn.Linear(256, classes),
         )
 
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+    def forward(self, *batch: Tensor) -> Tensor:
         images, labels = batch
         return cross_entropy(self.network(images), labels)
 
-    def optimizer(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), self.learning_rate, momentum=0.9, weight_decay=1e-4)
+    def optimizer(self, learning_rate: float) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), learning_rate, momentum=0.9, weight_decay=1e-4)
 
     def quality(self, *held_out: Tensor) -> float:
         """Fraction of the images that are recognized."""
@@ -161,27 +142,24 @@ class ImageNetwork(Learner):
 class CharacterModel(Learner):
     """Predicts each next character by an LSTM. Each window begins in an empty state, in training and in evaluation."""
 
-    def __init__(self, learning_rate: float, classes: int) -> None:
-        super().__init__(learning_rate)
+    def __init__(self, classes: int) -> None:
+        super().__init__()
         self.embedding = nn.Embedding(classes, 64)
         self.lstm = nn.LSTM(64, 128, batch_first=True)
         self.output = nn.Linear(128, classes)
 
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        return self.nats(batch[0])
-
-    def nats(self, windows: Tensor) -> Tensor:
-        """Mean cross-entropy of all characters but the first of each window."""
-        windows = windows.long()
+    def forward(self, *batch: Tensor) -> Tensor:
+        """Mean cross-entropy of all characters but the first of each window, in nats."""
+        windows = batch[0].long()
         states, _ = self.lstm(self.embedding(windows[:, :-1]))
         return cross_entropy(self.output(states).flatten(0, 1), windows[:, 1:].flatten())
 
-    def optimizer(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), self.learning_rate)
+    def optimizer(self, learning_rate: float) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), learning_rate)
 
     def quality(self, *held_out: Tensor) -> float:
         """Cross-entropy in nats per character."""
-        return float(self.nats(held_out[0]))
+        return float(self(*held_out))
 
 
 class Row(NamedTuple):
@@ -189,7 +167,7 @@ class Row(NamedTuple):
 
     Attributes:
         method: Makes the method, late: a row whose method is missing disturbs no other. None is ddp.
-        clip: The Trainer's `gradient_clip_val`.
+        clip: Largest norm of the averaged gradient, where ddp clips it.
     """
 
     method: Callable[[Options], Method] | None = None
@@ -197,21 +175,20 @@ class Row(NamedTuple):
 
 
 IMAGE_ROWS = {
-    BASELINE: Row(),
-    "ddp + clip": Row(clip=1.0),
+    # Clipped like dgc, so that all rows but two differ from it in one thing.
+    BASELINE: Row(clip=1.0),
+    "ddp, no clipping": Row(),
     "gradient dropping": Row(lambda options: methods.gradient_dropping(density=0.001, scope="tensor")),
-    "dgc": Row(lambda options: methods.dgc(density=0.001, warmup_epochs=options.warmup_epochs, clip=1.0)),
+    "dgc": Row(lambda options: methods.dgc(density=0.001, warmup_steps=options.warmup_steps, clip=1.0)),
     "dgc, no momentum correction": Row(
         lambda options: methods.dgc(
-            density=0.001, warmup_epochs=options.warmup_epochs, clip=1.0, momentum_correction=False
+            density=0.001, warmup_steps=options.warmup_steps, clip=1.0, momentum_correction=False
         )
     ),
     "dgc, no masking": Row(
-        lambda options: methods.dgc(
-            density=0.001, warmup_epochs=options.warmup_epochs, clip=1.0, momentum_masking=False
-        )
+        lambda options: methods.dgc(density=0.001, warmup_steps=options.warmup_steps, clip=1.0, momentum_masking=False)
     ),
-    "dgc, no clipping": Row(lambda options: methods.dgc(density=0.001, warmup_epochs=options.warmup_epochs, clip=None)),
+    "dgc, no clipping": Row(lambda options: methods.dgc(density=0.001, warmup_steps=options.warmup_steps, clip=None)),
     "dgc, no warm-up": Row(lambda options: methods.dgc(density=0.001, warmup_steps=0, clip=1.0)),
 }
 
@@ -276,9 +253,9 @@ class Task(NamedTuple):
 
     Attributes:
         read: Reads the data.
-        learner: Makes the network for a learning rate and a number of classes.
+        learner: Makes the network for a number of classes.
         rows: The ways to train, by name.
-        batch_size, epochs, steps, learning_rate: Defaults of the options; one of `epochs` and `steps` is None.
+        batch_size, steps, warmup_steps, learning_rate: Defaults of the options.
         quality: Name and unit of the quality.
         unit: Unit of a difference of qualities.
         scale: What the quality is multiplied by, to be in this unit.
@@ -286,11 +263,11 @@ class Task(NamedTuple):
     """
 
     read: Callable[[Options], Data]
-    learner: Callable[[float, int], Learner]
+    learner: Callable[[int], Learner]
     rows: dict[str, Row]
     batch_size: int
-    epochs: int | None
-    steps: int | None
+    steps: int
+    warmup_steps: int
     learning_rate: float
     quality: str
     unit: str
@@ -304,8 +281,8 @@ TASKS: dict[TaskName, Task] = {
         ImageNetwork,
         IMAGE_ROWS,
         batch_size=32,
-        epochs=5,
-        steps=None,
+        steps=4680,
+        warmup_steps=468,
         learning_rate=0.05,
         quality="accuracy, %",
         unit="points",
@@ -317,8 +294,8 @@ TASKS: dict[TaskName, Task] = {
         CharacterModel,
         TEXT_ROWS,
         batch_size=8,
-        epochs=None,
         steps=1500,
+        warmup_steps=200,
         learning_rate=5e-3,
         quality="nats per character",
         unit="nats",
@@ -338,7 +315,7 @@ class Run(NamedTuple):
         link_bytes: Bytes that the method has put on the link, per rank.
         ledger: The same for every purpose in the ledger; empty for ddp, which has none.
         steps: Optimizer steps.
-        seconds: From the beginning of fit to its end, on rank 0.
+        seconds: Of all steps, on rank 0.
         method: The method in full.
     """
 
@@ -352,112 +329,18 @@ class Run(NamedTuple):
     method: str
 
 
-class Batches(Sampler[Tensor]):
-    """Which samples make up each batch of one rank: a new order in each epoch, cut into batches for all ranks by turns.
-
-    Args:
-        samples: How many there are.
-        batch_size: Samples per rank and batch.
-        rank: Whose batches.
-        world_size: Number of ranks.
-        seed: Of the orders.
-    """
-
-    def __init__(self, samples: int, batch_size: int, rank: int, world_size: int, seed: int) -> None:
-        self.samples = samples
-        self.batch_size = batch_size
-        self.rank = rank
-        self.world_size = world_size
-        self.seed = seed
-        self.epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Lightning calls it before each epoch."""
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return self.samples // (self.world_size * self.batch_size)
-
-    def __iter__(self) -> Iterator[Tensor]:
-        generator = torch.Generator().manual_seed(1000 * self.seed + self.epoch)
-        order = torch.randperm(self.samples, generator=generator)
-        whole = len(self) * self.world_size * self.batch_size
-        return iter(order[:whole].view(len(self), self.world_size, self.batch_size)[:, self.rank])
+def batches(data: Data, options: Options, rank: int, seed: int) -> Iterator[list[Tensor]]:
+    """One rank's batches without end: a new order in each epoch, cut into batches for all ranks by turns."""
+    generator = torch.Generator().manual_seed(seed)
+    samples, together = len(data.train[0]), options.processes * options.batch_size
+    while True:
+        order = torch.randperm(samples, generator=generator)
+        for chosen in order[: samples // together * together].view(-1, options.processes, options.batch_size)[:, rank]:
+            yield [tensor[chosen] for tensor in data.train]
 
 
-class Shares(pl.LightningDataModule):
-    """Gives each process its share of the training data, by whole batches: sample by sample takes longer than training.
-
-    Args:
-        train: The training data.
-        batch_size: Samples per process and step.
-        seed: Of their order.
-    """
-
-    def __init__(self, train: tuple[Tensor, ...], batch_size: int, seed: int) -> None:
-        super().__init__()
-        self.train = TensorDataset(*train)
-        self.batch_size = batch_size
-        self.seed = seed
-
-    def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        assert self.trainer is not None
-        rank, ranks = self.trainer.global_rank, self.trainer.world_size
-        batches = Batches(len(self.train), self.batch_size, rank, ranks, self.seed)
-        return DataLoader(self.train, batch_size=None, sampler=batches)
-
-
-class Recorder(pl.Callback):
-    """Measures at the end of fit, and writes a Run to a file, since rank 0 is a process that the strategy has started.
-
-    Args:
-        run: What is known of the run before it begins.
-        held_out: What quality is measured on.
-        path: Where rank 0 writes, as JSON.
-    """
-
-    def __init__(self, run: Run, held_out: tuple[Tensor, ...], path: Path) -> None:
-        self.run = run
-        self.held_out = held_out
-        self.path = path
-        self.gradient_bytes = 0
-
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        torch.set_num_threads(1)
-
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.begin = time.perf_counter()
-
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
-    ) -> None:
-        gradients = (parameter.grad for parameter in pl_module.parameters())
-        self.gradient_bytes += sum(gradient.nbytes for gradient in gradients if gradient is not None)
-
-    # Not on_train_end: the strategy's own comes after it, and may still average parameters.
-    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not trainer.is_global_zero:
-            return
-        seconds = time.perf_counter() - self.begin
-        sent_bytes = link_bytes("all_reduce", self.gradient_bytes, trainer.world_size)
-        ledger = getattr(trainer.strategy, "ledger", None)
-        purposes: dict[str, float] = {}
-        if isinstance(ledger, Ledger):
-            purposes = {purpose: ledger.link_bytes(purpose) for purpose in ledger.rows}
-            sent_bytes = sum(sent for purpose, sent in purposes.items() if purpose not in NOT_OF_THE_METHOD)
-        run = self.run._replace(
-            quality=evaluate(pl_module, self.held_out),
-            link_bytes=sent_bytes,
-            ledger=purposes,
-            steps=trainer.global_step,
-            seconds=seconds,
-        )
-        self.path.write_text(json.dumps(run._asdict()))
-
-
-def evaluate(learner: pl.LightningModule, held_out: tuple[Tensor, ...]) -> float | None:
+def evaluate(learner: Learner, held_out: tuple[Tensor, ...]) -> float | None:
     """The network's quality on all samples; None where it is no number."""
-    assert isinstance(learner, Learner)
     learner.eval()
     with torch.no_grad():
         chunks = zip(*(tensor.split(500) for tensor in held_out))
@@ -468,43 +351,58 @@ def evaluate(learner: pl.LightningModule, held_out: tuple[Tensor, ...]) -> float
 
 def train(row: str, seed: int, data: Data, options: Options) -> Run:
     """One training run from its beginning to its measurement."""
-    task = TASKS[options.task]
-    make, clip = task.rows[row]
+    make, clip = TASKS[options.task].rows[row]
     method = None if make is None else make(options)
-    strategy = (
+    name = f"{BASELINE}, clip={clip}" if method is None else repr(method)
+    run = Run(row, seed, None, link_bytes=0.0, ledger={}, steps=options.steps, seconds=0.0, method=name)
+    strategy: DDPStrategy = (
         DDPStrategy(start_method="fork")
         if method is None
         else SparseCommStrategy(method=method, seed=seed, start_method="fork")
     )
-    name = f"{BASELINE}, gradient_clip_val={clip}" if method is None else repr(method)
-    run = Run(row, seed, None, link_bytes=0.0, ledger={}, steps=0, seconds=0.0, method=name)
-    pl.seed_everything(seed, verbose=False)
+    fabric = Fabric(strategy=strategy, accelerator="cpu", devices=options.processes)
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "run.json"
-        trainer = pl.Trainer(
-            strategy=strategy,
-            accelerator="cpu",
-            devices=options.processes,
-            max_epochs=-1 if options.epochs is None else options.epochs,
-            max_steps=-1 if options.steps is None else options.steps,
-            gradient_clip_val=clip,
-            use_distributed_sampler=False,
-            callbacks=[Recorder(run, data.held_out, path)],
-            default_root_dir=directory,  # where rank 0 leaves its weights for a moment
-            logger=False,
-            enable_checkpointing=False,
-            enable_model_summary=False,
-            enable_progress_bar=False,
-        )
-        learner = task.learner(options.learning_rate, data.classes)
         try:
-            trainer.fit(learner, Shares(data.train, options.batch_size, seed))
+            fabric.launch(learn, run, clip, data, options, path)
         except ProcessRaisedException as error:
             # To diverge is a result; everything else is not.
             if NonFiniteGradientError.__name__ not in str(error):
                 raise
             return run
         return Run(**json.loads(path.read_text()))
+
+
+def learn(fabric: Fabric, run: Run, clip: float | None, data: Data, options: Options, path: Path) -> None:
+    """What each process does; rank 0 writes the run to a file, since it is a process that Fabric has started."""
+    task, rank, ranks = TASKS[options.task], fabric.global_rank, fabric.world_size
+    torch.set_num_threads(1)
+    torch.manual_seed(run.seed)
+    learner = task.learner(data.classes)
+    module, optimizer = fabric.setup(learner, learner.optimizer(options.learning_rate))
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.steps)
+    begin = time.perf_counter()
+    for batch in itertools.islice(batches(data, options, rank, run.seed), options.steps):
+        optimizer.zero_grad()
+        fabric.backward(module(*batch))
+        if clip is not None:
+            fabric.clip_gradients(module, optimizer, max_norm=clip)
+        optimizer.step()
+        schedule.step()
+    seconds = time.perf_counter() - begin
+    gradient_bytes = options.steps * sum(parameter.nbytes for parameter in learner.parameters())
+    sent_bytes, purposes = link_bytes("all_reduce", gradient_bytes, ranks), {}
+    if isinstance(fabric.strategy, SparseCommStrategy):
+        # Collective: where replicas have gone apart, what is measured is their average.
+        fabric.strategy.settle()
+        ledger = fabric.strategy.ledger
+        assert ledger is not None
+        purposes = {purpose: ledger.link_bytes(purpose) for purpose in ledger.rows}
+        sent_bytes = ledger.sent_link_bytes
+    if rank == 0:
+        quality = evaluate(learner, data.held_out)
+        done = run._replace(quality=quality, link_bytes=sent_bytes, ledger=purposes, seconds=seconds)
+        path.write_text(json.dumps(done._asdict()))
 
 
 def numbers(options: Options) -> Path:
@@ -599,14 +497,13 @@ def parse() -> Options:
     add("--text", type=Path, default=None, metavar="FILE", help="another text for shakespeare, in UTF-8")
     add("--seeds", type=at_least(1), default=3, metavar="N", help="runs of each row, with seeds 0 to N-1")
     add("--processes", type=at_least(2), default=4, metavar="N", help="on this machine's CPU, one thread each")
-    add("--epochs", type=at_least(1), **by_task, help=f"of fashion-mnist (default: {images.epochs})")
-    add("--steps", type=at_least(1), **by_task, help=f"of shakespeare (default: {text.steps})")
+    add("--steps", type=at_least(1), **by_task, help=f"(default: {images.steps} of images, {text.steps} of text)")
     batch_size = f"samples per process and step (default: {images.batch_size} images, {text.batch_size} windows)"
     add("--batch-size", type=at_least(1), **by_task, help=batch_size)
     rate = f"at first, of all rows (default: {images.learning_rate} of SGD, {text.learning_rate} of Adam)"
     add("--learning-rate", type=float, **by_task, help=rate)
-    add("--warmup-epochs", type=at_least(0), default=1, metavar="N", help="of dgc")
-    add("--warmup-steps", type=at_least(0), default=200, metavar="N", help="of rows of shakespeare")
+    warmup = f"of dgc, and of rows of shakespeare (default: {images.warmup_steps}, {text.warmup_steps})"
+    add("--warmup-steps", type=at_least(0), **by_task, help=warmup)
     add("--average-every", type=at_least(1), default=100, metavar="N", help="steps, of rows of shakespeare")
     add("--rows", nargs="+", default=argparse.SUPPRESS, metavar="NAME", help="of the table (default: all of the task)")
     tuning = "measure on a part of the training data that is then not trained on, to choose settings by"
@@ -615,10 +512,7 @@ def parse() -> Options:
     add("--resume", action="store_true", help="skip runs that are in this file already")
     arguments = vars(parser.parse_args())
     task = TASKS[arguments["task"]]
-    for name in ("epochs", "steps"):
-        if name in arguments and getattr(task, name) is None:
-            parser.error(f"--{name} is not for {arguments['task']}")
-    for name in ("epochs", "steps", "batch_size", "learning_rate"):
+    for name in ("steps", "batch_size", "learning_rate", "warmup_steps"):
         arguments.setdefault(name, getattr(task, name))
     arguments.setdefault("rows", list(task.rows))
     for row in arguments["rows"]:
@@ -653,7 +547,7 @@ def main() -> None:
         sys.exit(str(error))
     options.output.mkdir(parents=True, exist_ok=True)
     data = task.read(options)
-    parameters = sum(parameter.numel() for parameter in task.learner(options.learning_rate, data.classes).parameters())
+    parameters = sum(parameter.numel() for parameter in task.learner(data.classes).parameters())
     wanted = [(row, seed) for seed in range(options.seeds) for row in options.rows]
     for row, seed in wanted:
         if any((run.row, run.seed) == (row, seed) for run in runs):
@@ -664,12 +558,11 @@ def main() -> None:
         shown = "diverged" if quality is None else f"{task.scale * quality:.{task.decimals}f} {task.quality}"
         sent = f"{runs[-1].link_bytes / 1e6:,.2f} MB"
         print(f"seed {seed}, {row}: {shown}, {sent}, {runs[-1].seconds:.1f} s", file=sys.stderr, flush=True)
-    length = f"{options.epochs} epochs" if options.epochs is not None else f"{options.steps} steps"
     held_out = "tuning" if options.tuning else "test"
-    versions = [f"{name} {options.settings()[name]}" for name in ("lightning_sparsecomm", "torch", "pytorch_lightning")]
+    versions = [f"{name} {options.settings()[name]}" for name in ("lightning_sparsecomm", "torch", "lightning_fabric")]
     print(
         f"{options.task}: {options.processes} processes, {parameters:,} parameters, batches of {options.batch_size} per"
-        f" process, {length}, {len(data.held_out[0]):,} {held_out} samples; {', '.join(versions)}\n"
+        f" process, {options.steps} steps, {len(data.held_out[0]):,} {held_out} samples; {', '.join(versions)}\n"
     )
     print(table([run for run in runs if (run.row, run.seed) in wanted], options))
 

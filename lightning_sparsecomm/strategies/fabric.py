@@ -24,6 +24,7 @@ class FabricMixin(SynchronizingMixin, DDPStrategy):
 
     `fabric.backward`, `fabric.clip_gradients`, `fabric.no_backward_sync` and `optimizer.step` are used as with ddp.
     Code that reads or changes `.grad` by itself before the step calls `fabric.strategy.synchronize(optimizer)` first.
+    With a local mode, `fabric.strategy.settle()` after the last step leaves one model.
 
     Args:
         method: How gradients are synchronized; by default `methods.dgc()` for SGD, and for other optimizers
@@ -104,6 +105,11 @@ class FabricMixin(SynchronizingMixin, DDPStrategy):
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
         if not self._clip(optimizer, clip_val, by_value=True):
             super().clip_gradients_value(module, optimizer, clip_val)
+
+    def settle(self) -> None:
+        """Makes replicas that a local mode has let go apart one, for good: their average. Call it on all ranks after
+        the last step, as a Trainer's strategy does by itself; it does nothing where replicas are equal."""
+        self.synchronizer.replicas.settle()
 
     def teardown(self) -> None:
         self._end()
