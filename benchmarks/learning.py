@@ -36,13 +36,14 @@ from lightning_sparsecomm.wire import link_bytes
 
 # The examples are scripts, not a package.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-from images import Images, read_fashion_mnist
+from images import Images, read_digits, read_fashion_mnist
 
-TaskName = Literal["fashion-mnist", "shakespeare"]
+TaskName = Literal["fashion-mnist", "digits", "shakespeare"]
 
 BASELINE = "ddp"
 
 TUNING_IMAGES = 10_000
+TUNING_DIGITS = 300
 
 CHARACTERS = 50  # of context, at most
 HELD_OUT = 0.05  # of the text
@@ -60,6 +61,7 @@ class Options(NamedTuple):
     steps: int
     batch_size: int
     learning_rate: float
+    density: float
     warmup_steps: int
     average_every: int
     rows: list[str]
@@ -139,6 +141,14 @@ class ImageNetwork(Learner):
         return float((self.network(images).argmax(dim=1) == labels).double().mean())
 
 
+class DigitNetwork(ImageNetwork):
+    """Two linear layers, for small images and short runs."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__(classes)
+        self.network = nn.Sequential(nn.Flatten(), nn.Linear(8 * 8, 256), nn.ReLU(), nn.Linear(256, classes))
+
+
 class CharacterModel(Learner):
     """Predicts each next character by an LSTM. Each window begins in an empty state, in training and in evaluation."""
 
@@ -178,18 +188,22 @@ IMAGE_ROWS = {
     # Clipped like dgc, so that all rows but two differ from it in one thing.
     BASELINE: Row(clip=1.0),
     "ddp, no clipping": Row(),
-    "gradient dropping": Row(lambda options: methods.gradient_dropping(density=0.001, scope="tensor")),
-    "dgc": Row(lambda options: methods.dgc(density=0.001, warmup_steps=options.warmup_steps, clip=1.0)),
+    "gradient dropping": Row(lambda options: methods.gradient_dropping(density=options.density, scope="tensor")),
+    "dgc": Row(lambda options: methods.dgc(density=options.density, warmup_steps=options.warmup_steps, clip=1.0)),
     "dgc, no momentum correction": Row(
         lambda options: methods.dgc(
-            density=0.001, warmup_steps=options.warmup_steps, clip=1.0, momentum_correction=False
+            density=options.density, warmup_steps=options.warmup_steps, clip=1.0, momentum_correction=False
         )
     ),
     "dgc, no masking": Row(
-        lambda options: methods.dgc(density=0.001, warmup_steps=options.warmup_steps, clip=1.0, momentum_masking=False)
+        lambda options: methods.dgc(
+            density=options.density, warmup_steps=options.warmup_steps, clip=1.0, momentum_masking=False
+        )
     ),
-    "dgc, no clipping": Row(lambda options: methods.dgc(density=0.001, warmup_steps=options.warmup_steps, clip=None)),
-    "dgc, no warm-up": Row(lambda options: methods.dgc(density=0.001, warmup_steps=0, clip=1.0)),
+    "dgc, no clipping": Row(
+        lambda options: methods.dgc(density=options.density, warmup_steps=options.warmup_steps, clip=None)
+    ),
+    "dgc, no warm-up": Row(lambda options: methods.dgc(density=options.density, warmup_steps=0, clip=1.0)),
 }
 
 
@@ -220,15 +234,18 @@ TEXT_ROWS = {
 
 
 def read_images(options: Options) -> Data:
-    """Fashion-MNIST; for tuning, the last training images are held out and the test images are not looked at."""
-    Images("fashion-mnist", options.data_dir).prepare_data()
-    read = read_fashion_mnist(options.data_dir)
+    """Images; for tuning, the last training images are held out and the test images are not looked at."""
+    if options.task == "digits":
+        read, tuning = read_digits(), TUNING_DIGITS
+    else:
+        Images("fashion-mnist", options.data_dir).prepare_data()
+        read, tuning = read_fashion_mnist(options.data_dir), TUNING_IMAGES
     mean, std = read.train_images.mean(), read.train_images.std()
     images, labels = (read.train_images - mean) / std, read.train_labels
     test = (read.test_images - mean) / std, read.test_labels
     if options.tuning:
-        test = images[-TUNING_IMAGES:], labels[-TUNING_IMAGES:]
-        images, labels = images[:-TUNING_IMAGES], labels[:-TUNING_IMAGES]
+        test = images[-tuning:], labels[-tuning:]
+        images, labels = images[:-tuning], labels[:-tuning]
     return Data((images, labels), test, classes=10)
 
 
@@ -283,6 +300,19 @@ TASKS: dict[TaskName, Task] = {
         batch_size=32,
         steps=4680,
         warmup_steps=468,
+        learning_rate=0.05,
+        quality="accuracy, %",
+        unit="points",
+        scale=100,
+        decimals=2,
+    ),
+    "digits": Task(
+        read_images,
+        DigitNetwork,
+        IMAGE_ROWS,
+        batch_size=16,
+        steps=1000,
+        warmup_steps=100,
         learning_rate=0.05,
         quality="accuracy, %",
         unit="points",
@@ -491,19 +521,27 @@ def parse() -> Options:
     add = parser.add_argument
     # Defaults that depend on the task are told in the help instead.
     by_task: dict[str, Any] = {"default": argparse.SUPPRESS, "metavar": "N"}
-    images, text = TASKS["fashion-mnist"], TASKS["shakespeare"]
+    images, digits, text = TASKS["fashion-mnist"], TASKS["digits"], TASKS["shakespeare"]
     add("--task", choices=get_args(TaskName), required=True, help="what is learnt")
     add("--data-dir", type=Path, default=Path("data"), metavar="DIR", help="of Fashion-MNIST or shakespeare.txt")
     add("--text", type=Path, default=None, metavar="FILE", help="another text for shakespeare, in UTF-8")
     add("--seeds", type=at_least(1), default=3, metavar="N", help="runs of each row, with seeds 0 to N-1")
     add("--processes", type=at_least(2), default=4, metavar="N", help="on this machine's CPU, one thread each")
-    add("--steps", type=at_least(1), **by_task, help=f"(default: {images.steps} of images, {text.steps} of text)")
-    batch_size = f"samples per process and step (default: {images.batch_size} images, {text.batch_size} windows)"
+    add(
+        "--steps",
+        type=at_least(1),
+        **by_task,
+        help=f"(default: {images.steps}, {digits.steps} of digits, {text.steps} of text)",
+    )
+    sizes = f"{images.batch_size} images, {digits.batch_size} digits, {text.batch_size} windows"
+    batch_size = f"samples per process and step (default: {sizes})"
     add("--batch-size", type=at_least(1), **by_task, help=batch_size)
     rate = f"at first, of all rows (default: {images.learning_rate} of SGD, {text.learning_rate} of Adam)"
     add("--learning-rate", type=float, **by_task, help=rate)
-    warmup = f"of dgc, and of rows of shakespeare (default: {images.warmup_steps}, {text.warmup_steps})"
+    lengths = f"{images.warmup_steps}, {digits.warmup_steps}, {text.warmup_steps}"
+    warmup = f"of dgc, and of rows of shakespeare (default: {lengths})"
     add("--warmup-steps", type=at_least(0), **by_task, help=warmup)
+    add("--density", type=float, default=0.001, metavar="P", help="of rows of images; those of text send 1%%")
     add("--average-every", type=at_least(1), default=100, metavar="N", help="steps, of rows of shakespeare")
     add("--rows", nargs="+", default=argparse.SUPPRESS, metavar="NAME", help="of the table (default: all of the task)")
     tuning = "measure on a part of the training data that is then not trained on, to choose settings by"

@@ -16,8 +16,10 @@ from lightning_sparsecomm.codecs import (
     Float16,
     Float32,
     Float64,
+    IndexCodec,
     PayloadError,
     Raw32,
+    RunLength16,
     SparseCodec,
     TopK,
     ValueCodec,
@@ -30,6 +32,7 @@ from lightning_sparsecomm.rounds import Round
 from tests.reference.payloads import GoldenCase, golden_bytes, golden_cases, record, reference_payload, sparse_body
 
 VALUES: dict[str, ValueCodec] = {"Float32": Float32(), "Float16": Float16(), "Float64": Float64()}
+INDICES: dict[str, IndexCodec] = {"Raw32": Raw32(), "RunLength16": RunLength16()}
 FORMATS = (Path(__file__).parents[2] / "docs" / "formats.md").read_text(encoding="utf-8")
 
 
@@ -155,8 +158,8 @@ def test_golden(case: GoldenCase, request: pytest.FixtureRequest):
     assert recorded == reference_payload(case)
 
     layout = Layout(case.tensors)
-    x = torch.tensor(case.x, dtype=torch.float64).to(getattr(torch, case.dtype))
-    codec = SparseCodec(TopK(case.density), VALUES[case.values])
+    x = torch.from_numpy(case.vector())
+    codec = SparseCodec(TopK(case.density), VALUES[case.values], INDICES[case.indices])
     body = codec.encode(x, Round(layout))
     assert bytes(seal(Envelope(body, case.present, case.nonfinite_segment), layout).tolist()) == recorded
 

@@ -26,6 +26,12 @@ class GoldenCase(NamedTuple):
     values: str
     present: list[bool] | None
     nonfinite_segment: int | None
+    indices: str = "Raw32"
+    zeros_before: int = 0
+
+    def vector(self) -> np.ndarray:
+        """`x` behind so many zeros."""
+        return np.array([0.0] * self.zeros_before + self.x, dtype=self.dtype)
 
 
 def golden_cases() -> list[GoldenCase]:
@@ -47,9 +53,9 @@ def record(case: GoldenCase) -> None:
 
 def reference_payload(case: GoldenCase) -> bytes:
     """The payload for a case's inputs. None of them has a tie at the threshold."""
-    x = np.array(case.x, dtype=case.dtype)
+    x = case.vector()
     indices = top_k(x, k_of(case.density, len(x)), 0)
-    body = sparse_body(indices, [float(x[i]) for i in indices], len(x), case.values)
+    body = sparse_body(indices, [float(x[i]) for i in indices], len(x), case.values, case.indices)
     return envelope(body, case.tensors, case.present, case.nonfinite_segment)
 
 
@@ -58,11 +64,23 @@ def fingerprint(tensors: Sequence[tuple[str, Sequence[int]]]) -> int:
     return zlib.crc32(repr([(name, tuple(shape)) for name, shape in tensors]).encode())
 
 
-def sparse_body(indices: Sequence[int], values: Sequence[float], size: int, codec: str) -> bytes:
-    """A sparse body with raw 32-bit positions."""
+def sparse_body(
+    indices: Sequence[int], values: Sequence[float], size: int, codec: str, index_codec: str = "Raw32"
+) -> bytes:
+    """A sparse body."""
     code, letter, largest = VALUE_FORMATS[codec]
-    positions = b"" if len(indices) == size else b"".join(struct.pack("<I", index) for index in indices)
-    head = bytes([1, code, 0, 0]) + struct.pack("<III", size, len(indices), len(positions))
+    index_code = {"Raw32": 1, "RunLength16": 2}[index_codec]
+    if len(indices) == size:
+        positions = b""
+    elif index_code == 1:
+        positions = b"".join(struct.pack("<I", index) for index in indices)
+    else:
+        positions, following = b"", 0
+        for index in indices:
+            zeros = index - following
+            positions += b"\xff\xff" * (zeros // 65535) + struct.pack("<H", zeros % 65535)
+            following = index + 1
+    head = bytes([index_code, code, 0, 0]) + struct.pack("<III", size, len(indices), len(positions))
     return head + positions + b"".join(struct.pack("<" + letter, max(-largest, min(largest, v))) for v in values)
 
 

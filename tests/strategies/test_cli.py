@@ -9,11 +9,21 @@ from unittest import mock
 import pytest
 import yaml
 
-from lightning_sparsecomm import Channel, CompressionMonitor, ErrorFeedback, GradientSync, Method, _lightning
+from lightning_sparsecomm import (
+    Channel,
+    CompressionMonitor,
+    ErrorFeedback,
+    GradientSync,
+    Method,
+    ParameterAveraging,
+    SparsityWarmup,
+    _lightning,
+)
+from lightning_sparsecomm.averaging import Averaging
 from lightning_sparsecomm.codecs import Float16, SparseCodec, TopK
 from lightning_sparsecomm.exchange import DenseAllReduce, Gather
 from lightning_sparsecomm.methods import default, dense, dgc, gradient_dropping
-from lightning_sparsecomm.schedules import DensityWarmup
+from lightning_sparsecomm.schedules import DensityWarmup, Warmup
 
 # LightningCLI 2.6 calls what jsonargparse 4.53 has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
@@ -99,12 +109,27 @@ def test_defaults_are_those_of_python(cli: Cli, package: str) -> None:
         ("gradient_dropping", {"density": 0.001}),
         ("gradient_dropping", {"scope": "tensor", "values": "float16", "error_feedback": False}),
         ("gradient_dropping", {"exclude": ["layer.bias"]}),
+        ("gradient_dropping", {"local": "partial", "average_every": 50, "average_buffers": True, "warmup_steps": 100}),
+        ("dgc", {"density": 0.01, "warmup_epochs": 4, "clip": 0.5, "momentum_masking": False}),
+        ("dgc", {"momentum_correction": False, "scope": "model", "exclude": ["layer.bias"]}),
     ],
 )
 def test_arguments_of_methods(cli: Cli, recipe: str, init_args: dict[str, Any]) -> None:
     strategy = cli(with_strategy(method=part(f"methods.{recipe}", **init_args))).trainer.strategy
-    expected = {"dense": dense, "gradient_dropping": gradient_dropping}[recipe](**init_args)
+    expected = {"dense": dense, "gradient_dropping": gradient_dropping, "dgc": dgc}[recipe](**init_args)
     assert repr(strategy.method) == repr(expected)
+
+
+@in_one_package
+@pytest.mark.parametrize("shape", ["inverse_time", [0.5, 0.1]])
+def test_callbacks(cli: Cli, shape: Any) -> None:
+    warmup = part("SparsityWarmup", steps=40, shape=shape)
+    averaging = part("ParameterAveraging", every=20, buffers=True)
+    callbacks = cli({"trainer": {"strategy": "sparsecomm", "callbacks": [warmup, averaging]}}).trainer.callbacks
+    (made,) = (callback for callback in callbacks if isinstance(callback, SparsityWarmup))
+    assert made.warmup == Warmup(steps=40, shape=shape)
+    (made,) = (callback for callback in callbacks if isinstance(callback, ParameterAveraging))
+    assert made.averaging == Averaging(20, buffers=True)
 
 
 @in_one_package

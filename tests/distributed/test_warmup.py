@@ -1,0 +1,59 @@
+"""SparsityWarmup drives the density of any method, and callbacks that change the strategy need one of ours."""
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+
+from lightning_sparsecomm import ParameterAveraging, SparsityWarmup
+from lightning_sparsecomm.methods import dgc, gradient_dropping
+from tests.distributed.scenarios import Classifier, Scenario, fit
+
+PARAMETERS = sum(p.numel() for p in Classifier().parameters())
+
+
+class Densities(pl.Callback):
+    """How many elements are sent in each step."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.sent: list[int] = [0]
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.sent.append(trainer.strategy.ledger.sent_elements)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        torch.save([after - before for before, after in pairwise(self.sent)], self.folder / "sent.pt")
+
+
+@pytest.mark.parametrize(
+    ("warmup", "stages"),
+    [
+        ({"steps": 8}, [0.25 ** (stage / 5) for stage in (1, 1, 2, 2, 3, 3, 4, 4, 5, 5)]),
+        ({"steps": 4, "shape": [1.0, 0.5]}, [1, 1, 0.5, 0.5] + [0.25] * 6),
+        ({"epochs": 1}, [0.25 ** (1 / 2)] * 10),
+        ({"steps": 5, "shape": "inverse_time"}, [1 - 0.75 ** max(1.0, 5 / t) for t in range(1, 11)]),
+    ],
+)
+def test_density_of_any_method(warmup: dict[str, Any], stages: list[float], tmp_path: Path) -> None:
+    callbacks = (SparsityWarmup(**warmup), Densities(tmp_path))
+    fit(tmp_path, Scenario(Classifier, steps=10), 2, gradient_dropping(0.25), callbacks)
+    assert torch.load(tmp_path / "sent.pt") == [round(stage * PARAMETERS) for stage in stages]
+
+
+def test_the_methods_own_warmup_by_epochs(tmp_path: Path) -> None:
+    """Ten steps an epoch: one stage for each."""
+    method = dgc(0.04, warmup_epochs=1, scope="model")
+    fit(tmp_path, Scenario(Classifier, steps=20), 2, method, (Densities(tmp_path),))
+    biases = sum(p.numel() for p in Classifier().parameters() if p.dim() < 2)
+    sent = [round(density * (PARAMETERS - biases)) + biases for density in (0.2, 0.04)]
+    assert torch.load(tmp_path / "sent.pt") == [sent[0]] * 10 + [sent[1]] * 10
+
+
+@pytest.mark.parametrize("callback", [SparsityWarmup(steps=3), ParameterAveraging(every=3)])
+def test_callbacks_need_the_strategy(callback: Any, tmp_path: Path) -> None:
+    with pytest.raises(Exception, match=f"{type(callback).__name__} changes what a sparsecomm strategy does"):
+        fit(tmp_path, Scenario(Classifier, steps=3), 2, None, (callback,))

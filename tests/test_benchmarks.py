@@ -1,0 +1,42 @@
+"""The benchmarks run, in short; and methods learn as well as ddp on real images."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# Each run imports Lightning anew, which is slow on a busy machine.
+pytestmark = pytest.mark.timeout(300)
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+
+
+def run(script: str, *arguments: str, folder: Path) -> str:
+    command = [sys.executable, str(BENCHMARKS / script), *arguments]
+    environment = os.environ | {"PYTHONPATH": str(BENCHMARKS.parent)}
+    finished = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout
+
+
+def test_methods_learn_real_digits(tmp_path: Path) -> None:
+    """Shortened: 10 seconds of training where the benchmark has hours."""
+    arguments = ["--task=digits", "--processes=2", "--seeds=1", "--steps=400", "--density=0.01", "--output=out"]
+    output = run("learning.py", *arguments, "--rows", "ddp", "dgc", "gradient dropping", folder=tmp_path)
+    runs = json.loads((tmp_path / "out" / "digits.json").read_text())["runs"]
+    ddp, *others = runs
+    assert ddp["quality"] > 0.9
+    for each in others:
+        # Two standard errors of a proportion among 360 images.
+        assert each["quality"] > ddp["quality"] - 0.03
+        assert each["link_bytes"] < ddp["link_bytes"] / 8
+    assert len([line for line in output.splitlines() if line.startswith("| ")]) == 1 + len(runs)
+
+
+def test_selection(tmp_path: Path) -> None:
+    output = run("selection.py", "--elements=200000", "--rounds=2", "--output=out.json", folder=tmp_path)
+    assert len(json.loads((tmp_path / "out.json").read_text())["ms"]) == 9
+    assert "| one tensor, momentum and residual: fused |" in output
