@@ -8,6 +8,7 @@ from torch.optim import SGD, Optimizer
 
 from lightning_sparsecomm.gradients import NamedParameters
 from lightning_sparsecomm.layout import Layout
+from lightning_sparsecomm.memory import ClipLocalNorm
 from lightning_sparsecomm.methods import Method
 from lightning_sparsecomm.sync import Sync
 from lightning_sparsecomm.takeover import MomentumTakeover, momentum_rules
@@ -27,6 +28,7 @@ class Stream:
         method: Whose syncs take them; None until the parameters are known.
         takeover: What is done in the place of the optimizer's own momentum; None where nothing is.
         max_norm: The threshold by which its gradients were clipped before they were shared; None for none.
+        clipping: The memories that clip its gradients.
     """
 
     optimizer: Optimizer
@@ -38,6 +40,7 @@ class Stream:
     method: Method | None = None
     takeover: MomentumTakeover | None = None
     max_norm: float | None = None
+    clipping: list[ClipLocalNorm] = field(default_factory=list)
 
     def parameters(self) -> NamedParameters:
         """All that take part, in the syncs' order."""

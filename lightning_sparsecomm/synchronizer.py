@@ -199,8 +199,7 @@ class Synchronizer:
         self._admit(stream)
         index = self._streams.index(stream)
         stream.max_norm = self.max_norm if max_norm is None else max_norm
-        clipping = parts_in([sync for sync, _, _ in stream.pieces], ClipLocalNorm)
-        asked = any(stream.max_norm is not None or memory.max_norm is not None for memory in clipping)
+        asked = any(stream.max_norm is not None or memory.max_norm is not None for memory in stream.clipping)
         norm = self.local_norm(optimizer) if asked else math.nan
         for sync, parameters, layout in stream.pieces:
             round = Round(
@@ -243,6 +242,7 @@ class Synchronizer:
         assert stream.method is not None
         named = [known for key, known in self._known.items() if key in stream.members]
         stream.pieces = [(sync, piece, Layout.of(piece)) for sync, piece in stream.method.parts(named)]
+        stream.clipping = list(parts_in([sync for sync, _, _ in stream.pieces], ClipLocalNorm))
 
     def outlasted(self, steps: float, epochs: float) -> list[str]:
         """Warm-ups that last longer than a run of so many steps and epochs, in words."""
