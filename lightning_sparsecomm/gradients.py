@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_sparsecomm.exchange.base import Exchanged
+from lightning_sparsecomm.kernels import kernels_for
 from lightning_sparsecomm.layout import Layout, SparseVector
 from lightning_sparsecomm.local_mode import LocalMode
 
@@ -50,32 +51,43 @@ def write_gradients(
     here = [gradient for gradient in gradients if gradient is not None]
     if not here:
         return
-    dense = not isinstance(exchanged.shared, SparseVector)
     if local.own:
         torch._foreach_mul_(here, local.own / world_size)
-    elif not dense:
+        _add(gradients, _others(exchanged, local, world_size), layout)
+    elif isinstance(exchanged.shared, SparseVector):
         torch._foreach_zero_(here)
-    if local.sent:
-        _add(gradients, exchanged.sent, local.sent / world_size, layout)
-    if local.own or not dense:
-        _add(gradients, exchanged.shared, local.shared, layout)
+        _add(gradients, exchanged.shared, layout)
     else:
-        assert isinstance(exchanged.shared, Tensor)
         for gradient, view in zip(gradients, layout.views(exchanged.shared)):
             if gradient is not None:
                 gradient.copy_(view)
 
 
-def _add(gradients: Sequence[Tensor | None], vector: SparseVector | Tensor, factor: float, layout: Layout) -> None:
-    """Adds `factor` times a vector over the layout to the gradients."""
+def _others(exchanged: Exchanged, local: LocalMode, world_size: int) -> SparseVector | Tensor:
+    """What is added to the rank's own gradient. In a world of one, `partial` adds exact zeros."""
+    shared, sent = exchanged.shared, exchanged.sent
+    of_sent = local.sent / world_size
+    if not local.sent:
+        if isinstance(shared, SparseVector):
+            return shared._replace(values=shared.values * local.shared)
+        return shared * local.shared
+    if isinstance(shared, SparseVector) and isinstance(sent, SparseVector):
+        values = torch.cat([shared.values * local.shared, sent.values.to(shared.values.dtype) * of_sent])
+        kernels = kernels_for(values.device, values.dtype)
+        return SparseVector(*kernels.add_up(torch.cat([shared.indices, sent.indices]), values), shared.size)
+    whole, own = (each.dense() if isinstance(each, SparseVector) else each for each in (shared, sent))
+    return whole * local.shared + own.to(whole.dtype) * of_sent
+
+
+def _add(gradients: Sequence[Tensor | None], vector: SparseVector | Tensor, layout: Layout) -> None:
+    """Adds a vector over the layout to the gradients."""
     if not isinstance(vector, SparseVector):
         for gradient, view in zip(gradients, layout.views(vector)):
             if gradient is not None:
-                gradient.add_(view, alpha=factor)
+                gradient.add_(view)
         return
-    values = vector.values if factor == 1 else vector.values * factor
     counts = layout.counts(vector.indices)
-    parts = zip(gradients, layout.segments, vector.indices.split(counts), values.split(counts))
+    parts = zip(gradients, layout.segments, vector.indices.split(counts), vector.values.split(counts))
     for gradient, segment, indices, part in parts:
         if gradient is None or not indices.numel():
             continue

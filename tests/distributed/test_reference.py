@@ -111,6 +111,15 @@ def test_gradient_dropping(tmp_path: Path, options: dict[str, Any]) -> None:
                 np.testing.assert_allclose(residual, reference.residuals[rank], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("local", ["partial", "error"])
+@pytest.mark.parametrize("density", [0.05, 1.0])
+def test_a_rank_alone_keeps_its_own_gradient(tmp_path: Path, local: str, density: float) -> None:
+    method = gradient_dropping(density, local=local)
+    (trained,) = run_ranks(tmp_path, 1, _train, method, {"lr": 0.1})
+    for seen, gradient in zip(trained.seen, gradients_of(0), strict=True):
+        np.testing.assert_array_equal(seen, gradient)
+
+
 @pytest.mark.parametrize("local", ["sum", "partial", "error"])
 @pytest.mark.parametrize("state", [False, True])
 def test_replicas_are_averaged_with_adam(tmp_path: Path, local: str, state: bool) -> None:
