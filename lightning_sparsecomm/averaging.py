@@ -32,7 +32,8 @@ class Averaging:
     def __post_init__(self) -> None:
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
             raise ValueError(
-                f"average_every must be a whole number of optimizer steps, at least 1; got {self.every!r}."
+                f"every (average_every of a method) must be a whole number of optimizer steps, at least 1; got"
+                f" {self.every!r}."
                 " The paper averages every 500 steps."
             )
 

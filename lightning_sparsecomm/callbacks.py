@@ -112,6 +112,8 @@ class CompressionMonitor(Callback):
 class SparsityWarmup(Callback):
     """Sends more in the first steps or epochs, whatever the method; afterwards the method's own density holds.
 
+    In the place of a warm-up that the method has itself. `dense` has no density, and goes on sending everything.
+
     Args:
         steps: Length in optimizer steps; 0 where it is counted in epochs.
         epochs: Length in epochs; 0 where it is counted in steps.
@@ -133,9 +135,7 @@ class SparsityWarmup(Callback):
         self.warmup = Warmup(steps, epochs, shape)
 
     def on_fit_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
-        strategy = _strategy_of(trainer, self)
-        strategy.synchronizer.warmup = self.warmup
-        strategy.warn_of_long_warmups(trainer)
+        _strategy_of(trainer, self).synchronizer.warmup = self.warmup
 
 
 class ParameterAveraging(Callback):

@@ -169,7 +169,8 @@ class ClipLocalNorm(Memory):
     clips = True
 
     def __init__(self, max_norm: float | None = None) -> None:
-        if max_norm is not None and not 0 < max_norm < math.inf:
+        number = isinstance(max_norm, (int, float)) and not isinstance(max_norm, bool)
+        if max_norm is not None and not (number and 0 < max_norm < math.inf):
             raise ValueError(
                 f"clip must be a positive number: the largest norm of the averaged gradient; got {max_norm!r}."
                 " Use None for the Trainer's gradient_clip_val, or for no clipping without one."

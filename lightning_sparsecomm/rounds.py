@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from lightning_sparsecomm.layout import Layout
-from lightning_sparsecomm.schedules import Density, Warmup, value_at
+from lightning_sparsecomm.schedules import Density, DensityWarmup, Warmup, value_at
 
 # Weyl and mixing constants of SplitMix64 (Steele, Lea, Flood 2014): neighbouring steps get unrelated seeds.
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -72,8 +72,11 @@ class Round:
 
     def density(self, density: Density) -> float:
         """The fraction to send in this round."""
-        value = value_at(density, self.step, self.epoch)
-        return value if self.warmup is None else self.warmup.density(value, self.step, self.epoch)
+        if self.warmup is None:
+            return value_at(density, self.step, self.epoch)
+        # In the place of a warm-up that the method has itself.
+        own = density.density if isinstance(density, DensityWarmup) else value_at(density, self.step, self.epoch)
+        return self.warmup.density(own, self.step, self.epoch)
 
     def shared_seed(self) -> int:
         """63 bits that are equal on all ranks and new in each round."""

@@ -67,12 +67,14 @@ class Warmup:
                     "a warm-up's shape must be 'exponential', 'inverse_time' or a list of densities;"
                     f" got {self.shape!r}."
                 )
+        elif not isinstance(self.shape, Sequence):
+            raise TypeError(f"a warm-up's shape must be a name or a list of densities; got {self.shape!r}.")
         else:
             object.__setattr__(self, "shape", tuple(self.shape))
             if not self.shape:
                 raise ValueError("a warm-up's list of densities must not be empty. Give one density for each stage.")
             for density in self.shape:
-                check_density("each density of a warm-up", density)
+                check_density("each density of a warm-up", float(density))
 
     def density(self, density: float, step: int, epoch: float) -> float:
         """What is sent instead of `density`, which is the method's own."""
@@ -92,7 +94,7 @@ class Warmup:
     def unfinished(self, steps: float, epochs: float) -> str | None:
         """How it outlasts a run of so many steps and epochs, in words; None where it does not."""
         for name, length, available in (("steps", self.steps, steps), ("epochs", self.epochs, epochs)):
-            if length > available:
+            if length and length >= available:
                 return f"{length:,} {name} of warm-up in a run of {available:,.0f}"
         return None
 

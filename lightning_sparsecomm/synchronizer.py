@@ -4,7 +4,7 @@ import copy
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 _BY_VALUE = (
     "gradient_clip_algorithm must be 'norm' with a method that clips each rank's own gradient, by its norm;"
-    " got 'value'. Use 'norm', or methods.gradient_dropping(), which clips the shared gradient as ddp does."
+    " got 'value'. Use 'norm' (in Fabric, max_norm), or methods.gradient_dropping(), which clips the shared gradient."
 )
 
 
@@ -157,8 +157,16 @@ class Synchronizer:
 
     def _choose(self, stream: Stream) -> None:
         """Chooses the optimizer's method, once the module that it trains is known."""
-        if stream.method is None and (held := self._held(stream.optimizer)):
-            stream.choose(self.methods, held)
+        if stream.method is not None or not (held := self._held(stream.optimizer)):
+            return
+        stream.choose(self.methods, held)
+        parameters = [parameter for group in stream.optimizer.param_groups for parameter in group["params"]]
+        if stream.takeover is not None and any(id(parameter) in self._ignored for parameter in parameters):
+            raise ValueError(
+                "the method takes over the momentum of an optimizer that also holds parameters which DDP is told to"
+                " ignore (_ddp_params_and_buffers_to_ignore): they would lose theirs. Give them an optimizer of their"
+                " own, or use methods.dgc(momentum_correction=False)."
+            )
 
     def _held(self, optimizer: Optimizer) -> NamedParameters:
         """The known parameters among an optimizer's, in named-parameter order: dictionaries keep theirs."""
@@ -246,8 +254,11 @@ class Synchronizer:
 
     def outlasted(self, steps: float, epochs: float) -> list[str]:
         """Warm-ups that last longer than a run of so many steps and epochs, in words."""
-        warmups = [schedule.warmup for method in self.methods for schedule in parts_in(method, Schedule)]  # type: ignore[type-abstract]
-        unfinished = [each.unfinished(steps, epochs) for each in [*warmups, self.warmup] if each is not None]
+        in_use = [stream.method for stream in self._streams]
+        warmups = {schedule.warmup for schedule in parts_in(in_use, Schedule)}  # type: ignore[type-abstract]
+        if self.warmup is not None:
+            warmups = {self.warmup}
+        unfinished = [warmup.unfinished(steps, epochs) for warmup in warmups if warmup is not None]
         return [words for words in unfinished if words is not None]
 
     def take_over_clipping(self, max_norm: float, by_value: bool) -> None:
@@ -257,14 +268,10 @@ class Synchronizer:
             ValueError: They cannot clip so, or have another threshold of their own.
         """
         for stream in self._streams:
-            for memory in parts_in(stream.method, ClipLocalNorm) if stream.method is not None else ():
-                if by_value:
-                    raise ValueError(_BY_VALUE)
-                if memory.max_norm is not None and memory.max_norm != max_norm:
-                    raise ValueError(
-                        f"clip={memory.max_norm} of the method and gradient_clip_val={max_norm} of the Trainer are two"
-                        " thresholds for one clipping. Give only one of them: the method takes the Trainer's over."
-                    )
+            clipping = list(parts_in(stream.method, ClipLocalNorm))
+            if clipping and by_value:
+                raise ValueError(_BY_VALUE)
+            _refuse_two_thresholds(clipping, max_norm)
         self.max_norm = max_norm
 
     def clips(self, optimizer: Optimizer) -> bool:
@@ -297,6 +304,7 @@ class Synchronizer:
         if by_value:
             raise ValueError(_BY_VALUE)
         stream = self._stream(optimizer)
+        _refuse_two_thresholds(stream.clipping, max_norm)
         if not stream.shared:
             self.synchronize(optimizer, max_norm)
         elif stream.max_norm != max_norm:
@@ -398,6 +406,15 @@ class Synchronizer:
         for stream in self._streams:
             if stream.takeover is not None:
                 stream.takeover.close()
+
+
+def _refuse_two_thresholds(clipping: Sequence[ClipLocalNorm], max_norm: float) -> None:
+    for memory in clipping:
+        if memory.max_norm is not None and memory.max_norm != max_norm:
+            raise ValueError(
+                f"clip={memory.max_norm} of the method and {max_norm} of the Trainer's gradient_clip_val, or of a"
+                " clipping call, are two thresholds for one clipping. Give only one: the method takes the other over."
+            )
 
 
 def _some(things: list[T], most: int = 6) -> str:

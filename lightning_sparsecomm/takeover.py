@@ -24,7 +24,8 @@ def momentum_rules(optimizer: Optimizer, parameters: NamedParameters) -> list[Mo
         momentum = float(group["momentum"])
         if not 0 <= momentum <= 1:
             raise ValueError(
-                f"the momentum of SGD must be in [0, 1]; got {momentum!r}. Beyond, the velocity grows without bound."
+                f"the momentum of SGD must be in [0, 1]; got {momentum!r}. Beyond, the velocity grows without bound:"
+                " give the optimizer a momentum such as 0.9."
             )
         for parameter in group["params"]:
             begun = optimizer.state.get(parameter, {}).get("momentum_buffer") is not None
@@ -50,6 +51,7 @@ class MomentumTakeover:
         self._parameters = parameters
         self._begun: set[int] = set()
         self._saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._engaged = False
         self.armed = False
         self._hook = optimizer.register_step_pre_hook(self._before_step)
 
@@ -63,6 +65,12 @@ class MomentumTakeover:
             return None
 
         def closure_then_engage() -> Any:
+            if self._engaged:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__}.step() evaluates its closure more than once, so a step has several"
+                    " gradients, and momentum and residual would take in all of them. Use methods.dense(), or an SGD"
+                    " that evaluates it once."
+                )
             result = closure()
             self._engage()
             return result
@@ -71,8 +79,9 @@ class MomentumTakeover:
 
     def _engage(self) -> None:
         # A subclass whose step() calls SGD's comes here twice.
-        if self._saved:
+        if self._engaged:
             return
+        self._engaged = True
         with torch.no_grad():
             for group in self.optimizer.param_groups:
                 # Without momentum, decay is as SGD itself does it.
@@ -118,6 +127,7 @@ class MomentumTakeover:
         for group, saved in self._saved:
             group.update(saved)
         self._saved = []
+        self._engaged = False
 
     def close(self) -> None:
         """Lets go of the optimizer."""

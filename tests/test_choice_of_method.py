@@ -1,5 +1,6 @@
 """Which method an optimizer gets: its own, the one for all others, or a refusal with the reason."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,6 @@ from lightning_sparsecomm.methods import Method, default, dgc, gradient_dropping
 from lightning_sparsecomm.schedules import DensityWarmup
 from lightning_sparsecomm.strategies.lightning_fabric import SparseCommStrategy as FabricStrategy
 from lightning_sparsecomm.sync import GradientSync
-from lightning_sparsecomm.synchronizer import Synchronizer
-from lightning_sparsecomm.wire import Wire
 from tests.distributed.launch import run_ranks
 from tests.distributed.scenarios import Classifier, Scenario, fit
 
@@ -25,6 +24,24 @@ from tests.distributed.scenarios import Classifier, Scenario, fit
 class Adam(Classifier):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+class Twice(torch.optim.SGD):
+    """Evaluates its closure twice, as sharpness-aware minimization does."""
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            closure()
+        return super().step(closure)
+
+
+class Sharp(Classifier):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return Twice(self.parameters(), lr=0.01, momentum=0.9)
+
+
+class Ignoring(Classifier):
+    _ddp_params_and_buffers_to_ignore = ("head.bias",)
 
 
 class Steep(Classifier):
@@ -44,7 +61,7 @@ class Bodies(pl.Callback):
         torch.save(used, self.folder / "used.pt")
 
 
-@pytest.mark.filterwarnings("ignore:the warm-up lasts longer than the training")
+@pytest.mark.filterwarnings("ignore:the warm-up does not end before the training")
 @pytest.mark.parametrize(("model", "corrects"), [(Classifier, [[True, True]]), (Adam, [[False]])])
 def test_sparsecomm_is_dgc_for_sgd_and_gradient_dropping_otherwise(tmp_path: Path, model: Any, corrects: Any) -> None:
     ranks = fit(tmp_path, Scenario(model, steps=3), 2, default(), (Bodies(tmp_path),))
@@ -60,6 +77,8 @@ def test_sparsecomm_is_dgc_for_sgd_and_gradient_dropping_otherwise(tmp_path: Pat
             "the method is not defined for Adam: momentum correction takes momentum, dampening and Nesterov's method"
             " from torch.optim.SGD",
         ),
+        (Sharp, "evaluates its closure more than once, so a step has several gradients"),
+        (Ignoring, "an optimizer that also holds parameters which DDP is told to ignore"),
         (Steep, r"the momentum of SGD must be in \[0, 1\]; got 1.5"),
     ],
 )
@@ -94,27 +113,45 @@ def test_order_of_memories(tmp_path: Path, memories: Any) -> None:
         fit(tmp_path, Scenario(Classifier, steps=3), 2, Method([sparse(*memories)]))
 
 
-def test_warmups_that_outlast_the_training() -> None:
-    for method, limits, warns in (
-        (dgc(warmup_steps=10), {"max_steps": 9}, True),
-        (dgc(warmup_steps=10), {"max_steps": 10}, False),
-        (dgc(warmup_steps=10), {"max_epochs": 2}, True),
-        (dgc(warmup_steps=10), {"max_epochs": 3}, False),
-        (dgc(warmup_epochs=3), {"max_epochs": 2}, True),
-        (dgc(warmup_epochs=3), {"max_epochs": 3}, False),
-        (gradient_dropping(warmup_steps=10), {"max_steps": 9}, True),
-        (dgc(DensityWarmup(0.1, steps=10)), {"max_steps": 9}, True),
-        (dgc(0.1, warmup_steps=0), {"max_steps": 1}, False),
-    ):
-        assert bool(outlasted(method, **limits)) == warns, (method, limits)
+class Fails(pl.Callback):
+    """Catches the warning in the rank, whose own it is."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self.caught = warnings.catch_warnings(record=True)
+        self.warned = self.caught.__enter__()
+        warnings.simplefilter("always")
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        texts = [str(each.message) for each in self.warned if "warm-up" in str(each.message)]
+        torch.save(texts, self.folder / f"warned-{trainer.global_rank}.pt")
 
 
-def outlasted(method: Method, max_steps: float = float("inf"), max_epochs: float = float("inf")) -> list[str]:
-    """As TrainerMixin asks; a Trainer's epochs have four steps here."""
-    (words,) = run_in_one_process(
-        lambda _: Synchronizer(method, Wire()).outlasted(min(max_steps, 4 * max_epochs), max_epochs)
-    )
-    return words
+@pytest.mark.parametrize(
+    ("method", "model", "limits", "words"),
+    [
+        (dgc(warmup_steps=10), Classifier, {"max_steps": 10}, "10 steps of warm-up in a run of 10"),
+        (dgc(warmup_steps=10), Classifier, {"max_steps": 11}, None),
+        (dgc(warmup_steps=20), Classifier, {"max_steps": -1, "max_epochs": 2}, "20 steps of warm-up in a run of 20"),
+        (dgc(warmup_steps=19), Classifier, {"max_steps": -1, "max_epochs": 2}, None),
+        (dgc(warmup_epochs=2), Classifier, {"max_steps": 20}, "2 epochs of warm-up in a run of 2"),
+        (dgc(warmup_epochs=2), Classifier, {"max_steps": 25}, None),
+        (gradient_dropping(warmup_steps=9), Classifier, {"max_steps": 9}, "9 steps of warm-up in a run of 9"),
+        (dgc(DensityWarmup(0.1, steps=9)), Classifier, {"max_steps": 9}, "9 steps of warm-up in a run of 9"),
+        (default(), Classifier, {"max_steps": 3}, "1,000 steps of warm-up in a run of 3"),
+        # Another method, which has none.
+        (default(), Adam, {"max_steps": 3}, None),
+    ],
+)
+def test_warmups_that_outlast_the_training(
+    tmp_path: Path, method: Method, model: Any, limits: dict[str, Any], words: str | None
+) -> None:
+    fit(tmp_path, Scenario(model), 2, method, (Fails(tmp_path),), **limits)
+    found = torch.load(tmp_path / "warned-0.pt")
+    assert [words in text for text in found] == [True] if words else not found
+    assert not torch.load(tmp_path / "warned-1.pt")
 
 
 def run_in_one_process(function: Any) -> list[Any]:

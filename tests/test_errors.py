@@ -92,9 +92,18 @@ def test_parts() -> None:
         dgc(clip=0)
     with construction("clip must be a positive number: the largest norm of the averaged gradient; got -1.0."):
         dgc(clip=-1.0)
-    with construction("average_every must be a whole number of optimizer steps, at least 1; got 0."):
+    for clip in ("1", True, float("inf"), float("nan")):
+        with construction(f"clip must be a positive number: the largest norm of the averaged gradient; got {clip!r}."):
+            dgc(clip=clip)
+    with construction("a warm-up's shape must be a name or a list of densities; got 0.5.", TypeError):
+        SparsityWarmup(steps=5, shape=0.5)
+    with construction(
+        "every (average_every of a method) must be a whole number of optimizer steps, at least 1; got 0."
+    ):
         gradient_dropping(local="partial", average_every=0)
-    with construction("average_every must be a whole number of optimizer steps, at least 1; got 0."):
+    with construction(
+        "every (average_every of a method) must be a whole number of optimizer steps, at least 1; got 0."
+    ):
         ParameterAveraging(every=0)
     with construction("local must be one of none, sum, partial, error; got 'all'."):
         gradient_dropping(local="all")
@@ -277,7 +286,7 @@ def test_refused_at_setup(case: str, tmp_path: Path) -> None:
         assert found.endswith("[after 0 batches]")
 
 
-@pytest.mark.filterwarnings("ignore:the warm-up lasts longer than the training")
+@pytest.mark.filterwarnings("ignore:the warm-up does not end before the training")
 def test_an_embedding_with_dense_gradients_is_taken(tmp_path: Path) -> None:
     fit(tmp_path, Model(Looking(sparse=False)), with_method())
 
@@ -325,7 +334,7 @@ def test_lbfgs_with_a_dense_method_is_ddp(tmp_path: Path) -> None:
 # Training
 
 
-@pytest.mark.filterwarnings("ignore:the warm-up lasts longer than the training")
+@pytest.mark.filterwarnings("ignore:the warm-up does not end before the training")
 def test_parameter_that_the_model_lacks(tmp_path: Path) -> None:
     def optimizer(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD([*parameters, nn.Parameter(torch.zeros(5, 2))], lr=0.1)

@@ -97,8 +97,13 @@ def test_a_warmup_from_outside_works_on_any_density() -> None:
     for density in (0.01, DensityWarmup(0.01, steps=1)):
         assert late.density(density) == pytest.approx(0.01)
     assert early.density(0.01) == pytest.approx(0.01**0.2)
-    assert Warmup(steps=100).unfinished(100, 1) is None
-    assert Warmup(steps=100).unfinished(99, 1) == "100 steps of warm-up in a run of 99"
+    # In the place of the method's own warm-up.
+    middle = Round(LAYOUT, step=30, warmup=Warmup(steps=100))
+    assert middle.density(DensityWarmup(0.01, steps=1000)) == pytest.approx(0.01**0.4)
+    longer = Round(LAYOUT, step=30, warmup=Warmup(steps=20))
+    assert longer.density(DensityWarmup(0.01, steps=100)) == pytest.approx(0.01)
+    assert Warmup(steps=100).unfinished(101, 1) is None
+    assert Warmup(steps=100).unfinished(100, 1) == "100 steps of warm-up in a run of 100"
     assert Warmup(epochs=4).unfinished(1e9, 3) == "4 epochs of warm-up in a run of 3"
 
 

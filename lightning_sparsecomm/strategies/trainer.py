@@ -30,7 +30,8 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
 
     Switching from `strategy="ddp"` changes nothing else: the LightningModule, its optimizers, the Trainer's clipping
     and accumulation stay as they are. A few hooks see a different moment: `on_after_backward` finds this rank's own
-    gradients, `on_before_optimizer_step` the shared ones.
+    gradients, `on_before_optimizer_step` what the optimizer is given: the mean of what ranks sent, which with dgc
+    carries momentum already.
 
     Args:
         method: How gradients are synchronized; by default `methods.dgc()` for SGD, and for other optimizers
@@ -61,7 +62,6 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
                 by_value = trainer.gradient_clip_algorithm == "value"
                 self.synchronizer.take_over_clipping(float(trainer.gradient_clip_val), by_value)
             self._share_before_clipping()
-            self.warn_of_long_warmups(trainer)
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
         device_ids = self.determine_ddp_device_ids()
@@ -89,19 +89,26 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
 
         self.precision_plugin.clip_gradients = share_and_clip  # type: ignore[method-assign]
 
-    def warn_of_long_warmups(self, trainer: "pl.Trainer") -> None:
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self._warn_of_long_warmups()
+
+    def _warn_of_long_warmups(self) -> None:
         """Says so where the density that was asked for will not be reached."""
-        steps, epochs = (math.inf if not most or most < 0 else most for most in (trainer.max_steps, trainer.max_epochs))
-        outlasted = self.synchronizer.outlasted(steps, epochs)
         assert self.lightning_module is not None
-        # The length of the data loader is looked up only where there is a warm-up in steps.
-        countable = math.isfinite(epochs) and self.lightning_module.automatic_optimization
-        if not outlasted and countable and self.synchronizer.outlasted(1, math.inf):
-            outlasted = self.synchronizer.outlasted(trainer.estimated_stepping_batches, math.inf)
-        for words in outlasted if trainer.is_global_zero else ():
+        trainer = self.lightning_module.trainer
+        if not trainer.is_global_zero or not self.lightning_module.automatic_optimization:
+            return
+        batches = trainer.num_training_batches
+        # Not where an epoch's length is unknown.
+        each = math.ceil(batches / trainer.accumulate_grad_batches) if 0 < batches < math.inf else math.inf
+        steps = trainer.max_steps if trainer.max_steps >= 0 else math.inf
+        epochs = trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs >= 0 else math.inf
+        steps, epochs = min(steps, epochs * each), min(epochs, steps / each if each < math.inf else math.inf)
+        for words in self.synchronizer.outlasted(steps, epochs):
             warnings.warn(
-                f"the warm-up lasts longer than the training: {words}. The density that was asked for is never reached."
-                " Shorten warmup_steps or warmup_epochs.",
+                f"the warm-up does not end before the training: {words}. The density that was asked for is never"
+                " reached. Shorten warmup_steps or warmup_epochs.",
                 stacklevel=2,
             )
 

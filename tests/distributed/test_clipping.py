@@ -91,8 +91,9 @@ class ByValue(Clipped):
             Clipped,
             {"clip": 1.0},
             {"gradient_clip_val": 0.5},
-            "clip=1.0 of the method and gradient_clip_val=0.5 of the Trainer are two thresholds for one clipping.",
+            "clip=1.0 of the method and 0.5 of the Trainer's gradient_clip_val, or of a clipping call, are two",
         ),
+        (AnotherThreshold, {"clip": 1.0}, {}, "clip=1.0 of the method and 0.5 of the Trainer's gradient_clip_val"),
         (
             Clipped,
             {},

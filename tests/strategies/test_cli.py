@@ -338,7 +338,7 @@ def test_values_that_cannot_work(
 @pytest.mark.parametrize(
     "config", [{"trainer": {"strategy": "sparsecomm_fork"}}, with_strategy(method=part("methods.gradient_dropping"))]
 )
-@pytest.mark.filterwarnings("ignore:the warm-up lasts longer than the training")
+@pytest.mark.filterwarnings("ignore:the warm-up does not end before the training")
 def test_fit(cli: Cli, config: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> None:
     """All of DDP's options are passed with their defaults then, which must be as good as none."""
     config = {"trainer": {**config["trainer"], "max_steps": 3, "callbacks": [part("CompressionMonitor")]}}

@@ -106,7 +106,7 @@ def assert_trained_alike(ranks: list[dict[str, Any]], start: dict[str, Tensor]) 
 
 
 @pytest.mark.parametrize("package", TRAINERS)
-@pytest.mark.filterwarnings("ignore:the warm-up lasts longer than the training")
+@pytest.mark.filterwarnings("ignore:the warm-up does not end before the training")
 def test_trainer(package: str, tmp_path: Path) -> None:
     start = model_of(package, tmp_path).state_dict()
     dense = fit(package, tmp_path, "sparsecomm_dense_fork")
