@@ -1,10 +1,15 @@
 import pytest
 import torch
+from hypothesis import settings
 
 from lightning_sparsecomm.kernels import Update, kernels_for
 
 # Tests fork their ranks. A thread pool started before a fork is dead in the child, so none is ever started here.
 torch.set_num_threads(1)
+
+# A first call may compile a kernel, and a machine may be busy: pytest's timeout is deadline enough.
+settings.register_profile("patient", deadline=None)
+settings.load_profile("patient")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -36,7 +37,10 @@ def test_methods_learn_real_digits(tmp_path: Path) -> None:
     assert len([line for line in output.splitlines() if line.startswith("| ")]) == 1 + len(runs)
 
 
-def test_selection(tmp_path: Path) -> None:
-    output = run("selection.py", "--elements=200000", "--rounds=2", "--output=out.json", folder=tmp_path)
+def test_selection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(
+        "sys.argv", ["selection.py", "--elements=200000", "--rounds=2", f"--output={tmp_path}/out.json"]
+    )
+    runpy.run_path(str(BENCHMARKS / "selection.py"), run_name="__main__")
     assert len(json.loads((tmp_path / "out.json").read_text())["ms"]) == 9
-    assert "| one tensor, momentum and residual: fused |" in output
+    assert "| one tensor, momentum and residual: fused |" in capsys.readouterr().out

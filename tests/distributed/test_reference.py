@@ -147,24 +147,25 @@ def test_replicas_are_averaged_with_adam(tmp_path: Path, local: str, state: bool
 
 
 @pytest.mark.parametrize(
-    ("method", "sgd"),
+    ("method", "sgd", "scheduled"),
     [
-        ({}, {"momentum": 0.9}),
-        ({}, {"momentum": 0.0}),
-        ({}, {"momentum": 0.9, "nesterov": True}),
-        ({"clip": 3.0}, {"momentum": 0.9}),
-        ({}, {"momentum": 0.9, "weight_decay": 0.05}),
-        ({}, {"momentum": 0.0, "weight_decay": 0.05}),
-        ({}, {"momentum": 0.9, "dampening": 0.4}),
-        ({"momentum_masking": False}, {"momentum": 0.9}),
-        ({"momentum_masking": False, "density": 1.0}, {"momentum": 0.8, "nesterov": True, "weight_decay": 0.05}),
-        ({"clip": 5.0, "density": 0.3}, {"momentum": 0.7, "nesterov": True, "weight_decay": 0.01}),
+        ({}, {"momentum": 0.9}, False),
+        ({}, {"momentum": 0.0}, False),
+        ({}, {"momentum": 0.9, "nesterov": True}, False),
+        ({"clip": 3.0}, {"momentum": 0.9}, False),
+        ({}, {"momentum": 0.9, "weight_decay": 0.05}, False),
+        ({}, {"momentum": 0.0, "weight_decay": 0.05}, False),
+        ({}, {"momentum": 0.9, "dampening": 0.4}, False),
+        ({"momentum_masking": False}, {"momentum": 0.9}, False),
+        ({"momentum_masking": False, "density": 1.0}, {"momentum": 0.8, "nesterov": True, "weight_decay": 0.05}, False),
+        ({"clip": 5.0, "density": 0.3}, {"momentum": 0.7, "nesterov": True, "weight_decay": 0.01}, False),
+        ({}, {"momentum": 0.9}, True),
+        ({}, {"momentum": 0.9, "nesterov": True}, True),
+        ({"clip": 3.0}, {"momentum": 0.9, "weight_decay": 0.05, "dampening": 0.4}, True),
+        ({"momentum_masking": False, "density": 1.0}, {"momentum": 0.8, "nesterov": True, "weight_decay": 0.05}, True),
     ],
 )
-@pytest.mark.parametrize("scheduled", [False, True])
 def test_dgc(tmp_path: Path, method: dict[str, Any], sgd: dict[str, Any], scheduled: bool) -> None:
-    if scheduled and sgd["momentum"] == 0:
-        pytest.skip("there is no momentum to schedule")
     density = method.get("density", 0.05)
     momenta = [
         sgd["momentum"] * (1 - 0.5 * (step % 10) / 10) if scheduled else sgd["momentum"] for step in range(STEPS)
