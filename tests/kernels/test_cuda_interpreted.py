@@ -26,7 +26,7 @@ from tests.kernels.test_kernels import (
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="there is no Triton for this platform")
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed: pip install triton")
 
 
 def run(call: str, cache: Path, **environment: str) -> None:
