@@ -298,8 +298,8 @@ TASKS: dict[TaskName, Task] = {
         ImageNetwork,
         IMAGE_ROWS,
         batch_size=32,
-        steps=4680,
-        warmup_steps=468,
+        steps=14_040,  # 30 epochs
+        warmup_steps=1404,
         learning_rate=0.05,
         quality="accuracy, %",
         unit="points",
