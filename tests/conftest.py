@@ -2,7 +2,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from lightning_sparsecomm.kernels import Update, kernels_for
+from lightning_sparsecomm.kernels import Update, kernels_for, position_kernels_for
 
 # Tests fork their ranks. A thread pool started before a fork is dead in the child, so none is ever started here.
 torch.set_num_threads(1)
@@ -22,6 +22,10 @@ def _kernels() -> None:
     kernels.kth_largest(x, 1)
     kernels.largest(x, 1, 0)
     kernels.add_up(torch.tensor([0, 1]), x)
+    positions, indices = position_kernels_for(x.device), torch.tensor([0, 3])
+    positions.read_golomb(positions.write_golomb(indices, 1), 2, 4, 1)
+    positions.read_run_lengths(positions.write_run_lengths(indices), 2)
+    positions.read_bitmap(positions.write_bitmap(indices, 4), 2)
 
 
 @pytest.fixture(autouse=True)

@@ -5,9 +5,10 @@ from importlib.util import find_spec
 
 import torch
 
+from lightning_sparsecomm.kernels.positions import Parsed, PositionKernels
 from lightning_sparsecomm.kernels.reference import Reference, Update
 
-__all__ = ["Reference", "Update", "kernels_for"]
+__all__ = ["Parsed", "PositionKernels", "Reference", "Update", "kernels_for", "position_kernels_for"]
 
 
 def kernels_for(device: torch.device, dtype: torch.dtype) -> Reference:
@@ -22,6 +23,11 @@ def kernels_for(device: torch.device, dtype: torch.dtype) -> Reference:
     return _kernels(device.type)
 
 
+def position_kernels_for(device: torch.device) -> PositionKernels:
+    """The fastest kernels for positions, and the bytes that they are written in, on `device`."""
+    return _position_kernels(device.type)
+
+
 # What is imported here takes seconds, and is not needed where its device is not used.
 @lru_cache
 def _kernels(device_type: str) -> Reference:
@@ -34,3 +40,12 @@ def _kernels(device_type: str) -> Reference:
 
         return Cuda()
     return Reference()
+
+
+@lru_cache
+def _position_kernels(device_type: str) -> PositionKernels:
+    if device_type == "cpu":
+        from lightning_sparsecomm.kernels.positions_cpu import CpuPositionKernels
+
+        return CpuPositionKernels()
+    return PositionKernels()
