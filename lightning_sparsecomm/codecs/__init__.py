@@ -1,28 +1,51 @@
 """From vectors to bytes: what is selected, how it is written, and the envelope it travels in."""
 
 from lightning_sparsecomm.codecs.compressor import Compressor
-from lightning_sparsecomm.codecs.indices import INDEX_CODECS, IndexCodec, Raw32, RunLength16
+from lightning_sparsecomm.codecs.indices import (
+    INDEX_CODECS,
+    Auto,
+    Bitmap,
+    Golomb,
+    IndexCodec,
+    IndexCoding,
+    Raw32,
+    RunLength16,
+)
 from lightning_sparsecomm.codecs.payload import HEADER_BYTES, Envelope, PayloadError, open_envelope, seal, sealed_bytes
 from lightning_sparsecomm.codecs.selectors import Selector, TopK
 from lightning_sparsecomm.codecs.sparse import SparseCodec, decode_sparse
-from lightning_sparsecomm.codecs.values import VALUE_CODECS, Float16, Float32, Float64, ValueCodec
+from lightning_sparsecomm.codecs.values import (
+    VALUE_CODECS,
+    Float16,
+    Float32,
+    Float64,
+    SharedMean,
+    TwoBit,
+    ValueCodec,
+)
 
 __all__ = [
     "HEADER_BYTES",
     "INDEX_CODECS",
     "VALUE_CODECS",
+    "Auto",
+    "Bitmap",
     "Compressor",
     "Envelope",
     "Float16",
     "Float32",
     "Float64",
+    "Golomb",
     "IndexCodec",
+    "IndexCoding",
     "PayloadError",
     "Raw32",
     "RunLength16",
     "Selector",
+    "SharedMean",
     "SparseCodec",
     "TopK",
+    "TwoBit",
     "ValueCodec",
     "decode_sparse",
     "open_envelope",

@@ -11,7 +11,8 @@ from lightning_sparsecomm.rounds import Round
 
 
 class Compressor(ABC):
-    """Turns a vector into bytes that decode without any other knowledge. Pure: keeps nothing between calls."""
+    """Turns a vector into bytes that decode without any other knowledge than its length. Pure: keeps nothing between
+    calls."""
 
     def wanted(self, round: Round) -> Sequence[Wanted]:
         """What `encode` will select by magnitude, in order, if it does; candidates for it may be given."""
@@ -32,17 +33,18 @@ class Compressor(ABC):
         """
 
     @abstractmethod
-    def decode(self, payload: Tensor) -> SparseVector | Tensor:
+    def decode(self, payload: Tensor, size: int) -> SparseVector | Tensor:
         """What receivers make of a payload; `encode`'s caller must decode its own payload too, to know what was sent.
 
         Args:
             payload: `[bytes]` uint8, from any source: it is checked before anything is allocated from it.
+            size: How long the vector must be.
 
         Returns:
-            A sparse or a dense vector, float32 or wider, on the payload's device.
+            A sparse or a dense vector of `size` elements, float32 or wider, on the payload's device.
 
         Raises:
-            PayloadError: The bytes are not a payload of this compressor.
+            PayloadError: The bytes are not a payload of this compressor, or one of a vector of another length.
         """
 
     def bound_bytes(self, round: Round) -> int | None:

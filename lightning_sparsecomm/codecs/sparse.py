@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparsecomm.codecs.compressor import Compressor
-from lightning_sparsecomm.codecs.indices import INDEX_CODECS, IndexCodec, Raw32
+from lightning_sparsecomm.codecs.indices import INDEX_CODECS, IndexCodec, IndexCoding, Raw32
 from lightning_sparsecomm.codecs.payload import PayloadError
 from lightning_sparsecomm.codecs.selectors import Selector
 from lightning_sparsecomm.codecs.values import VALUE_CODECS, Float32, ValueCodec
@@ -35,13 +35,14 @@ class SparseCodec(Compressor):
     selector: Selector
     # Defaults that all instances share: they are frozen.
     values: ValueCodec = Float32()  # noqa: RUF009
-    indices: IndexCodec = Raw32()  # noqa: RUF009
+    indices: IndexCoding = Raw32()  # noqa: RUF009
 
     def __post_init__(self) -> None:
-        for name, part, known in (
-            ("values", self.values, VALUE_CODECS.get(self.values.code)),
-            ("indices", self.indices, INDEX_CODECS.get(self.indices.code)),
-        ):
+        parts: list[tuple[str, ValueCodec | IndexCodec, ValueCodec | IndexCodec | None]] = [
+            ("values", self.values, VALUE_CODECS.get(self.values.code))
+        ]
+        parts.extend(("indices", codec, INDEX_CODECS.get(codec.code)) for codec in self.indices.codecs())
+        for name, part, known in parts:
             if type(part) is not type(known):
                 table = "VALUE_CODECS" if name == "values" else "INDEX_CODECS"
                 raise ValueError(
@@ -62,20 +63,22 @@ class SparseCodec(Compressor):
             raise ValueError(f"x must have the layout's {round.layout.size} elements; got {x.numel()}.")
         indices = self.selector.select(x, round, candidates)
         values = x if indices.numel() == x.numel() else x[indices]
-        index_section = self.indices.encode(indices, x.numel())
+        codec = self.indices.chosen(indices, x.numel())
+        index_section = codec.encode(indices, x.numel())
         if index_section.numel() > MAX_SIZE:
             raise ValueError(
                 f"an index section can have at most {MAX_SIZE:,} bytes; got {index_section.numel():,}."
                 " Send a lower density, or give the parameters to more than one optimizer or sync."
             )
+        parameters = (codec.parameter(indices.numel(), x.numel()), self.values.parameter)
         numbers = (x.numel(), indices.numel(), index_section.numel())
-        head = bytearray(_HEAD.pack(self.indices.code, self.values.code, 0, 0, *numbers))
+        head = bytearray(_HEAD.pack(codec.code, self.values.code, *parameters, *numbers))
         value_section = self.values.encode(values, indices, round.layout)
         return torch.cat([torch.frombuffer(head, dtype=torch.uint8).to(x.device), index_section, value_section])
 
-    def decode(self, payload: Tensor) -> SparseVector:
+    def decode(self, payload: Tensor, size: int) -> SparseVector:
         """What any `SparseCodec` encoded: the payload itself names its codecs. See `decode_sparse`."""
-        return decode_sparse(payload)
+        return decode_sparse(payload, size)
 
     def bound_bytes(self, round: Round) -> int | None:
         count = self.selector.count(round)
@@ -84,17 +87,18 @@ class SparseCodec(Compressor):
         return None if index_bytes is None or value_bytes is None else _HEAD.size + index_bytes + value_bytes
 
 
-def decode_sparse(body: Tensor) -> SparseVector:
+def decode_sparse(body: Tensor, size: int) -> SparseVector:
     """The elements in a sparse body; everything is checked before it is used or allocated from.
 
     Args:
         body: `[bytes]` uint8, from any source.
+        size: How long the vector must be. A few bytes may stand for that many elements, and for no more.
 
     Returns:
-        On the body's device, in memory of its own. Its `size` is the sender's word: compare it with the layout's.
+        On the body's device, in memory of its own.
 
     Raises:
-        PayloadError: The bytes are not a sparse body.
+        PayloadError: The bytes are not a sparse body, or that of a vector of another length.
     """
 
     def wrong(field: str, offset: int, value: int, expected: str) -> PayloadError:
@@ -103,21 +107,18 @@ def decode_sparse(body: Tensor) -> SparseVector:
     if body.numel() < _HEAD.size:
         raise PayloadError(f"sparse body: ends at byte {body.numel()}, expected a head of {_HEAD.size} bytes.")
     head = _HEAD.unpack(body[: _HEAD.size].cpu().numpy().tobytes())
-    index_code, value_code, index_parameter, value_parameter, size, count, index_bytes = head
+    index_code, value_code, index_parameter, value_parameter, sent_size, count, index_bytes = head
     if index_code not in INDEX_CODECS:
         raise wrong("index codec", 0, index_code, f"one of {sorted(INDEX_CODECS)}")
     if value_code not in VALUE_CODECS:
         raise wrong("value codec", 1, value_code, f"one of {sorted(VALUE_CODECS)}")
-    if index_parameter:
-        raise wrong("index codec parameter", 2, index_parameter, "0")
-    if value_parameter:
-        raise wrong("value codec parameter", 3, value_parameter, "0")
+    if sent_size != size:
+        raise wrong("size", 4, sent_size, f"{size}: the ranks train different parameters")
     if count > size:
         raise wrong("count", 8, count, f"at most the size, {size}")
     if index_bytes > body.numel() - _HEAD.size:
         raise wrong("index section bytes", 12, index_bytes, f"at most the {body.numel() - _HEAD.size} that follow")
     sections = body[_HEAD.size :]
-    # Values first: their section has bytes for each of them, while all positions may come from an empty section.
-    values = VALUE_CODECS[value_code].decode(sections[index_bytes:], count)
-    indices = INDEX_CODECS[index_code].decode(sections[:index_bytes], count, size)
+    values = VALUE_CODECS[value_code].decode(sections[index_bytes:], count, value_parameter)
+    indices = INDEX_CODECS[index_code].decode(sections[:index_bytes], count, size, index_parameter)
     return SparseVector(indices, values, size)

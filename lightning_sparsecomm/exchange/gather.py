@@ -71,15 +71,9 @@ class Gather(Exchange):
 
     def _decode(self, body: Tensor, round: Round, rank: int, device: torch.device) -> SparseVector | Tensor:
         try:
-            decoded = self.compressor.decode(body)
+            decoded = self.compressor.decode(body, round.layout.size)
         except PayloadError as error:
             raise PayloadError(f"rank {rank}'s payload: {error}") from error
-        size = decoded.size if isinstance(decoded, SparseVector) else decoded.numel()
-        if size != round.layout.size:
-            raise PayloadError(
-                f"rank {rank}'s payload holds a vector of {size:,} elements, expected {round.layout.size:,}:"
-                " the ranks train different parameters."
-            )
         if isinstance(decoded, SparseVector):
             return SparseVector(decoded.indices.to(device), decoded.values.to(device), decoded.size)
         return decoded.to(device)

@@ -12,16 +12,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_sparsecomm.codecs import (
+    Auto,
+    Bitmap,
     Envelope,
     Float16,
     Float32,
     Float64,
-    IndexCodec,
+    Golomb,
+    IndexCoding,
     PayloadError,
     Raw32,
     RunLength16,
+    SharedMean,
     SparseCodec,
     TopK,
+    TwoBit,
     ValueCodec,
     decode_sparse,
     open_envelope,
@@ -29,10 +34,30 @@ from lightning_sparsecomm.codecs import (
 )
 from lightning_sparsecomm.layout import Layout
 from lightning_sparsecomm.rounds import Round
-from tests.reference.payloads import GoldenCase, golden_bytes, golden_cases, record, reference_payload, sparse_body
+from tests.reference.payloads import (
+    GROUP,
+    GoldenCase,
+    golden_bytes,
+    golden_cases,
+    record,
+    reference_payload,
+    sparse_body,
+)
 
-VALUES: dict[str, ValueCodec] = {"Float32": Float32(), "Float16": Float16(), "Float64": Float64()}
-INDICES: dict[str, IndexCodec] = {"Raw32": Raw32(), "RunLength16": RunLength16()}
+VALUES: dict[str, ValueCodec] = {
+    "Float32": Float32(),
+    "Float16": Float16(),
+    "Float64": Float64(),
+    "SharedMean": SharedMean(),
+    "TwoBit": TwoBit(GROUP),
+}
+INDICES: dict[str, IndexCoding] = {
+    "Raw32": Raw32(),
+    "RunLength16": RunLength16(),
+    "Golomb": Golomb(),
+    "Bitmap": Bitmap(),
+    "Auto": Auto(),
+}
 FORMATS = (Path(__file__).parents[2] / "docs" / "formats.md").read_text(encoding="utf-8")
 
 
@@ -48,18 +73,19 @@ def round_of(x: torch.Tensor) -> Round:
     st.lists(st.sampled_from([0.0, -0.0, 1.0, -1.0, 1e-45]) | st.floats(-1e9, 1e9, width=32), max_size=20),
     st.sampled_from([0.01, 0.3, 1.0]),
     st.sampled_from(["model", "tensor"]),
-    st.sampled_from(list(VALUES)),
+    st.sampled_from(["Float32", "Float16", "Float64"]),
+    st.sampled_from(list(INDICES)),
 )
-def test_decoded_is_what_was_selected(elements, density, scope, values):
+def test_decoded_is_what_was_selected(elements, density, scope, values, indices):
     x = torch.tensor(elements, dtype=torch.float32)
     round_ = round_of(x)
     selector = TopK(density, scope)
-    codec = SparseCodec(selector, VALUES[values])
+    codec = SparseCodec(selector, VALUES[values], INDICES[indices])
     payload = codec.encode(x, round_)
-    decoded = codec.decode(payload)
+    decoded = codec.decode(payload, x.numel())
 
     selected = selector.select(x, round_)
-    assert bytes(payload.tolist()) == sparse_body(selected.tolist(), x[selected].tolist(), x.numel(), values)
+    assert bytes(payload.tolist()) == sparse_body(selected.tolist(), x[selected].tolist(), x.numel(), values, indices)
     assert decoded.size == x.numel()
     assert torch.equal(decoded.indices, selected)
     bound = codec.bound_bytes(round_)
@@ -77,12 +103,15 @@ def test_bound():
     assert codec.bound_bytes(Round(layout)) == 16 + 10 * 4 + 10 * 2
     # Where all may be selected, positions usually cost nothing, and at worst much: no bound.
     assert SparseCodec(TopK(1.0)).bound_bytes(Round(layout)) is None
+    # Lengths are exchanged where padding would cost what Golomb's code has won.
+    assert SparseCodec(TopK(0.1), SharedMean(), Golomb()).bound_bytes(Round(layout)) is None
+    assert SparseCodec(TopK(0.5), TwoBit(), Auto()).bound_bytes(Round(layout)) == 16 + 13 + 4 + 13
 
 
 def test_decodes_by_the_payload_alone():
     x = torch.tensor([0.0, 2.0, 0.1])
     payload = SparseCodec(TopK(1.0), Float64()).encode(x, round_of(x))
-    decoded = SparseCodec(TopK(0.5), Float16()).decode(payload)
+    decoded = SparseCodec(TopK(0.5), Float16()).decode(payload, 3)
     assert decoded.values.dtype == torch.float64
     assert torch.equal(decoded.dense(), x.double())
 
@@ -90,6 +119,29 @@ def test_decodes_by_the_payload_alone():
 def test_refuses_a_vector_of_another_length():
     with pytest.raises(ValueError, match="x must have the layout's 3 elements; got 4"):
         SparseCodec(TopK()).encode(torch.ones(4), round_of(torch.ones(3)))
+    payload = SparseCodec(TopK()).encode(torch.ones(3), round_of(torch.ones(3)))
+    with pytest.raises(PayloadError, match="size at byte 4 is 3, expected 4: the ranks train different parameters"):
+        decode_sparse(payload, 4)
+
+
+@pytest.mark.parametrize("indices", list(INDICES))
+def test_few_bytes_stand_for_no_more_elements_than_the_receiver_has(indices):
+    # One mean for all of 2³² − 1 elements: refused by the size, before 48 GiB are allocated.
+    codec = INDICES[indices].codecs()[0]
+    head = struct.pack("<BBBBIII", codec.code, 4, 0, 0, 2**32 - 1, 2**32 - 1, 0)
+    body = tensor_of(head + b"\xff\xff\xff\xff\x0f" + struct.pack("<f", 1.0))
+    with pytest.raises(PayloadError, match="size at byte 4 is 4294967295, expected 8"):
+        decode_sparse(body, 8)
+
+
+def test_payload_names_the_codec_that_was_chosen():
+    x = torch.zeros(4000)
+    for selected, code, parameter in (([0, 1], 3, 10), ([3999], 2, 0), (range(0, 4000, 2), 4, 0), (range(4000), 2, 0)):
+        x[list(selected)] = 1.0
+        body = SparseCodec(TopK(1.0), indices=Auto()).encode(x, round_of(x))
+        assert body[:4].tolist() == [code, 1, parameter, 0]
+        assert decode_sparse(body, 4000).indices.tolist() == list(selected)
+        x.zero_()
 
 
 def test_refuses_codecs_that_receivers_do_not_know():
@@ -110,10 +162,15 @@ def test_refuses_codecs_that_receivers_do_not_know():
 @pytest.mark.parametrize(
     ("head", "message"),
     [
-        ((0, 1, 0, 0, 8, 0, 0), r"index codec at byte 0 is 0, expected one of \[1, 2\]"),
-        ((1, 9, 0, 0, 8, 0, 0), r"value codec at byte 1 is 9, expected one of \[1, 2, 3\]"),
-        ((1, 1, 7, 0, 8, 0, 0), "index codec parameter at byte 2 is 7, expected 0"),
-        ((1, 1, 0, 7, 8, 0, 0), "value codec parameter at byte 3 is 7, expected 0"),
+        ((0, 1, 0, 0, 8, 0, 0), r"index codec at byte 0 is 0, expected one of \[1, 2, 3, 4\]"),
+        ((1, 9, 0, 0, 8, 0, 0), r"value codec at byte 1 is 9, expected one of \[1, 2, 3, 4, 5\]"),
+        ((1, 1, 7, 0, 8, 1, 0), "index codec parameter at byte 2 is 7, expected 0 for Raw32"),
+        ((2, 1, 1, 0, 8, 1, 0), "index codec parameter at byte 2 is 1, expected 0 for RunLength16"),
+        ((3, 1, 32, 0, 8, 1, 0), "index codec parameter at byte 2 is 32, expected 0 to 31 for Golomb"),
+        ((4, 1, 3, 0, 8, 1, 0), "index codec parameter at byte 2 is 3, expected 0 for Bitmap"),
+        ((1, 1, 0, 7, 8, 0, 0), "value codec parameter at byte 3 is 7, expected 0 for Float32"),
+        ((1, 4, 0, 7, 8, 0, 0), "value codec parameter at byte 3 is 7, expected 0 for SharedMean"),
+        ((1, 5, 0, 0, 8, 0, 0), "value codec parameter at byte 3 is 0, expected 1 to 255 for TwoBit"),
         ((1, 1, 0, 0, 8, 9, 0), "count at byte 8 is 9, expected at most the size, 8"),
         ((1, 1, 0, 0, 8, 0, 5), "index section bytes at byte 12 is 5, expected at most the 4 that follow"),
         ((1, 1, 0, 0, 8, 1, 0), "raw index section: has 0 bytes, expected 4"),
@@ -124,30 +181,34 @@ def test_refuses_codecs_that_receivers_do_not_know():
 )
 def test_messages_say_where_and_what(head, message):
     with pytest.raises(PayloadError, match=message):
-        decode_sparse(tensor_of(struct.pack("<BBBBIII", *head) + bytes(4)))
+        decode_sparse(tensor_of(struct.pack("<BBBBIII", *head) + bytes(4)), head[4])
 
 
-@pytest.mark.parametrize("values", list(VALUES))
+@pytest.mark.parametrize(
+    ("values", "indices"),
+    [(name, "Raw32") for name in VALUES] + [("Float32", name) for name in INDICES] + [("SharedMean", "Golomb")],
+)
 @pytest.mark.parametrize("density", [0.4, 1.0])
-def test_altered_bodies_decode_to_something_sound_or_not_at_all(values, density):
+def test_altered_bodies_decode_to_something_sound_or_not_at_all(values, indices, density):
     x = torch.tensor([0.5, -3.0, 0.25, 7.0, 1.0])
-    body = SparseCodec(TopK(density), VALUES[values]).encode(x, round_of(x))
+    body = SparseCodec(TopK(density), VALUES[values], INDICES[indices]).encode(x, round_of(x))
     for at in range(body.numel()):
         for change in (*(1 << bit for bit in range(8)), 0x7C, 0x7F, 0xFF):
             altered = body.clone()
             altered[at] ^= change
             try:
-                decoded = decode_sparse(altered)
+                decoded = decode_sparse(altered, x.numel())
             except PayloadError:
                 continue
-            assert at >= 4, "a codec's code or parameter was altered and believed"
+            # Of no bytes, every index codec reads all positions; and other parameters may fit the same bytes.
+            assert not 4 <= at < 8, "a size was altered and believed"
             assert decoded.indices.numel() == decoded.values.numel() <= decoded.size
             assert bool((decoded.indices.diff() > 0).all())
             assert bool((decoded.indices < decoded.size).all())
             assert bool(decoded.values.isfinite().all())
     for length in range(body.numel()):
         with pytest.raises(PayloadError):
-            decode_sparse(body[:length])
+            decode_sparse(body[:length], x.numel())
 
 
 @pytest.mark.parametrize("case", golden_cases(), ids=lambda case: case.name)
@@ -166,7 +227,7 @@ def test_golden(case: GoldenCase, request: pytest.FixtureRequest):
     opened = open_envelope(tensor_of(recorded), layout, rank=0)
     assert (opened.present, opened.nonfinite_segment) == (case.present, case.nonfinite_segment)
     if case.nonfinite_segment is None:
-        decoded, mine = decode_sparse(opened.body), decode_sparse(body)
+        decoded, mine = (decode_sparse(each, layout.size) for each in (opened.body, body))
         assert decoded.size == layout.size
         assert torch.equal(decoded.indices, mine.indices)
         assert torch.equal(decoded.values, mine.values)
@@ -185,7 +246,7 @@ def test_the_documents_decoder(case: GoldenCase):
     assert fingerprint == layout.fingerprint
     assert (present, nonfinite) == (case.present, case.nonfinite_segment)
     if nonfinite is None:
-        decoded = decode_sparse(open_envelope(tensor_of(recorded), layout, rank=0).body)
+        decoded = decode_sparse(open_envelope(tensor_of(recorded), layout, rank=0).body, layout.size)
         assert size == decoded.size
         assert elements == dict(zip(decoded.indices.tolist(), decoded.values.tolist(), strict=True))
     for at in range(len(recorded)):

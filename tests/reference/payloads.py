@@ -1,6 +1,7 @@
 """The formats of docs/formats.md, written a second time, with struct alone; and the golden payloads made from it."""
 
 import json
+import math
 import struct
 import zlib
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ import numpy as np
 from tests.reference.selection import k_of, top_k
 
 GOLDEN = Path(__file__).parent.parent / "golden"
+GROUP = 3  # of golden payloads in TwoBit
 VALUE_FORMATS = {"Float32": (1, "f", 3.4028234663852886e38), "Float16": (2, "e", 65504.0), "Float64": (3, "d", 1.8e308)}
 
 
@@ -55,7 +57,8 @@ def reference_payload(case: GoldenCase) -> bytes:
     """The payload for a case's inputs. None of them has a tie at the threshold."""
     x = case.vector()
     indices = top_k(x, k_of(case.density, len(x)), 0)
-    body = sparse_body(indices, [float(x[i]) for i in indices], len(x), case.values, case.indices)
+    sizes = [math.prod(shape) for _, shape in case.tensors]
+    body = sparse_body(indices, [float(x[i]) for i in indices], len(x), case.values, case.indices, sizes)
     return envelope(body, case.tensors, case.present, case.nonfinite_segment)
 
 
@@ -65,23 +68,80 @@ def fingerprint(tensors: Sequence[tuple[str, Sequence[int]]]) -> int:
 
 
 def sparse_body(
-    indices: Sequence[int], values: Sequence[float], size: int, codec: str, index_codec: str = "Raw32"
+    indices: Sequence[int],
+    values: Sequence[float],
+    size: int,
+    codec: str,
+    index_codec: str = "Raw32",
+    segments: Sequence[int] = (),
 ) -> bytes:
-    """A sparse body."""
-    code, letter, largest = VALUE_FORMATS[codec]
-    index_code = {"Raw32": 1, "RunLength16": 2}[index_codec]
+    """A sparse body. `segments` are their sizes, for SharedMean."""
+    if index_codec == "Auto":
+        # Of the shortest the first.
+        sections = {
+            name: index_section(indices, size, name)[2] for name in ("RunLength16", "Raw32", "Bitmap", "Golomb")
+        }
+        index_codec = min(sections, key=lambda name: len(sections[name]))
+    index_code, index_parameter, positions = index_section(indices, size, index_codec)
+    value_code, value_parameter, numbers = value_section(indices, values, codec, segments)
+    head = bytes([index_code, value_code, index_parameter, value_parameter])
+    return head + struct.pack("<III", size, len(indices), len(positions)) + positions + numbers
+
+
+def index_section(indices: Sequence[int], size: int, codec: str) -> tuple[int, int, bytes]:
+    """Code, parameter and bytes of positions."""
+    code = {"Raw32": 1, "RunLength16": 2, "Golomb": 3, "Bitmap": 4}[codec]
+    runs = [index - before - 1 for before, index in zip([-1, *indices], indices)]
     if len(indices) == size:
-        positions = b""
-    elif index_code == 1:
-        positions = b"".join(struct.pack("<I", index) for index in indices)
-    else:
-        positions, following = b"", 0
-        for index in indices:
-            zeros = index - following
-            positions += b"\xff\xff" * (zeros // 65535) + struct.pack("<H", zeros % 65535)
-            following = index + 1
-    head = bytes([index_code, code, 0, 0]) + struct.pack("<III", size, len(indices), len(positions))
-    return head + positions + b"".join(struct.pack("<" + letter, max(-largest, min(largest, v))) for v in values)
+        return code, 0, b""
+    if codec == "Raw32":
+        return code, 0, b"".join(struct.pack("<I", index) for index in indices)
+    if codec == "RunLength16":
+        return code, 0, b"".join(b"\xff\xff" * (run // 65535) + struct.pack("<H", run % 65535) for run in runs)
+    if codec == "Bitmap":
+        return code, 0, sum(1 << index for index in indices).to_bytes(-(-size // 8), "little")
+    if not indices:
+        return code, 0, b""
+    golden = (math.sqrt(5) + 1) / 2
+    parameter = max(0, 1 + math.floor(math.log2(math.log(golden - 1) / math.log(1 - len(indices) / size))))
+    stream, length = 0, 0
+    for run in runs:
+        quotient, remainder = divmod(run, 1 << parameter)
+        stream |= ((1 << quotient) - 1 | remainder << quotient + 1) << length
+        length += quotient + 1 + parameter
+    return code, parameter, stream.to_bytes(-(-length // 8), "little")
+
+
+def value_section(
+    indices: Sequence[int], values: Sequence[float], codec: str, segments: Sequence[int]
+) -> tuple[int, int, bytes]:
+    """Code, parameter and bytes of values."""
+    if codec == "SharedMean":
+        section, start = b"", 0
+        for size in segments:
+            group = [value for index, value in zip(indices, values) if start <= index < start + size]
+            start += size
+            if group:
+                section += leb128(len(group)) + struct.pack("<f", sum(group) / len(group))
+        return 4, 0, section
+    if codec == "TwoBit":
+        levels, stream = b"", 0
+        for first in range(0, len(values), GROUP):
+            group = [abs(value) for value in values[first : first + GROUP]]
+            middle = sum(group) / len(group)
+            large = [magnitude for magnitude in group if magnitude >= middle]
+            small = [magnitude for magnitude in group if magnitude < middle] or large
+            levels += struct.pack("<2e", *(min(65504.0, sum(part) / len(part)) for part in (small, large)))
+            for i, magnitude in enumerate(group, first):
+                stream |= ((values[i] < 0) | (magnitude >= middle) << 1) << 2 * i
+        return 5, GROUP, levels + stream.to_bytes(-(-len(values) // 4), "little")
+    code, letter, largest = VALUE_FORMATS[codec]
+    return code, 0, b"".join(struct.pack("<" + letter, max(-largest, min(largest, value))) for value in values)
+
+
+def leb128(number: int) -> bytes:
+    """Seven bits a byte, lowest first; the eighth says that more follow."""
+    return bytes([number]) if number < 128 else bytes([number % 128 + 128]) + leb128(number // 128)
 
 
 def envelope(

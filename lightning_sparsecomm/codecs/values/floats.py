@@ -1,6 +1,5 @@
-"""Values as bytes."""
+"""Values as floating-point numbers."""
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -8,49 +7,8 @@ import torch
 from torch import Tensor
 
 from lightning_sparsecomm.codecs.payload import PayloadError
+from lightning_sparsecomm.codecs.values.base import ValueCodec
 from lightning_sparsecomm.layout import Layout
-
-
-class ValueCodec(ABC):
-    """The selected elements' values to bytes and back, exactly or rounded. Frozen and pure.
-
-    Attributes:
-        code: The byte that names the codec in a payload.
-    """
-
-    code: ClassVar[int]
-
-    @abstractmethod
-    def encode(self, values: Tensor, indices: Tensor, layout: Layout) -> Tensor:
-        """The value section of a payload.
-
-        Args:
-            values: `[k]` float32 or float64, finite.
-            indices: `[k]` int64, their positions, strictly increasing.
-            layout: Tells which segment each position belongs to.
-
-        Returns:
-            `[bytes]` uint8 on the device of `values`.
-        """
-
-    @abstractmethod
-    def decode(self, section: Tensor, count: int) -> Tensor:
-        """The values in a value section.
-
-        Args:
-            section: `[bytes]` uint8, from any source.
-            count: How many values it holds; checked against the section before anything is allocated from it.
-
-        Returns:
-            `[count]` float32 or float64, finite; memory of its own.
-
-        Raises:
-            PayloadError: The section is not what `encode` writes for any `count` values.
-        """
-
-    @abstractmethod
-    def bound_bytes(self, count: int, layout: Layout) -> int | None:
-        """The length that no section for at most `count` values exceeds; None where that is much above the usual."""
 
 
 class _Float(ValueCodec):
@@ -66,7 +24,8 @@ class _Float(ValueCodec):
         # Copied, since contiguous() leaves a single value with a stride that view() refuses.
         return values.to(self.dtype, copy=True, memory_format=torch.contiguous_format).view(torch.uint8)
 
-    def decode(self, section: Tensor, count: int) -> Tensor:
+    def decode(self, section: Tensor, count: int, parameter: int) -> Tensor:
+        self.check_parameter(parameter)
         width = self.dtype.itemsize
         if section.numel() != width * count:
             raise PayloadError(
@@ -114,7 +73,3 @@ class Float64(_Float):
 
     code: ClassVar[int] = 3
     dtype: ClassVar[torch.dtype] = torch.float64
-
-
-VALUE_CODECS: dict[int, ValueCodec] = {codec.code: codec for codec in (Float32(), Float16(), Float64())}
-"""The codec that decodes a value section, by the code in the payload."""
