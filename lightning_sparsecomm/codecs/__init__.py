@@ -1,5 +1,6 @@
 """From vectors to bytes: what is selected, how it is written, and the envelope it travels in."""
 
+from lightning_sparsecomm.codecs.chunks import ChunkTopK
 from lightning_sparsecomm.codecs.compressor import Compressor
 from lightning_sparsecomm.codecs.indices import (
     INDEX_CODECS,
@@ -11,6 +12,7 @@ from lightning_sparsecomm.codecs.indices import (
     Raw32,
     RunLength16,
 )
+from lightning_sparsecomm.codecs.one_sided import OneSidedTopK
 from lightning_sparsecomm.codecs.payload import HEADER_BYTES, Envelope, PayloadError, open_envelope, seal, sealed_bytes
 from lightning_sparsecomm.codecs.selectors import Selector, TopK
 from lightning_sparsecomm.codecs.sparse import SparseCodec, decode_sparse
@@ -30,6 +32,7 @@ __all__ = [
     "VALUE_CODECS",
     "Auto",
     "Bitmap",
+    "ChunkTopK",
     "Compressor",
     "Envelope",
     "Float16",
@@ -38,6 +41,7 @@ __all__ = [
     "Golomb",
     "IndexCodec",
     "IndexCoding",
+    "OneSidedTopK",
     "PayloadError",
     "Raw32",
     "RunLength16",

@@ -90,7 +90,7 @@ class TopK(Selector):
             stretches = [(0, layout.size)] if layout.size else []
         else:
             stretches = [(s.offset, s.offset + s.size) for s in layout.segments if s.size]
-        return [Wanted(start, stop, _k(density, stop - start)) for start, stop in stretches]
+        return [Wanted(start, stop, k_of(density, stop - start)) for start, stop in stretches]
 
     def select(self, x: Tensor, round: Round, candidates: Sequence[Tensor | None] = ()) -> Tensor:
         wanted, seed = self.wanted(round), round.shared_seed()
@@ -102,7 +102,8 @@ class TopK(Selector):
         return sum(want.k for want in self.wanted(round))
 
 
-def _k(density: float, size: int) -> int:
+def k_of(density: float, size: int) -> int:
+    """How many of `size` elements a density asks for: at least one."""
     return min(size, max(1, round(density * size)))
 
 

@@ -1,4 +1,4 @@
-"""Top-k: the reference's positions, exactly, whatever the ties, zeros, samples and blocks."""
+"""Selectors: the reference's positions, exactly, whatever the ties, zeros, samples and blocks."""
 
 from unittest import mock
 
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_sparsecomm import compensation
-from lightning_sparsecomm.codecs import TopK
+from lightning_sparsecomm.codecs import ChunkTopK, OneSidedTopK, TopK
 from lightning_sparsecomm.layout import Layout
 from lightning_sparsecomm.rounds import Round
 from lightning_sparsecomm.schedules import DensityWarmup
@@ -117,3 +117,132 @@ def test_refuses_arguments_when_built():
         TopK(100)
     with pytest.raises(ValueError, match=r"scope must be 'model'.*or 'tensor'.*got 'layer'"):
         TopK(0.1, scope="layer")  # type: ignore[arg-type]
+
+
+def one_sided(x: np.ndarray, k: int, seed: int) -> list[int]:
+    """The naive thing for one tensor: both sides, and the one of larger mean."""
+    sides = []
+    for sign in (1, -1):
+        side = [i for i, value in enumerate(x) if sign * float(value) > 0]
+        taken = [side[j] for j in top_k(x[side], k, seed)]
+        sides.append((float(np.abs(x[taken].astype(np.float64)).mean()) if taken else 0.0, taken))
+    (above, positive), (below, negative) = sides
+    return positive if above >= below else negative
+
+
+def candidates_for(x: torch.Tensor, wanted: list[compensation.Wanted], surplus: int) -> list[torch.Tensor | None]:
+    """All that reach the k-th largest magnitude, or a smaller one that so many more reach; or all that are not zero."""
+    found: list[torch.Tensor | None] = []
+    for start, stop, k in wanted:
+        magnitudes = x[start:stop].abs()
+        threshold = magnitudes.sort(descending=True).values[min(k + surplus, stop - start) - 1]
+        reached = (magnitudes >= threshold) & (magnitudes > 0)
+        found.append(reached.nonzero().view(-1) + start if surplus % 3 else None)
+    return found
+
+
+@given(vectors(), densities, st.integers(0, 9), st.sampled_from([0.2, 0.5, 8]), st.integers(0, 8))
+def test_one_sided_selects_what_the_reference_selects(vector, density, step, sample, surplus):
+    x, layout = vector
+    before = x.clone()
+    round_ = Round(layout, step=step, seed=5)
+    selector = OneSidedTopK(density)
+    wanted = selector.wanted(round_)
+    assert wanted == [
+        (s.offset, s.offset + s.size, min(s.size, 3 * k_of(density, s.size))) for s in layout.segments if s.size
+    ]
+    expected = [
+        s.offset + i
+        for s in layout.segments
+        for i in one_sided(x[s.offset : s.offset + s.size].numpy(), k_of(density, s.size), round_.shared_seed())
+    ]
+    with mock.patch.object(compensation, "_SAMPLE", sample):
+        selected = selector.select(x, round_)
+    assert selected.dtype == torch.int64
+    assert selected.tolist() == expected
+    assert selector.select(x, round_, candidates_for(x, wanted, surplus)).tolist() == expected
+    assert len(expected) <= selector.count(round_)
+    assert x.numpy().tobytes() == before.numpy().tobytes()
+
+
+def test_one_sided_finds_a_side_that_candidates_hold_little_of():
+    # The largest magnitudes are negative but for one, and that outweighs all of them in its mean with 299 small ones.
+    x = torch.full((3000,), 1e-3)
+    x[:1500] = -torch.linspace(1, 2, 1500)
+    x[2000] = 1000.0
+    layout = Layout([("weight", (3000,))])
+    selector = OneSidedTopK(0.1)
+    expected = one_sided(x.numpy(), 300, Round(layout).shared_seed())
+    assert len(expected) == 300 and 2000 in expected
+    assert selector.select(x, Round(layout)).tolist() == expected
+    few = candidates_for(x, selector.wanted(Round(layout)), 1)
+    assert selector.select(x, Round(layout), few).tolist() == expected
+
+
+def test_one_sided_prefers_the_positive_side_of_equals():
+    round_ = Round(Layout([("weight", (4,))]))
+    assert OneSidedTopK(0.25).select(torch.tensor([-1.0, 0.0, 1.0, 0.5]), round_).tolist() == [2]
+    assert OneSidedTopK(0.25).select(torch.zeros(4), round_).tolist() == []
+    assert OneSidedTopK(0.25).select(-torch.ones(4), round_).numel() == 1
+
+
+def test_one_sided_follows_a_schedule_and_refuses_densities():
+    x = torch.arange(1.0, 1001.0)
+    layout = Layout([("weight", (1000,))])
+    warmup = OneSidedTopK(DensityWarmup(0.01, steps=100, shape="inverse_time"))
+    counts = [warmup.select(x, Round(layout, step=step)).numel() for step in (0, 99, 500)]
+    assert counts == [round((1 - 0.99**100) * 1000), 10, 10]
+    assert counts == [warmup.count(Round(layout, step=step)) for step in (0, 99, 500)]
+    with pytest.raises(ValueError, match=r"density must be in \(0, 1\].*got 100"):
+        OneSidedTopK(100)
+
+
+@given(vectors(), st.integers(1, 9), st.integers(0, 20))
+def test_chunks_select_the_largest_of_each(vector, k, more):
+    x, layout = vector
+    chunk = k + more
+    round_ = Round(layout)
+    selector = ChunkTopK(k, chunk)
+    before = x.clone()
+    selected = selector.select(x, round_)
+    assert selected.dtype == torch.int64
+    assert bool((selected.diff() > 0).all())
+    remaining, most = selected.tolist(), 0
+    for segment in layout.segments:
+        for start in range(segment.offset, segment.offset + segment.size, chunk):
+            stop = min(start + chunk, segment.offset + segment.size)
+            wanted = k if stop - start == chunk else min(stop - start, max(1, round(k * (stop - start) / chunk)))
+            most += wanted
+            taken = [i for i in remaining if start <= i < stop]
+            remaining = remaining[len(taken) :]
+            # By magnitude, since which of the ties are taken is torch's choice.
+            magnitudes = np.sort(np.abs(x[start:stop].numpy()))[::-1][:wanted]
+            assert np.sort(np.abs(x[taken].numpy()))[::-1].tolist() == magnitudes[magnitudes > 0].tolist()
+    assert not remaining
+    assert selector.count(round_) == most
+    assert selector.wanted(round_) == ()
+    assert x.numpy().tobytes() == before.numpy().tobytes()
+
+
+def test_chunks_of_long_tensors():
+    x = torch.randn(3 * 4096 + 1000, generator=torch.Generator().manual_seed(2))
+    selected = ChunkTopK().select(x, Round(Layout([("weight", (x.numel(),))])))
+    assert torch.bincount(selected // 4096).tolist() == [64, 64, 64, round(64 * 1000 / 4096)]
+    for chunk in range(3):
+        expected = top_k(x[4096 * chunk : 4096 * (chunk + 1)].numpy(), 64, 0)
+        assert (selected[64 * chunk : 64 * (chunk + 1)] - 4096 * chunk).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("k", "chunk", "text"),
+    [
+        (0, 4096, "k must be a whole number, at least 1: a count of elements; got 0"),
+        (0.5, 4096, "k must be a whole number.*got 0.5"),
+        (True, 4096, "k must be a whole number.*got True"),
+        (1, -1, "chunk must be a whole number.*got -1"),
+        (65, 64, "k must be at most chunk, 64.*got 65. Give k = chunk to send them all"),
+    ],
+)
+def test_chunks_refuse_arguments_when_built(k, chunk, text):
+    with pytest.raises(ValueError, match=text):
+        ChunkTopK(k, chunk)
