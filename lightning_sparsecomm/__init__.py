@@ -8,7 +8,7 @@ from lightning_sparsecomm.channel import Channel
 from lightning_sparsecomm.codecs import PayloadError
 from lightning_sparsecomm.exchange import NonFiniteGradientError
 from lightning_sparsecomm.memory import ErrorFeedback
-from lightning_sparsecomm.methods import Method
+from lightning_sparsecomm.method import Method
 from lightning_sparsecomm.metrics import CompressionRatio
 from lightning_sparsecomm.sync import BucketSync, GradientSync
 from lightning_sparsecomm.wire import Ledger

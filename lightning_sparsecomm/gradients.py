@@ -53,10 +53,10 @@ def write_gradients(
         return
     if local.own:
         torch._foreach_mul_(here, local.own / world_size)
-        _add(gradients, _others(exchanged, local, world_size), layout)
+        add_(gradients, _others(exchanged, local, world_size), layout)
     elif isinstance(exchanged.shared, SparseVector):
         torch._foreach_zero_(here)
-        _add(gradients, exchanged.shared, layout)
+        add_(gradients, exchanged.shared, layout)
     else:
         for gradient, view in zip(gradients, layout.views(exchanged.shared)):
             if gradient is not None:
@@ -79,8 +79,8 @@ def _others(exchanged: Exchanged, local: LocalMode, world_size: int) -> SparseVe
     return whole * local.shared + own.to(whole.dtype) * of_sent
 
 
-def _add(gradients: Sequence[Tensor | None], vector: SparseVector | Tensor, layout: Layout) -> None:
-    """Adds a vector over the layout to the gradients."""
+def add_(gradients: Sequence[Tensor | None], vector: SparseVector | Tensor, layout: Layout) -> None:
+    """Adds a vector over the layout to tensors of its shapes, in place; None where there is nothing to add to."""
     if not isinstance(vector, SparseVector):
         for gradient, view in zip(gradients, layout.views(vector)):
             if gradient is not None:

@@ -4,81 +4,34 @@ A recipe is a subclass of `Method` that only makes its parts. It is named like t
 class lets LightningCLI list it, find it by its bare name, and show its help.
 """
 
+import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from typing import Literal, TypeVar
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Literal
+
+import torch
 
 from lightning_sparsecomm.averaging import Averaging
 from lightning_sparsecomm.channel import Channel
-from lightning_sparsecomm.codecs import Compressor, Float16, Float32, RunLength16, Selector, SparseCodec, TopK
-from lightning_sparsecomm.exchange import DenseAllReduce, Exchange, Gather
+from lightning_sparsecomm.codecs import (
+    Float16,
+    Float32,
+    RunLength16,
+    SparseCodec,
+    TopK,
+)
+from lightning_sparsecomm.delta_sync import DeltaSync
+from lightning_sparsecomm.exchange import DenseAllReduce, Gather
 from lightning_sparsecomm.exchange.dense import WireDtype
-from lightning_sparsecomm.gradients import NamedParameters
 from lightning_sparsecomm.local_mode import LOCAL_MODES, LocalName
 from lightning_sparsecomm.memory import ClipLocalNorm, ErrorFeedback, Memory, Momentum, MomentumCorrection
-from lightning_sparsecomm.schedules import Density, warmed
+from lightning_sparsecomm.method import Method
+from lightning_sparsecomm.schedules import Density, Every, warmed
 from lightning_sparsecomm.sync import BucketSync, GradientSync, Sync
-
-T = TypeVar("T")
 
 Scope = Literal["model", "tensor"]
 ValueName = Literal["float32", "float16"]
-
-
-class Method:
-    """How gradients are synchronized: one or more syncs, each parameter belonging to exactly one of them.
-
-    Make one with a recipe of this module, or from parts of your own:
-
-    >>> from lightning_sparsecomm.codecs import Float16
-    >>> Method([GradientSync(Channel(Gather(SparseCodec(TopK(0.001), Float16())), [ErrorFeedback()]))])
-    Method([GradientSync(Channel(Gather(SparseCodec(selector=TopK(density=0.001, scope='model'), ...
-
-    Args:
-        syncs: What is exchanged, for which parameters.
-        averaging: When replicas that have gone apart are made one again; None for never before the end of fit.
-        otherwise: The method for optimizers that this one is not defined for; None refuses them.
-
-    Raises:
-        ValueError: There is no sync, a `BucketSync` is not the only one, or more than one sync takes the rest.
-    """
-
-    def __init__(
-        self, syncs: Sequence[Sync], averaging: Averaging | None = None, otherwise: "Method | None" = None
-    ) -> None:
-        if not syncs:
-            raise ValueError("syncs must name at least one sync; got none. Use dense() to send everything.")
-        if len(syncs) > 1 and any(isinstance(sync, BucketSync) for sync in syncs):
-            raise ValueError(
-                "a BucketSync must be the only sync of a method, since DDP's buckets hold all parameters;"
-                f" got {len(syncs)} syncs. Use GradientSync(Channel(DenseAllReduce())) for some of the parameters."
-            )
-        if sum(sync.rest for sync in syncs) > 1:
-            raise ValueError("only one sync of a method can take the rest; got several with rest=True.")
-        if otherwise is not None and any(isinstance(sync, BucketSync) for sync in (*syncs, *otherwise.syncs)):
-            raise ValueError("a BucketSync works inside DDP's hook for all optimizers: it allows of no `otherwise`.")
-        self.syncs: tuple[Sync, ...] = tuple(syncs)
-        self.averaging = averaging
-        self.otherwise = otherwise
-
-    def parts(self, parameters: NamedParameters) -> list[tuple[Sync, NamedParameters]]:
-        """Which sync takes which of the parameters; syncs that take none are left out."""
-        claims = {name: any(sync.claims(name, parameter) for sync in self.syncs) for name, parameter in parameters}
-        parts: list[tuple[Sync, NamedParameters]] = []
-        for sync in self.syncs:
-            piece = [
-                (name, parameter)
-                for name, parameter in parameters
-                if (not claims[name] if sync.rest else sync.claims(name, parameter))
-            ]
-            if piece:
-                parts.append((sync, piece))
-        return parts
-
-    def __repr__(self) -> str:
-        options = f", averaging={self.averaging!r}" if self.averaging is not None else ""
-        options += f", otherwise={self.otherwise!r}" if self.otherwise is not None else ""
-        return f"Method({list(self.syncs)!r}{options})"
 
 
 class dense(Method):
@@ -228,16 +181,63 @@ class dgc(Method):
         )
 
 
-def parts_in(part: object, kind: type[T]) -> Iterator[T]:
-    """Everything of a kind in a method, however deep."""
-    if isinstance(part, kind):
-        yield part
-    elif isinstance(part, (list, tuple)):
-        for item in part:
-            yield from parts_in(item, kind)
-    elif isinstance(part, (Method, Sync, Channel, Memory, Exchange, Compressor, Selector)):
-        for item in vars(part).values():
-            yield from parts_in(item, kind)
+class federated_averaging(Method):
+    """Ranks train by themselves, and their weights are averaged every so many optimizer steps.
+
+    Bytes per exchange and rank: 4 for each element, and for each tensor.
+
+    Source: McMahan et al. 2017, Communication-Efficient Learning of Deep Networks from Decentralized Data; here all
+    ranks take part in each round, with equal weights.
+
+    Args:
+        every: Optimizer steps between two averages, or a schedule of it.
+        wire_dtype: Dtype of the changes on the wire: "same" (float32 or wider), "float32", "float16" or "bfloat16".
+            What narrower ones round off is lost.
+        average_buffers: Whether floating-point buffers are averaged too.
+
+    Raises:
+        ValueError: `every` below 1, or an unknown `wire_dtype`.
+    """
+
+    def __init__(self, every: Every = 100, wire_dtype: WireDtype = "same", average_buffers: bool = True) -> None:
+        super().__init__([DeltaSync(Channel(DenseAllReduce(wire_dtype)), every, average_buffers=average_buffers)])
+
+
+class diloco(Method):
+    """Federated averaging whose mean change is the gradient of an outer optimizer: SGD with Nesterov's momentum.
+
+    Bytes per exchange and rank: 4 for each element, and for each tensor.
+
+    Source: Douillard et al. 2023, DiLoCo: Distributed Low-Communication Training of Language Models; with AdamW as the
+    user's own optimizer there.
+
+    Args:
+        every: Optimizer steps between two exchanges, or a schedule of it.
+        outer_lr: Learning rate of the outer optimizer.
+        outer_momentum: Its momentum, in [0, 1); 0 for none.
+        wire_dtype: Dtype of the changes on the wire: "same" (float32 or wider), "float32", "float16" or "bfloat16".
+        average_buffers: Whether floating-point buffers are averaged too.
+
+    Raises:
+        ValueError: `every` below 1, a rate that is not positive, a momentum outside [0, 1), or an unknown `wire_dtype`.
+    """
+
+    def __init__(
+        self,
+        every: Every = 500,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
+        wire_dtype: WireDtype = "same",
+        average_buffers: bool = True,
+    ) -> None:
+        if not 0 < outer_lr < math.inf:
+            raise ValueError(f"outer_lr must be a positive number; got {outer_lr!r}. The paper has 0.7.")
+        if not 0 <= outer_momentum < 1:
+            raise ValueError(f"outer_momentum must be in [0, 1); got {outer_momentum!r}. The paper has 0.9.")
+        nesterov = outer_momentum > 0
+        outer = partial(torch.optim.SGD, lr=outer_lr, momentum=outer_momentum, nesterov=nesterov)
+        channel = Channel(DenseAllReduce(wire_dtype))
+        super().__init__([DeltaSync(channel, every, outer, average_buffers=average_buffers)])
 
 
 def _gather(density: Density, scope: Scope, values: ValueName) -> Gather:
@@ -249,7 +249,13 @@ def _gather(density: Density, scope: Scope, values: ValueName) -> Gather:
     return Gather(SparseCodec(TopK(density, scope), codecs[values], RunLength16()))
 
 
-RECIPES: dict[str, Callable[[], Method]] = {"dense": dense, "gradient_dropping": gradient_dropping, "dgc": dgc}
+RECIPES: dict[str, Callable[[], Method]] = {
+    "dense": dense,
+    "gradient_dropping": gradient_dropping,
+    "dgc": dgc,
+    "federated_averaging": federated_averaging,
+    "diloco": diloco,
+}
 """Methods that have a strategy name of their own, `sparsecomm_` and the key."""
 
 

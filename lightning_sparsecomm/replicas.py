@@ -1,17 +1,22 @@
-"""Replicas that go apart, and the one model that is measured, saved, and left in the end: their average."""
+"""Replicas that go apart, and the one model that is measured, saved, and left in the end."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from lightning_sparsecomm.averaging import Averaging, average_
+from lightning_sparsecomm.gradients import NamedParameters
 from lightning_sparsecomm.streams import Stream
+from lightning_sparsecomm.sync import Sync
 from lightning_sparsecomm.wire import Wire
 
 
 class Replicas:
-    """Averages of what the ranks train. Every call that averages is a collective: all ranks make it together.
+    """The model that all ranks share, while each trains one of its own.
+
+    Where a sync keeps shared weights (`DeltaSync`, the anchor), these are it, at no cost. Where local gradients have
+    let replicas go apart, it is their average: a collective, which all ranks make together.
 
     Args:
         streams: The optimizers at work; shared with the caller, who adds to it.
@@ -28,18 +33,14 @@ class Replicas:
         self._modules = modules
         self._wire = wire
         self._own: list[tuple[Tensor, Tensor]] | None = None
-
-    @property
-    def apart(self) -> bool:
-        """Whether replicas may differ by now."""
-        return any(stream.steps and any(sync.drifts for sync, _, _ in stream.pieces) for stream in self._streams)
+        self._shared_buffers: list[tuple[Tensor, Tensor]] = []
 
     def after_step(self, stream: Stream) -> None:
         """Averages what belongs to an optimizer, if its step was one after which that is due."""
         averaging = self._averaging(stream)
         if averaging is None or stream.steps % averaging.every:
             return
-        tensors = self._model(stream)
+        tensors = [parameter.detach() for _, parameter in stream.parameters()] + self._buffers(stream)
         if averaging.optimizer_state:
             for _, parameter in stream.parameters():
                 state = stream.optimizer.state.get(parameter, {})
@@ -48,18 +49,36 @@ class Replicas:
         with torch.no_grad():
             average_(tensors, self._wire)
 
-    def view_average(self) -> bool:
-        """Puts the average in the place of this rank's weights until `view_own`, for whoever measures or saves them.
+    def average_buffers(self) -> None:
+        """Averages floating-point buffers, and keeps the average as the shared model's."""
+        with torch.no_grad():
+            average_(self._floating_buffers(), self._wire)
+        self.keep_buffers()
+
+    def keep_buffers(self) -> None:
+        """Takes the buffers as they are, equal on all ranks, for those of the shared model."""
+        self._shared_buffers = [(buffer, buffer.detach().clone()) for buffer in self._floating_buffers()]
+
+    def view_shared(self, collective: bool = True) -> bool:
+        """Puts the shared model in the place of this rank's weights until `view_own`, for whoever measures or saves it.
+
+        Args:
+            collective: Whether all ranks call it together, so that what has no shared value can be averaged.
 
         Returns:
-            Whether it did: not where replicas are equal, or where the average is there already.
+            Whether it did: not where replicas are equal, or where the shared model is there already.
         """
-        if self._own is not None or not self.apart:
+        if self._own is not None:
             return False
-        tensors = self._all()
+        kept = self._kept()
+        averaged = self._apart() if collective else []
+        if not kept and not averaged:
+            return False
         with torch.no_grad():
-            self._own = [(tensor, tensor.clone()) for tensor in tensors]
-            average_(tensors, self._wire)
+            self._own = [(tensor, tensor.clone()) for tensor in (*averaged, *(tensor for tensor, _ in kept))]
+            for tensor, shared in kept:
+                tensor.copy_(shared)
+            average_(averaged, self._wire)
         return True
 
     def view_own(self) -> None:
@@ -70,24 +89,38 @@ class Replicas:
         self._own = None
 
     def settle(self) -> None:
-        """Makes all replicas the average, for good."""
+        """Makes replicas that local gradients have let go apart their average, for good."""
         self.view_own()
-        if self.apart:
-            with torch.no_grad():
-                average_(self._all(), self._wire)
+        with torch.no_grad():
+            average_(self._apart(), self._wire)
 
     def _averaging(self, stream: Stream) -> Averaging | None:
         return self.averaging or (stream.method.averaging if stream.method is not None else None)
 
-    def _model(self, stream: Stream) -> list[Tensor]:
-        """What is averaged of the model with an optimizer, the same on all ranks; buffers go with the first."""
-        tensors: list[Tensor] = [parameter.detach() for _, parameter in stream.parameters()]
-        averaging = self._averaging(stream)
-        if averaging is not None and averaging.buffers and stream is self._streams[0]:
-            tensors += [buffer for module in self._modules for buffer in module.buffers()]
-        return tensors
+    def _floating_buffers(self) -> list[Tensor]:
+        return [b for module in self._modules for b in module.buffers() if b.is_floating_point()]
 
-    def _all(self) -> list[Tensor]:
+    def _buffers(self, stream: Stream) -> list[Tensor]:
+        """The buffers, where they are averaged with an optimizer's parameters; they go with the first."""
+        averaging = self._averaging(stream)
+        wanted = averaging is not None and averaging.buffers and stream is self._streams[0]
+        return self._floating_buffers() if wanted else []
+
+    def _kept(self) -> list[tuple[Tensor, Tensor]]:
+        """What differs from the shared values that syncs keep, with these."""
+        kept = [pair for index, stream, sync, piece in self._pieces() for pair in sync.shared_model(index, piece) or []]
+        return kept + self._shared_buffers if kept else []
+
+    def _apart(self) -> list[Tensor]:
+        """What differs between ranks by now, and has no shared value but the average."""
+        tensors: list[Tensor] = []
+        for index, stream, sync, piece in self._pieces():
+            if stream.steps and sync.drifts and sync.shared_model(index, piece) is None:
+                tensors += [parameter.detach() for _, parameter in piece] + self._buffers(stream)
         # Two optimizers may share parameters.
-        unique = {tensor.data_ptr(): tensor for stream in self._streams for tensor in self._model(stream)}
-        return list(unique.values())
+        return list({tensor.data_ptr(): tensor for tensor in tensors}.values())
+
+    def _pieces(self) -> Iterator[tuple[int, Stream, Sync, NamedParameters]]:
+        for index, stream in enumerate(self._streams):
+            for sync, piece, _ in stream.pieces:
+                yield index, stream, sync, piece

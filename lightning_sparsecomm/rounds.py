@@ -57,6 +57,7 @@ class Round:
             where no memory asks for it.
         max_norm: The threshold that the user gives for clipping the averaged gradient; None for none.
         warmup: What takes the place of densities early in training; None for nothing.
+        quantity: What the vector is, for messages.
     """
 
     layout: Layout
@@ -69,6 +70,7 @@ class Round:
     gradient_norm: float = math.nan
     max_norm: float | None = None
     warmup: Warmup | None = None
+    quantity: str = "gradient"
 
     def density(self, density: Density) -> float:
         """The fraction to send in this round."""

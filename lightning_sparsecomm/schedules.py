@@ -1,5 +1,7 @@
 """Numbers that change during training. A schedule is accepted wherever a density is."""
 
+import bisect
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +25,81 @@ class Schedule(ABC):
 
 
 Density = float | Schedule
+Every = int | Schedule
+
+
+@dataclass(frozen=True)
+class Stages(Schedule):
+    """One number after the other, each from a given moment on.
+
+    >>> [Stages([1, 10, 100], steps=[0, 50, 500]).at(step, 0.0) for step in (0, 49, 50, 1000)]
+    [1, 1, 10, 100]
+
+    Args:
+        numbers: In order, such as densities, or steps between two exchanges.
+        steps: When each begins, in optimizer steps: 0 first, then increasing.
+        epochs: When each begins, in epochs, instead.
+
+    Raises:
+        ValueError: Both or neither of steps and epochs, not one for each number, or not increasing from 0.
+    """
+
+    numbers: Sequence[float]
+    steps: Sequence[int] = ()
+    epochs: Sequence[float] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("numbers", "steps", "epochs"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        if bool(self.steps) == bool(self.epochs):
+            raise ValueError(
+                f"stages begin either at steps or at epochs; got steps={self.steps}, epochs={self.epochs}."
+                " Give one of them, such as steps=[0, 1000]."
+            )
+        begins = self.steps or self.epochs
+        if len(begins) != len(self.numbers) or begins[0] != 0 or any(b <= a for a, b in itertools.pairwise(begins)):
+            raise ValueError(
+                f"stages must begin at 0 and then later and later, one beginning for each of the {len(self.numbers)}"
+                f" numbers; got {list(begins)}."
+            )
+
+    def at(self, step: int, epoch: float) -> float:
+        done = step if self.steps else epoch
+        return self.numbers[bisect.bisect_right(self.steps or self.epochs, done) - 1]
+
+
+@dataclass(frozen=True)
+class Exponential(Schedule):
+    """From one number to another along an exponential, and then the other.
+
+    >>> [Exponential(0.1, 0.001, steps=100).at(step, 0.0) for step in (0, 50, 100, 200)]
+    [0.1, 0.01, 0.001, 0.001]
+
+    Args:
+        first: The number of step 0.
+        last: The number from `steps` on.
+        steps: How many optimizer steps it takes.
+
+    Raises:
+        ValueError: A number that is not positive, or `steps` below 1.
+    """
+
+    first: float
+    last: float
+    steps: int
+
+    def __post_init__(self) -> None:
+        if not (self.first > 0 and self.last > 0):
+            raise ValueError(
+                f"first and last must be positive, or no exponential joins them; got {self.first!r} and {self.last!r}."
+            )
+        check_every("steps", self.steps)
+
+    def at(self, step: int, epoch: float) -> float:
+        if step >= self.steps:
+            return self.last
+        # Rounded, so that 0.1 and 0.001 meet in 0.01.
+        return float(f"{self.first * (self.last / self.first) ** (step / self.steps):.15g}")
 
 
 @dataclass(frozen=True)
@@ -167,3 +244,22 @@ def check_density(name: str, density: Density) -> None:
 def value_at(number: Density, step: int, epoch: float) -> float:
     """`number` itself, or the schedule's value."""
     return number.at(step, epoch) if isinstance(number, Schedule) else number
+
+
+def check_every(name: str, every: Every) -> None:
+    """Refuses what is not a number of optimizer steps; a schedule is trusted to give one.
+
+    Raises:
+        ValueError: `every` is neither a whole number of at least 1 nor a schedule.
+    """
+    if isinstance(every, Schedule):
+        return
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise ValueError(
+            f"{name} must be a whole number of optimizer steps, at least 1; got {every!r}. Use 1 for each step."
+        )
+
+
+def every_at(every: Every, step: int, epoch: float) -> int:
+    """`every` itself, or the schedule's value as a whole number of at least 1."""
+    return max(1, round(every.at(step, epoch))) if isinstance(every, Schedule) else every

@@ -9,7 +9,7 @@ from torch.optim import SGD, Optimizer
 from lightning_sparsecomm.gradients import NamedParameters
 from lightning_sparsecomm.layout import Layout
 from lightning_sparsecomm.memory import ClipLocalNorm
-from lightning_sparsecomm.methods import Method
+from lightning_sparsecomm.method import Method
 from lightning_sparsecomm.sync import Sync
 from lightning_sparsecomm.takeover import MomentumTakeover, momentum_rules
 
@@ -20,7 +20,7 @@ class Stream:
 
     Attributes:
         optimizer: Whose gradients.
-        steps: How often they have been shared.
+        steps: Optimizer steps finished.
         shared: Whether they are shared for the coming step.
         members: Identities of the parameters that have required a gradient.
         pieces: The same parameters, by the sync that they belong to.
@@ -45,6 +45,11 @@ class Stream:
     def parameters(self) -> NamedParameters:
         """All that take part, in the syncs' order."""
         return [named for _, piece, _ in self.pieces for named in piece]
+
+    @property
+    def shares_gradients(self) -> bool:
+        """Whether what stands in `.grad` once it is shared is no longer this rank's own gradient."""
+        return any(sync.shares_gradients for sync, _, _ in self.pieces)
 
     def gradients(self) -> list[tuple[Tensor | None, int]]:
         """The gradients with their version counters: equal lists mean that nothing has written to them."""

@@ -12,10 +12,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from lightning_sparsecomm.channel import Channel
-from lightning_sparsecomm.exchange.base import Exchanged
 from lightning_sparsecomm.exchange.dense import WIRE_DTYPES, DenseAllReduce, WireDtype, check_wire_dtype
 from lightning_sparsecomm.gradients import NamedParameters, gradient_of, write_gradients
 from lightning_sparsecomm.layout import Layout, SparseVector
@@ -42,6 +41,9 @@ class Sync(ABC):
 
     drifts = False
     """Whether the gradients it leaves differ between ranks, so that replicas go apart."""
+
+    shares_gradients = True
+    """Whether what it leaves in `.grad` is no longer this rank's own gradient."""
 
     def __init__(
         self,
@@ -73,6 +75,9 @@ class Sync(ABC):
         parts += ["rest=True"] if self.rest else []
         return "".join(f", {part}" for part in parts)
 
+    averages_buffers = False
+    """Whether floating-point buffers are averaged whenever it has exchanged weights."""
+
     @property
     def corrects_momentum(self) -> bool:
         """Whether it applies the optimizer's momentum in the optimizer's place."""
@@ -102,9 +107,40 @@ class Sync(ABC):
             wire: Where to communicate.
         """
 
+    def after_step(
+        self, stream: int, optimizer: Optimizer, parameters: NamedParameters, round: Round, wire: Wire
+    ) -> bool:
+        """Called after each optimizer step, as `synchronize` is before it.
+
+        Returns:
+            Whether weights were exchanged, and are equal on all ranks now.
+        """
+        return False
+
+    def settle(self, stream: int, optimizer: Optimizer, parameters: NamedParameters, round: Round, wire: Wire) -> bool:
+        """Called once after the last step: exchanges what is left to exchange.
+
+        Returns:
+            As `after_step`.
+        """
+        return False
+
+    def shared_model(self, stream: int, parameters: NamedParameters) -> list[tuple[Tensor, Tensor]] | None:
+        """Each weight with the value that all ranks share, where it keeps one apart from their own weights; without a
+        collective. Empty where they are equal now. None where it keeps none."""
+        return None
+
     def residual_norm(self) -> float:
         """Euclidean norm of what this rank holds back; 0 where nothing is."""
         return 0.0
+
+
+def wide_dtype(parameters: NamedParameters) -> torch.dtype:
+    """The dtype of what is held for parameters: float32, or wider where one of them is."""
+    dtype = torch.float32
+    for _, parameter in parameters:
+        dtype = torch.promote_types(dtype, parameter.dtype)
+    return dtype
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
@@ -163,6 +199,12 @@ class GradientSync(Sync):
         return self.channel.clips
 
     def objection(self, optimizer: Optimizer) -> str | None:
+        if isinstance(optimizer, LBFGS):
+            return (
+                "it evaluates the gradient several times per step, so 'once per step' has no meaning for it and a"
+                " residual would be counted more than once. Use methods.dense() or methods.federated_averaging(), or a"
+                " first-order optimizer."
+            )
         return self.channel.objection(optimizer)
 
     def synchronize(
@@ -181,27 +223,16 @@ class GradientSync(Sync):
         sent = exchanged.sent
         ledger.sent_elements += sent.indices.numel() if isinstance(sent, SparseVector) else sent.numel()
         if self.mask_momentum:
-            self._mask(optimizer, parameters, exchanged, round.layout)
+            # Where replicas stay equal, so must their momentum: at what anyone has sent. Else at what this rank has.
+            mask_momentum_(optimizer, parameters, exchanged.sent if self.drifts else exchanged.shared, round.layout)
         write_gradients(parameters, exchanged, round.layout, LOCAL_MODES[self.local], wire.world_size)
-
-    def _mask(self, optimizer: Optimizer, parameters: NamedParameters, exchanged: Exchanged, layout: Layout) -> None:
-        # Where replicas stay equal, so must their momentum: at what anyone has sent. Else at what this rank has.
-        vector = exchanged.sent if self.drifts else exchanged.shared
-        indices = vector.indices if isinstance(vector, SparseVector) else vector.nonzero().view(-1)
-        positions = [
-            part - segment.offset for segment, part in zip(layout.segments, indices.split(layout.counts(indices)))
-        ]
-        mask_momentum_(optimizer, parameters, positions)
 
     def _bound(self, stream: int, parameters: NamedParameters, layout: Layout) -> Channel:
         known, channel = self._streams.get(stream, (None, None))
         if channel is None:
             channel = copy.deepcopy(self.channel)
         if known != layout:
-            dtype = torch.float32
-            for _, parameter in parameters:
-                dtype = torch.promote_types(dtype, parameter.dtype)
-            channel.bind(layout, dtype, parameters[0][1].device)
+            channel.bind(layout, wide_dtype(parameters), parameters[0][1].device)
             self._streams[stream] = (layout, channel)
         return channel
 

@@ -6,21 +6,23 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
 from torch import nn
 from torch.nn import Parameter
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from lightning_sparsecomm.delta_sync import DeltaSync
 from lightning_sparsecomm.gradients import NamedParameters, gradient_of, norm_of
 from lightning_sparsecomm.layout import Layout
 from lightning_sparsecomm.memory import ClipLocalNorm
-from lightning_sparsecomm.methods import Method, parts_in
+from lightning_sparsecomm.method import Method, parts_in
 from lightning_sparsecomm.replicas import Replicas
 from lightning_sparsecomm.rounds import Round
-from lightning_sparsecomm.schedules import Schedule, Warmup
+from lightning_sparsecomm.schedules import Schedule, Warmup, every_at
 from lightning_sparsecomm.streams import Stream, same
 from lightning_sparsecomm.sync import BucketSync, Sync, matches
 from lightning_sparsecomm.wire import Wire
@@ -45,7 +47,7 @@ class Synchronizer:
         epoch: Epochs finished, with fraction.
         max_norm: The Trainer's threshold for clipping by norm; methods that clip each rank's own gradient take it over.
         warmup: What takes the place of the method's densities early in training; None for nothing.
-        replicas: Averages of replicas that go apart.
+        replicas: The model that all ranks share, where they go apart.
     """
 
     def __init__(self, method: Method, wire: Wire, seed: int = 0) -> None:
@@ -144,11 +146,6 @@ class Synchronizer:
         Raises:
             TypeError: The method is not defined for this optimizer.
         """
-        if isinstance(optimizer, LBFGS) and self.buckets is None:
-            raise TypeError(
-                "LBFGS evaluates the gradient several times per step, so 'once per step' has no meaning for it and a"
-                " residual would be counted more than once. Use methods.dense(), or a first-order optimizer."
-            )
         if self.knows(optimizer):
             return
         stream = Stream(optimizer)
@@ -197,7 +194,8 @@ class Synchronizer:
         stream = self._stream(optimizer)
         if stream.shared:
             return
-        if stream.written and stream.written != [version for _, version in stream.gradients()]:
+        changed = stream.written and stream.written != [version for _, version in stream.gradients()]
+        if changed and stream.shares_gradients:
             warnings.warn(
                 f"the gradients of {type(optimizer).__name__} were changed between backward and step, before they were"
                 " shared: each rank changed its own, where ddp would have averaged them already. Clip with"
@@ -210,25 +208,42 @@ class Synchronizer:
         asked = any(stream.max_norm is not None or memory.max_norm is not None for memory in stream.clipping)
         norm = self.local_norm(optimizer) if asked else math.nan
         for sync, parameters, layout in stream.pieces:
-            round = Round(
-                layout,
-                stream.steps,
-                self.epoch,
-                self.seed,
-                self.wire.rank,
-                self.wire.world_size,
-                gradient_norm=norm,
-                max_norm=stream.max_norm,
-                warmup=self.warmup,
-            )
+            round = replace(self._round(stream, layout), gradient_norm=norm, max_norm=stream.max_norm)
             with torch.no_grad():
                 sync.synchronize(index, optimizer, parameters, round, self.wire)
-        stream.steps += 1
         stream.shared = True
         # We have just written to gradients, which another optimizer may have a part in.
         for each in self._streams:
             each.written = []
         self.wire.ledger.steps += 1
+
+    def _round(self, stream: Stream, layout: Layout) -> Round:
+        rank, world_size = self.wire.rank, self.wire.world_size
+        return Round(layout, stream.steps, self.epoch, self.seed, rank, world_size, warmup=self.warmup)
+
+    def _after_step(self, stream: Stream) -> None:
+        """What is communicated between an optimizer's steps, now that it has made one."""
+        self._exchange_weights(stream, stream.steps, last=False)
+        stream.steps += 1
+        self.replicas.after_step(stream)
+
+    def settle(self) -> None:
+        """Leaves one model on all ranks, after the last step; they call it together."""
+        self.replicas.view_own()
+        for stream in self._streams:
+            self._exchange_weights(stream, max(stream.steps - 1, 0), last=True)
+        self.replicas.settle()
+
+    def _exchange_weights(self, stream: Stream, step: int, last: bool) -> None:
+        index, average_buffers = self._streams.index(stream), False
+        for sync, parameters, layout in stream.pieces:
+            round = replace(self._round(stream, layout), step=step)
+            exchange = sync.settle if last else sync.after_step
+            with torch.no_grad():
+                exchanged = exchange(index, stream.optimizer, parameters, round, self.wire)
+            average_buffers |= exchanged and sync.averages_buffers
+        if average_buffers and stream is self._streams[0]:
+            self.replicas.average_buffers()
 
     def _admit(self, stream: Stream) -> None:
         """Takes in parameters that require a gradient now and did not before, in named-parameter order on all ranks."""
@@ -260,6 +275,21 @@ class Synchronizer:
             warmups = {self.warmup}
         unfinished = [warmup.unfinished(steps, epochs) for warmup in warmups if warmup is not None]
         return [words for words in unfinished if words is not None]
+
+    @property
+    def shares_gradients(self) -> bool:
+        """Whether ranks meet in every step, as under ddp; else each is left to itself for some steps."""
+        return all(sync.shares_gradients for sync in self.syncs)
+
+    def begin(self) -> None:
+        """Called when a module has been made equal on all ranks."""
+        if any(sync.averages_buffers for sync in self.syncs):
+            self.replicas.keep_buffers()
+
+    def longest_every(self) -> int:
+        """The most optimizer steps that any sync in use makes between two exchanges, as far as the first says."""
+        syncs = parts_in([stream.method for stream in self._streams], DeltaSync)
+        return max((every_at(sync.every, 0, 0.0) for sync in syncs), default=1)
 
     def take_over_clipping(self, max_norm: float, by_value: bool) -> None:
         """Lets methods that clip each rank's own gradient know the Trainer's threshold.
@@ -358,7 +388,7 @@ class Synchronizer:
                 " are shared, so the replicas have drifted apart. Let its step() call the closure first, as torch's"
                 " optimizers do, or call strategy.synchronize(optimizer) before it."
             )
-        self.replicas.after_step(stream)
+        self._after_step(stream)
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -370,7 +400,8 @@ class Synchronizer:
         if self.buckets is not None:
             yield
             return
-        waiting = [(stream, stream.gradients()) for stream in self._streams if stream.shared]
+        shared = [stream for stream in self._streams if stream.shared and stream.shares_gradients]
+        waiting = [(stream, stream.gradients()) for stream in shared]
         cleared = [all(g is None or not g.any() for g, _ in before) for _, before in waiting]
         yield
         for (stream, before), empty in zip(waiting, cleared):

@@ -1,6 +1,5 @@
 """What a method does in the place of the user's own torch.optim.SGD: its momentum is off while it steps."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -8,6 +7,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from lightning_sparsecomm.gradients import NamedParameters
+from lightning_sparsecomm.layout import Layout, SparseVector
 from lightning_sparsecomm.rounds import MomentumRule
 
 _OFF: dict[str, object] = {"momentum": 0.0, "dampening": 0.0, "nesterov": False, "weight_decay": 0.0}
@@ -135,17 +135,23 @@ class MomentumTakeover:
         self._hook.remove()
 
 
-def mask_momentum_(optimizer: Optimizer, parameters: NamedParameters, positions: Sequence[Tensor | None]) -> None:
-    """Sets the momentum that a torch optimizer keeps (`momentum_buffer`, `exp_avg`) to zero at some positions.
+def mask_momentum_(
+    optimizer: Optimizer, parameters: NamedParameters, sent: SparseVector | Tensor, layout: Layout
+) -> None:
+    """Sets the momentum that a torch optimizer keeps (`momentum_buffer`, `exp_avg`) to zero where something was sent.
 
     Args:
         optimizer: Whose state; what has none yet is left alone.
-        parameters: The parameters concerned.
-        positions: For each, positions in row-major order, `[k]` int64; None for none.
+        parameters: Those that `layout` describes.
+        sent: A vector over them; what counts is where it holds something.
+        layout: Theirs.
     """
-    for (_, parameter), chosen in zip(parameters, positions):
-        if chosen is None or not chosen.numel():
+    indices = sent.indices if isinstance(sent, SparseVector) else sent.nonzero().view(-1)
+    parts = zip(parameters, layout.segments, indices.split(layout.counts(indices)))
+    for (_, parameter), segment, part in parts:
+        if not part.numel():
             continue
+        chosen = part - segment.offset
         state = optimizer.state.get(parameter, {})
         for name in ("momentum_buffer", "exp_avg"):
             buffer = state.get(name)

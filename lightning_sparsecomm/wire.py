@@ -10,10 +10,11 @@ from torch._C._distributed_c10d import GradBucket as GradBucket
 
 Collective = Literal["all_reduce", "all_gather", "broadcast"]
 
-# Ledger rows. The first two are ours; a ratio is computed from them alone.
+# Ledger rows. The first three are ours; a ratio is computed from them alone.
 GRADIENTS = "gradients"
+UPDATES = "weight updates"
 PARAMETERS = "parameters"
-OURS = (GRADIENTS, PARAMETERS)
+OURS = (GRADIENTS, UPDATES, PARAMETERS)
 DDP_SETUP = "DDP set-up"
 DDP_BUFFERS = "DDP buffers"
 DDP_UNUSED = "DDP unused-parameter map"
@@ -51,9 +52,9 @@ class Traffic:
 class Ledger:
     """What crossed the wire, by purpose and collective.
 
-    Rows are purposes: `gradients` and `parameters` (averages of replicas that go apart) are what the method sent, the
-    others what DDP and Lightning send whatever the method. Bytes handed over are exact; bytes on the link follow from
-    them by `link_bytes`.
+    Rows are purposes: `gradients`, `weight updates` and `parameters` (averages of what goes apart) are what the method
+    sent, the others what DDP and Lightning send whatever the method. Bytes handed over are exact; bytes on the link
+    follow from them by `link_bytes`.
 
     Args:
         world_size: Number of ranks.
@@ -94,8 +95,13 @@ class Ledger:
 
     @property
     def sent_link_bytes(self) -> float:
-        """Bytes that this rank put on the link for the method, gradients and parameters together."""
+        """Bytes that this rank put on the link for the method, whatever it sent."""
         return sum(self.link_bytes(row) for row in OURS)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank handed to the backend for the method: what the papers count as upstream."""
+        return sum(self.handed_bytes(row) for row in OURS)
 
     def compression_ratio(self) -> float:
         """Link bytes over link bytes: DDP's for the same steps, by ours. `nan` in a world of one: nothing is sent."""
@@ -113,12 +119,15 @@ class Wire:
     Args:
         ledger: Where the calls are entered; a new one by default.
         group: Process group; the default group where None.
+        row: The purpose under which they are entered, where a call names none.
 
     Raises:
         ValueError: The group's backend is not one that these collectives are written for.
     """
 
-    def __init__(self, ledger: Ledger | None = None, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, ledger: Ledger | None = None, group: dist.ProcessGroup | None = None, row: str = GRADIENTS
+    ) -> None:
         backend = dist.get_backend(group)
         if backend not in BACKENDS:
             raise ValueError(
@@ -126,28 +135,29 @@ class Wire:
                 f" got {backend!r}. Use gloo on CPUs and nccl on NVIDIA GPUs."
             )
         self.group = group
+        self.row = row
         self.backend = backend
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.ledger = ledger if ledger is not None else Ledger(self.world_size)
 
-    def all_reduce_(self, tensor: Tensor, row: str = GRADIENTS) -> Tensor:
+    def all_reduce_(self, tensor: Tensor, row: str | None = None) -> Tensor:
         """Sums `tensor` over ranks, in place. Bit-equal on all ranks."""
-        self.ledger.record(row, "all_reduce", tensor.numel() * tensor.element_size())
+        self.ledger.record(row or self.row, "all_reduce", tensor.numel() * tensor.element_size())
         dist.all_reduce(tensor, group=self.group)
         return tensor
 
-    def all_reduce_future(self, tensor: Tensor, row: str = GRADIENTS) -> "torch.futures.Future[list[Tensor]]":
+    def all_reduce_future(self, tensor: Tensor, row: str | None = None) -> "torch.futures.Future[list[Tensor]]":
         """Begins to sum `tensor` over ranks, in place; the future holds `[tensor]`."""
-        self.ledger.record(row, "all_reduce", tensor.numel() * tensor.element_size())
+        self.ledger.record(row or self.row, "all_reduce", tensor.numel() * tensor.element_size())
         work = dist.all_reduce(tensor, group=self.group, async_op=True)
         assert work is not None
         future: torch.futures.Future[list[Tensor]] = work.get_future()
         return future
 
-    def all_gather(self, tensor: Tensor, row: str = GRADIENTS) -> Tensor:
+    def all_gather(self, tensor: Tensor, row: str | None = None) -> Tensor:
         """Every rank's `tensor`, `[W, *tensor.shape]`; shapes must be equal on all ranks."""
-        self.ledger.record(row, "all_gather", tensor.numel() * tensor.element_size())
+        self.ledger.record(row or self.row, "all_gather", tensor.numel() * tensor.element_size())
         gathered = tensor.new_empty((self.world_size, *tensor.shape))
         dist.all_gather_single(gathered.view(-1), tensor.reshape(-1), group=self.group)
         return gathered

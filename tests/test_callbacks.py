@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader
 
 from lightning_sparsecomm import CompressionMonitor, Ledger
 from lightning_sparsecomm.callbacks import summary_table
-from lightning_sparsecomm.methods import Method, dense, gradient_dropping
+from lightning_sparsecomm.method import Method
+from lightning_sparsecomm.methods import dense, gradient_dropping
 
 PACKAGES = ["pytorch_lightning", "lightning.pytorch"]
 

@@ -13,7 +13,8 @@ from lightning_sparsecomm.channel import Channel
 from lightning_sparsecomm.codecs import SparseCodec, TopK
 from lightning_sparsecomm.exchange import DenseAllReduce, Gather
 from lightning_sparsecomm.memory import ClipLocalNorm, ErrorFeedback, Momentum, MomentumCorrection
-from lightning_sparsecomm.methods import Method, default, dgc, gradient_dropping
+from lightning_sparsecomm.method import Method
+from lightning_sparsecomm.methods import default, dgc, gradient_dropping
 from lightning_sparsecomm.schedules import DensityWarmup
 from lightning_sparsecomm.strategies.lightning_fabric import SparseCommStrategy as FabricStrategy
 from lightning_sparsecomm.sync import GradientSync

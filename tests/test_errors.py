@@ -268,7 +268,7 @@ REFUSED_AT_SETUP: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     ),
     "LBFGS": (
         lambda: {"model": Model(optimizer=torch.optim.LBFGS)},
-        "TypeError: LBFGS evaluates the gradient several times per step",
+        "TypeError: the method is not defined for LBFGS: it evaluates the gradient several times per step",
     ),
     "monitor without anything to see": (
         lambda: {"strategy": "ddp", "callbacks": [CompressionMonitor()]},
@@ -436,7 +436,7 @@ def _train_by_hand(rank: int, case: str) -> str:
         ("exclude matches nothing", "ValueError: exclude: the pattern '2.bais' matches no parameter"),
         ("loss scaler", "ValueError: precision='16-mixed' is not supported yet"),
         ("sparse embedding", "TypeError: embedding '3' has sparse=True"),
-        ("LBFGS", "TypeError: LBFGS evaluates the gradient several times per step"),
+        ("LBFGS", "TypeError: the method is not defined for LBFGS: it evaluates the gradient several times per step"),
         ("parameter that the model lacks", "ValueError: the optimizer holds 1 parameter(s) that the model lacks"),
         ("backward after clipping", "RuntimeError: a backward pass added to gradients of SGD"),
         ("step past the strategy", "RuntimeError: SGD.step() was called past the strategy"),

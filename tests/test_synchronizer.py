@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from lightning_sparsecomm.channel import Channel
 from lightning_sparsecomm.exchange import DenseAllReduce, Exchanged, Outgoing
 from lightning_sparsecomm.memory import ErrorFeedback
-from lightning_sparsecomm.methods import Method, dense, gradient_dropping
+from lightning_sparsecomm.method import Method
+from lightning_sparsecomm.methods import dense, gradient_dropping
 from lightning_sparsecomm.rounds import Round
 from lightning_sparsecomm.sync import GradientSync
 from lightning_sparsecomm.synchronizer import Synchronizer

@@ -62,7 +62,7 @@ class DenseAllReduce(Exchange):
         unusable = buffer[n:].isnan().nonzero()
         if unusable.numel():
             raise NonFiniteGradientError(
-                "some rank has a gradient that is not finite, for parameter"
+                f"some rank has a {round.quantity} that is not finite, for parameter"
                 f" {round.layout.segments[int(unusable[0])].name!r} in step {round.step}."
                 " Lower the learning rate, clip gradients, or look for a division by zero in the loss."
             )

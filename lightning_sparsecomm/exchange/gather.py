@@ -46,7 +46,7 @@ class Gather(Exchange):
         for rank, received in enumerate(envelopes):
             if received.nonfinite_segment is not None:
                 raise NonFiniteGradientError(
-                    f"rank {rank} has a gradient that is not finite, for parameter"
+                    f"rank {rank} has a {round.quantity} that is not finite, for parameter"
                     f" {round.layout.segments[received.nonfinite_segment].name!r} in step {round.step}."
                     " Lower the learning rate, clip gradients, or look for a division by zero in the loss."
                 )

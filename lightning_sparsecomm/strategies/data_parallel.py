@@ -46,12 +46,18 @@ class LocalDataParallel(CountedDataParallel):
     What DDP sets up and broadcasts (parameters once, buffers before a forward pass) stays as it is. The options of
     its reducer (buckets, unused parameters, static graph, gradient views) have nothing to act on and are left out:
     so there is no copy into buckets, no map of unused parameters, and no error about them.
+
+    Args:
+        module: The module to train.
+        ledger: Where the traffic is entered.
+        broadcasts: Whether buffers are broadcast before forward passes, as DDP's options say.
+        options: DDP's own.
     """
 
     REDUCER_OPTIONS = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view")
 
-    def __init__(self, module: nn.Module, ledger: Ledger, **options: object) -> None:
-        self._wanted = self._buffers_due = True
+    def __init__(self, module: nn.Module, ledger: Ledger, broadcasts: bool = True, **options: object) -> None:
+        self._wanted = self._buffers_due = self._broadcasts = broadcasts
         super().__init__(module, ledger, **{k: v for k, v in options.items() if k not in self.REDUCER_OPTIONS})
 
     # DDP and Lightning switch reduction on and off by this attribute. It reads False, so gradients stay local; what it
@@ -71,7 +77,7 @@ class LocalDataParallel(CountedDataParallel):
 
     @require_forward_param_sync.setter
     def require_forward_param_sync(self, value: bool) -> None:
-        self._buffers_due = self._wanted and torch.is_grad_enabled()
+        self._buffers_due = self._broadcasts and self._wanted and torch.is_grad_enabled()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -1,6 +1,7 @@
 """The strategy for Fabric; the bindings join it to the DDPStrategy of their package."""
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_sparsecomm.methods import Method, parts_in
+from lightning_sparsecomm.method import Method, parts_in
 from lightning_sparsecomm.schedules import Schedule
 from lightning_sparsecomm.strategies.mixin import SynchronizingMixin
 from lightning_sparsecomm.synchronizer import Synchronizer
@@ -24,7 +25,9 @@ class FabricMixin(SynchronizingMixin, DDPStrategy):
 
     `fabric.backward`, `fabric.clip_gradients`, `fabric.no_backward_sync` and `optimizer.step` are used as with ddp.
     Code that reads or changes `.grad` by itself before the step calls `fabric.strategy.synchronize(optimizer)` first.
-    With a local mode, `fabric.strategy.settle()` after the last step leaves one model.
+    Where replicas go apart (with a local mode, or a method that exchanges weights every so many steps),
+    `fabric.strategy.settle()` after the last step leaves one model, and `with fabric.strategy.shared_model():` is for
+    measuring and saving it in between.
 
     Args:
         method: How gradients are synchronized; by default `methods.dgc()` for SGD, and for other optimizers
@@ -106,10 +109,22 @@ class FabricMixin(SynchronizingMixin, DDPStrategy):
         if not self._clip(optimizer, clip_val, by_value=True):
             super().clip_gradients_value(module, optimizer, clip_val)
 
+    @contextmanager
+    def shared_model(self) -> Iterator[None]:
+        """Within it the module holds the weights that all ranks share, for measuring or saving; this rank's own come
+        back afterwards, to the bit. Enter it on all ranks. A Trainer's strategy does this by itself."""
+        viewing = self.synchronizer.replicas.view_shared()
+        try:
+            yield
+        finally:
+            if viewing:
+                self.synchronizer.replicas.view_own()
+
     def settle(self) -> None:
-        """Makes replicas that a local mode has let go apart one, for good: their average. Call it on all ranks after
-        the last step, as a Trainer's strategy does by itself; it does nothing where replicas are equal."""
-        self.synchronizer.replicas.settle()
+        """Makes replicas that have gone apart one, for good: by their average, or by a last exchange of what their
+        weights have changed. Call it on all ranks after the last step, as a Trainer's strategy does by itself; it does
+        nothing where replicas are equal."""
+        self.synchronizer.settle()
 
     def teardown(self) -> None:
         self._end()

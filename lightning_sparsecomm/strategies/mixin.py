@@ -8,7 +8,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_sparsecomm.methods import RECIPES, Method, default
+from lightning_sparsecomm.method import Method
+from lightning_sparsecomm.methods import RECIPES, default
 from lightning_sparsecomm.strategies.data_parallel import CountedDataParallel, LocalDataParallel
 from lightning_sparsecomm.synchronizer import Synchronizer
 from lightning_sparsecomm.wire import Ledger, Wire
@@ -124,7 +125,11 @@ class SynchronizingMixin:
         synchronizer.add_module(module)
         ledger, buckets = synchronizer.wire.ledger, synchronizer.buckets
         if buckets is None:
-            return LocalDataParallel(module, ledger, **options)
+            # Between exchanges of weights nothing is sent: not buffers either, unless that is asked for.
+            broadcasts = synchronizer.shares_gradients or options.get("broadcast_buffers") is True
+            local = LocalDataParallel(module, ledger, broadcasts, **options)
+            synchronizer.begin()
+            return local
         model = CountedDataParallel(module, ledger, **options)
         in_buckets = [
             parameter

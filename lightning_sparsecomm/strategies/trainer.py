@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_sparsecomm.methods import Method
+from lightning_sparsecomm.method import Method
 from lightning_sparsecomm.strategies.mixin import SynchronizingMixin
 from lightning_sparsecomm.wire import LIGHTNING, Collective
 
@@ -91,10 +91,10 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
 
     def on_train_start(self) -> None:
         super().on_train_start()
-        self._warn_of_long_warmups()
+        self._warn_of_short_run()
 
-    def _warn_of_long_warmups(self) -> None:
-        """Says so where the density that was asked for will not be reached."""
+    def _warn_of_short_run(self) -> None:
+        """Says so where the run ends before a warm-up, or before the first exchange."""
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         if not trainer.is_global_zero or not self.lightning_module.automatic_optimization:
@@ -105,6 +105,13 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
         steps = trainer.max_steps if trainer.max_steps >= 0 else math.inf
         epochs = trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs >= 0 else math.inf
         steps, epochs = min(steps, epochs * each), min(epochs, steps / each if each < math.inf else math.inf)
+        every = self.synchronizer.longest_every()
+        if every > steps:
+            warnings.warn(
+                f"every={every:,} is more than the run's {steps:,.0f} optimizer steps: ranks train each by itself, and"
+                " their changes are exchanged once, at its end. Shorten `every`.",
+                stacklevel=2,
+            )
         for words in self.synchronizer.outlasted(steps, epochs):
             warnings.warn(
                 f"the warm-up does not end before the training: {words}. The density that was asked for is never"
@@ -159,8 +166,8 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
 
     def on_validation_start(self) -> None:
         super().on_validation_start()
-        if self._trains():
-            self._viewing = self.synchronizer.replicas.view_average()
+        if self._synchronizer is not None:
+            self._viewing = self._synchronizer.replicas.view_shared(self._together())
 
     def on_validation_end(self) -> None:
         if self._viewing:
@@ -169,8 +176,8 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
         super().on_validation_end()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """What is saved of the model: where replicas go apart, their average. Called on all ranks."""
-        if not self._trains() or not self.synchronizer.replicas.view_average():
+        """What is saved of the model: where replicas go apart, the one that they share. Called on all ranks."""
+        if self._synchronizer is None or not self._synchronizer.replicas.view_shared(self._together()):
             return super().lightning_module_state_dict()
         try:
             state = super().lightning_module_state_dict()
@@ -178,15 +185,15 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
         finally:
             self.synchronizer.replicas.view_own()
 
-    def _trains(self) -> bool:
+    def _together(self) -> bool:
         """Whether all ranks are in the midst of a fit: not in its sanity check, and not one alone, after an error."""
-        if self._synchronizer is None or self.lightning_module is None:
+        if self.lightning_module is None:
             return False
         trainer = self.lightning_module.trainer
         return not trainer.sanity_checking and not trainer.interrupted
 
     def on_train_end(self) -> None:
-        self.synchronizer.replicas.settle()
+        self.synchronizer.settle()
         super().on_train_end()
 
     def _count(self, collective: Collective, handed_bytes: int) -> None:

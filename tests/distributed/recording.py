@@ -8,7 +8,7 @@ from lightning_sparsecomm.channel import Channel
 from lightning_sparsecomm.compensation import Wanted
 from lightning_sparsecomm.exchange import Exchange, Exchanged, Outgoing
 from lightning_sparsecomm.layout import SparseVector
-from lightning_sparsecomm.methods import Method
+from lightning_sparsecomm.method import Method
 from lightning_sparsecomm.rounds import Round
 from lightning_sparsecomm.sync import GradientSync
 from lightning_sparsecomm.wire import Wire

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_sparsecomm.methods import Method
+from lightning_sparsecomm.method import Method
 from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
 
 FEATURES, CLASSES, BATCH = 12, 5, 8

@@ -27,7 +27,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_sparsecomm.codecs import SparseCodec, TopK
 from lightning_sparsecomm.exchange import DenseAllReduce, Exchange, Gather, Outgoing
 from lightning_sparsecomm.layout import Layout
-from lightning_sparsecomm.methods import Method, dense
+from lightning_sparsecomm.method import Method
+from lightning_sparsecomm.methods import dense
 from lightning_sparsecomm.rounds import Round
 from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
 from lightning_sparsecomm.wire import (

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 
-from lightning_sparsecomm.methods import Method, dense, dgc, gradient_dropping
+from lightning_sparsecomm.method import Method
+from lightning_sparsecomm.methods import dense, dgc, gradient_dropping
 from tests import laws
 from tests.distributed.recording import recorded
 from tests.distributed.scenarios import SCENARIOS, Scenario, fit

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_sparsecomm import ParameterAveraging
-from lightning_sparsecomm.methods import Method, dgc, gradient_dropping
+from lightning_sparsecomm.method import Method
+from lightning_sparsecomm.methods import dgc, gradient_dropping
 from tests import laws
 from tests.distributed.scenarios import FEATURES, Classifier, Scenario, fit
 

@@ -18,7 +18,8 @@ from lightning_sparsecomm.gradients import write_gradients
 from lightning_sparsecomm.layout import Layout
 from lightning_sparsecomm.local_mode import LOCAL_MODES
 from lightning_sparsecomm.memory import ErrorFeedback
-from lightning_sparsecomm.methods import Method, dense, gradient_dropping
+from lightning_sparsecomm.method import Method
+from lightning_sparsecomm.methods import dense, gradient_dropping
 from lightning_sparsecomm.rounds import Round
 from lightning_sparsecomm.schedules import Schedule
 from lightning_sparsecomm.wire import Wire

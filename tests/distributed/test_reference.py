@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_sparsecomm.methods import Method, dgc, gradient_dropping
+from lightning_sparsecomm.method import Method
+from lightning_sparsecomm.methods import dgc, gradient_dropping
 from lightning_sparsecomm.synchronizer import Synchronizer
 from lightning_sparsecomm.wire import Wire
 from tests.distributed.launch import run_ranks

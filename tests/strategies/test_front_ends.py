@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_sparsecomm.methods import RECIPES, Method, dgc, gradient_dropping
+from lightning_sparsecomm.method import Method
+from lightning_sparsecomm.methods import RECIPES, dgc, gradient_dropping
 from lightning_sparsecomm.strategies.mixin import START_METHODS
 
 TRAINERS = ["pytorch_lightning", "lightning.pytorch"]

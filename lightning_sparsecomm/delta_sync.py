@@ -1,0 +1,244 @@
+"""Ranks that train by themselves, and exchange what their weights have changed every so many optimizer steps."""
+
+import copy
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import LBFGS, Optimizer
+
+from lightning_sparsecomm.channel import Channel
+from lightning_sparsecomm.exchange.base import Exchanged
+from lightning_sparsecomm.gradients import NamedParameters, add_
+from lightning_sparsecomm.layout import Layout, SparseVector
+from lightning_sparsecomm.rounds import Round
+from lightning_sparsecomm.schedules import Every, check_every, every_at
+from lightning_sparsecomm.sync import Sync, wide_dtype
+from lightning_sparsecomm.takeover import mask_momentum_
+from lightning_sparsecomm.wire import UPDATES, Wire
+
+OuterOptimizer = Callable[[list[Parameter]], Optimizer]
+"""Makes an optimizer for the anchor: a class with its options bound, such as `partial(torch.optim.SGD, lr=0.7)`."""
+
+
+@dataclass
+class _Local:
+    """One stream's part in the exchange.
+
+    Attributes:
+        channel: Its memories and exchange.
+        layout: Layout of its parameters.
+        anchors: By parameter name, the weights that all ranks share, in float32 or wider.
+        outer: What moves them; None where the mean of the changes is added to them.
+        steps: Optimizer steps since the last exchange.
+    """
+
+    channel: Channel
+    layout: Layout | None = None
+    anchors: dict[str, Parameter] = field(default_factory=dict)
+    outer: Optimizer | None = None
+    steps: int = 0
+
+
+class DeltaSync(Sync):
+    """Exchanges weight changes instead of gradients, after every so many of an optimizer's own steps.
+
+        Δ ← w − anchor, through the channel: memories, exchange, mean over ranks
+        anchor ← anchor + mean, or a step of the outer optimizer with −mean as its gradient;   w ← anchor
+
+    Between two exchanges nothing is sent. What is measured and saved as the model is the anchor, which is equal on all
+    ranks; a rank's own weights come back afterwards to the bit. Steps since the last exchange are exchanged when
+    training ends. With narrower weights than float32, the anchor is float32 and Δ is taken from its rounding, so that
+    what rounding leaves out is never sent.
+
+    Source: McMahan et al. 2017 (Federated Averaging); Sattler et al. 2018 (Sparse Binary Compression), algorithm 1;
+    Douillard et al. 2023 (DiLoCo), for the outer optimizer.
+
+    Args:
+        channel: Memories and exchange; they see Δ in the place of gradients.
+        every: Optimizer steps between two exchanges, or a schedule of it.
+        outer: Makes the optimizer that moves the anchor; None adds the mean.
+        mask_momentum: Whether the momentum that the local optimizer keeps (SGD's `momentum_buffer`, Adam's `exp_avg`)
+            is set to zero wherever this rank sent something.
+        average_buffers: Whether floating-point buffers, such as running means of batch normalization, are averaged with
+            each exchange; else every rank keeps its own.
+        parameters: Patterns of the parameters that go through it.
+        exclude: Patterns of those that do not.
+        min_dimensions: Parameters of fewer dimensions do not go through it.
+        rest: Whether all that no other sync takes goes through it, whatever the patterns.
+
+    Raises:
+        ValueError: `every` is not a whole number of at least 1.
+        TypeError: `outer` is an optimizer instead of what makes one.
+    """
+
+    drifts = True
+    shares_gradients = False
+
+    def __init__(
+        self,
+        channel: Channel,
+        every: Every = 1,
+        outer: OuterOptimizer | None = None,
+        mask_momentum: bool = False,
+        average_buffers: bool = True,
+        parameters: Sequence[str] = ("*",),
+        exclude: Sequence[str] = (),
+        min_dimensions: int = 0,
+        rest: bool = False,
+    ) -> None:
+        super().__init__(parameters, exclude, min_dimensions, rest)
+        check_every("every", every)
+        if isinstance(outer, Optimizer) or not (outer is None or callable(outer)):
+            raise TypeError(
+                "outer must make an optimizer of a list of parameters, since those it moves (the anchor) do not exist"
+                f" yet; got {outer!r}. Give functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)."
+            )
+        if channel.corrects_momentum or channel.clips:
+            raise ValueError(
+                f"a DeltaSync exchanges weight changes, which hold momentum and are made of clipped gradients already;"
+                f" got {channel!r}. Leave MomentumCorrection, Momentum and ClipLocalNorm out of its channel."
+            )
+        self.channel = channel
+        self.every = every
+        self.outer = outer
+        self.mask_momentum = mask_momentum
+        self.averages_buffers = average_buffers
+        self._locals: dict[int, _Local] = {}
+
+    def synchronize(
+        self, stream: int, optimizer: Optimizer, parameters: NamedParameters, round: Round, wire: Wire
+    ) -> None:
+        """Notes the weights before the first step; gradients stay this rank's own."""
+        local = self._locals.setdefault(stream, _Local(copy.deepcopy(self.channel)))
+        if local.layout != round.layout:
+            self._extend(stream, local, parameters, round.layout)
+        wire.ledger.ddp_bytes += sum(p.numel() * p.element_size() for _, p in parameters if p.requires_grad)
+        wire.ledger.elements += round.layout.size
+
+    def after_step(
+        self, stream: int, optimizer: Optimizer, parameters: NamedParameters, round: Round, wire: Wire
+    ) -> bool:
+        local = self._locals[stream]
+        local.steps += 1
+        due = local.steps >= every_at(self.every, round.step, round.epoch)
+        if due:
+            self._exchange(local, optimizer, parameters, round, wire)
+        return due
+
+    def settle(self, stream: int, optimizer: Optimizer, parameters: NamedParameters, round: Round, wire: Wire) -> bool:
+        local = self._locals.get(stream)
+        if local is None or not local.steps:
+            return False
+        self._exchange(local, optimizer, parameters, round, wire)
+        return True
+
+    def shared_model(self, stream: int, parameters: NamedParameters) -> list[tuple[Tensor, Tensor]]:
+        local = self._locals.get(stream)
+        if local is None or not local.steps:
+            return []
+        return [(weight.detach(), local.anchors[name].detach()) for name, weight in parameters]
+
+    def residual_norm(self) -> float:
+        return math.hypot(*(local.channel.residual_norm() for local in self._locals.values()))
+
+    def _extend(self, stream: int, local: _Local, parameters: NamedParameters, layout: Layout) -> None:
+        """Anchors for parameters that are new, at the weights that they have."""
+        dtype = wide_dtype(parameters)
+        local.channel.bind(layout, dtype, parameters[0][1].device)
+        local.layout = layout
+        taken = {name for other in self._locals.values() if other is not local for name in other.anchors}
+        new = {
+            name: Parameter(weight.detach().to(dtype, copy=True))
+            for name, weight in parameters
+            if name not in local.anchors
+        }
+        shared = sorted(taken & new.keys())
+        if shared:
+            raise ValueError(
+                f"parameter {shared[0]!r} belongs to two optimizers, and each would set it to an anchor of its own,"
+                " undoing the other's steps. Give it to one optimizer, or use methods.gradient_dropping()."
+            )
+        local.anchors.update(new)
+        if self.outer is None:
+            return
+        if local.outer is None:
+            local.outer = _outer_optimizer(self.outer, list(new.values()))
+        else:
+            local.outer.add_param_group({"params": list(new.values())})
+
+    def _exchange(
+        self, local: _Local, optimizer: Optimizer, parameters: NamedParameters, round: Round, wire: Wire
+    ) -> None:
+        weights = [weight.detach() for _, weight in parameters]
+        anchors = [local.anchors[name].detach() for name, _ in parameters]
+        begin = time.perf_counter()
+        try:
+            changes = _changes_in(weights, anchors)
+            wire = Wire(wire.ledger, wire.group, UPDATES)
+            exchanged = local.channel.reduce(changes, replace(round, quantity="weight update"), wire)
+            self._move(local, anchors, exchanged, round.layout)
+        finally:
+            # Also where the exchange has failed: the changes may stand in the place of the weights.
+            torch._foreach_copy_(weights, anchors)
+            local.steps = 0
+        if self.mask_momentum:
+            mask_momentum_(optimizer, parameters, exchanged.sent, round.layout)
+        ledger, sent = wire.ledger, exchanged.sent
+        ledger.exchange_seconds += time.perf_counter() - begin
+        ledger.sent_elements += sent.indices.numel() if isinstance(sent, SparseVector) else sent.numel()
+
+    def _move(self, local: _Local, anchors: list[Tensor], exchanged: Exchanged, layout: Layout) -> None:
+        if local.outer is None:
+            add_(anchors, exchanged.shared, layout)
+            return
+        shared = exchanged.shared
+        mean = shared.dense() if isinstance(shared, SparseVector) else shared
+        for segment, change in zip(layout.segments, layout.views(mean)):
+            local.anchors[segment.name].grad = change.neg().to(local.anchors[segment.name].dtype)
+        local.outer.step()
+        local.outer.zero_grad()
+
+    def __repr__(self) -> str:
+        options = f", every={self.every!r}"
+        options += f", outer={self.outer!r}" if self.outer is not None else ""
+        options += ", mask_momentum=True" if self.mask_momentum else ""
+        options += "" if self.averages_buffers else ", average_buffers=False"
+        return f"DeltaSync({self.channel!r}{options}{self._patterns()})"
+
+    def state_dict(self) -> dict[int, list[dict[str, Tensor]]]:
+        """Each stream's memories, by parameter name."""
+        return {stream: local.channel.state_dict() for stream, local in self._locals.items()}
+
+
+def _changes_in(weights: list[Tensor], anchors: list[Tensor]) -> list[Tensor]:
+    """What the weights have changed since they were set to the anchors. Takes their place where dtypes are equal:
+    they are about to be set anew, and memory for another model is spared."""
+    changes: list[Tensor] = []
+    for weight, anchor in zip(weights, anchors):
+        if weight.dtype == anchor.dtype:
+            changes.append(weight.sub_(anchor))
+        else:
+            changes.append(weight.to(anchor.dtype) - anchor.to(weight.dtype).to(anchor.dtype))
+    return changes
+
+
+def _outer_optimizer(make: OuterOptimizer, anchors: list[Parameter]) -> Optimizer:
+    outer = make(anchors)
+    if not isinstance(outer, Optimizer):
+        raise TypeError(f"outer must make a torch optimizer; got {outer!r} from {make!r}.")
+    if isinstance(outer, LBFGS):
+        raise TypeError("outer must step by one gradient; got LBFGS, which evaluates several. Use torch.optim.SGD.")
+    held = {id(parameter) for group in outer.param_groups for parameter in group["params"]}
+    missing = sum(id(anchor) not in held for anchor in anchors)
+    if missing or len(held) != len(anchors):
+        raise ValueError(
+            f"outer must make an optimizer of the parameters that it is given; {type(outer).__name__} lacks"
+            f" {missing} of {len(anchors)} and holds {len(held) + missing - len(anchors)} others. Pass its first"
+            " argument on, as functools.partial(torch.optim.SGD, lr=0.7) does."
+        )
+    return outer
