@@ -6,6 +6,7 @@ from lightning_sparsecomm import _lightning, methods
 from lightning_sparsecomm.callbacks import CompressionMonitor, ParameterAveraging, SparsityWarmup
 from lightning_sparsecomm.channel import Channel
 from lightning_sparsecomm.codecs import PayloadError
+from lightning_sparsecomm.delta_sync import DeltaSync
 from lightning_sparsecomm.exchange import NonFiniteGradientError
 from lightning_sparsecomm.memory import ErrorFeedback
 from lightning_sparsecomm.method import Method
@@ -24,6 +25,7 @@ __all__ = [
     "Channel",
     "CompressionMonitor",
     "CompressionRatio",
+    "DeltaSync",
     "ErrorFeedback",
     "GradientSync",
     "Ledger",

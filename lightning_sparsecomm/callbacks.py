@@ -49,7 +49,8 @@ class _Counts(NamedTuple):
 class CompressionMonitor(Callback):
     """Logs what the synchronization sends, and prints a table of it at the end of fit.
 
-    Logged under `sparsecomm/`, per optimizer step since the last entry, as rank 0 sees it (no collective is added):
+    Logged under `sparsecomm/`, per optimizer step since the last entry, as rank 0 sees it (no collective is added, and
+    no entry made before something was exchanged):
     `bytes_sent` and `bytes_received` (on the link, by the collectives' published algorithms), `compression_ratio`
     (DDP's link bytes over these), `density` (elements sent by elements trained), `residual_norm`, and
     `exchange_seconds` (selecting, coding and waiting for the network; for `dense`, overlapping the backward pass).
@@ -84,8 +85,9 @@ class CompressionMonitor(Callback):
         due = trainer._logger_connector.should_update_logs
         counts = _Counts.of(strategy.synchronizer.wire.ledger)
         new = counts.since(self._logged)
-        # A step may have had no gradient at all, where training_step returned None.
-        if not due or new.steps == 0 or new.elements == 0:
+        # A step may have had no gradient at all, where training_step returned None. And steps before an exchange, where
+        # they are many to one, are counted with it.
+        if not due or new.steps == 0 or new.elements == 0 or new.sent_elements == 0:
             return
         self._logged = counts
         values = {

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_sparsecomm.method import Method
 from lightning_sparsecomm.strategies.mixin import SynchronizingMixin
+from lightning_sparsecomm.strategies.settling import Settling
 from lightning_sparsecomm.wire import LIGHTNING, Collective
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
         super().__init__(**kwargs)
         self._prepare(method, seed)
         self._viewing = False
+        self._settling: tuple[list[Any], Settling | None] = [], None
 
     def setup(self, trainer: "pl.Trainer") -> None:
         fitting = trainer.state.fn == "fit"
@@ -62,6 +64,9 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
                 by_value = trainer.gradient_clip_algorithm == "value"
                 self.synchronizer.take_over_clipping(float(trainer.gradient_clip_val), by_value)
             self._share_before_clipping()
+            callbacks: list[Any] = vars(trainer)["callbacks"]
+            self._settling = callbacks, Settling(self.synchronizer)
+            callbacks.insert(0, self._settling[1])
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
         device_ids = self.determine_ddp_device_ids()
@@ -91,6 +96,12 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
 
     def on_train_start(self) -> None:
         super().on_train_start()
+        if self.world_size == 1 and not self.synchronizer.shares_gradients:
+            warnings.warn(
+                "one process: nothing crosses a network, so the method saves nothing. It still exchanges with itself,"
+                " which costs time, and where it is sparse changes the training. Use devices=2 or more, or 'ddp'.",
+                stacklevel=2,
+            )
         self._warn_of_short_run()
 
     def _warn_of_short_run(self) -> None:
@@ -192,15 +203,15 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
         trainer = self.lightning_module.trainer
         return not trainer.sanity_checking and not trainer.interrupted
 
-    def on_train_end(self) -> None:
-        self.synchronizer.settle()
-        super().on_train_end()
-
     def _count(self, collective: Collective, handed_bytes: int) -> None:
         if self._synchronizer is not None:
             self._synchronizer.wire.ledger.record(LIGHTNING, collective, handed_bytes)
 
     def teardown(self) -> None:
+        callbacks, settling = self._settling
+        if settling in callbacks:
+            callbacks.remove(settling)
+        self._settling = [], None
         vars(self.precision_plugin).pop("clip_gradients", None)
         self._end()
         super().teardown()

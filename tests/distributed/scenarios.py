@@ -172,6 +172,22 @@ SCENARIOS = {
 }
 
 
+def without_momentum(scenario: Scenario) -> pl.LightningModule:
+    """The scenario's model, whose optimizers have no momentum."""
+    model = scenario.model()
+    make = model.configure_optimizers
+
+    def configure_optimizers() -> Any:
+        optimizers = make()
+        for optimizer in optimizers if isinstance(optimizers, list) else [optimizers]:
+            for group in optimizer.param_groups:
+                group["momentum"] = 0.0
+        return optimizers
+
+    model.configure_optimizers = configure_optimizers
+    return model
+
+
 class Harvest(pl.Callback):
     """Writes what each rank ends with to a file, since ranks are processes of their own."""
 

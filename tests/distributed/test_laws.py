@@ -1,16 +1,14 @@
 """The laws, for every method, in every way of using DDP, on Gloo with two and three processes."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-import pytorch_lightning as pl
 
 from lightning_sparsecomm.method import Method
 from lightning_sparsecomm.methods import dense, dgc, gradient_dropping
 from tests import laws
 from tests.distributed.recording import recorded
-from tests.distributed.scenarios import SCENARIOS, Scenario, fit
+from tests.distributed.scenarios import SCENARIOS, fit, without_momentum
 
 every_scenario = pytest.mark.parametrize("name", SCENARIOS)
 
@@ -42,21 +40,6 @@ def test_full_density_equals_ddp(tmp_path: Path, name: str, world_size: int) -> 
     for rank in range(world_size):
         laws.equal_to_round_off(ours[rank], ddp[rank], scenario.tolerance)
     laws.replicas_are_equal(ours)
-
-
-def without_momentum(scenario: Scenario) -> pl.LightningModule:
-    model = scenario.model()
-    make = model.configure_optimizers
-
-    def configure_optimizers() -> Any:
-        optimizers = make()
-        for optimizer in optimizers if isinstance(optimizers, list) else [optimizers]:
-            for group in optimizer.param_groups:
-                group["momentum"] = 0.0
-        return optimizers
-
-    model.configure_optimizers = configure_optimizers
-    return model
 
 
 METHODS: dict[str, Method] = {

@@ -66,16 +66,16 @@ def _train(
             optimizer.param_groups[0]["momentum"] = momenta[step]
         with synchronizer.stepping(optimizer):
             synchronizer.synchronize(optimizer)
-            trained.seen.append(_flat(p.grad for p in module.parameters()))
+            trained.seen.append(flat(p.grad for p in module.parameters()))
             optimizer.step()
         states = synchronizer.syncs[0].state_dict()[0]
-        trained.memories.append([_flat(state.values()) for state in states if state])
-        trained.weights.append(_flat(p.detach() for p in module.parameters()))
+        trained.memories.append([flat(state.values()) for state in states if state])
+        trained.weights.append(flat(p.detach() for p in module.parameters()))
     synchronizer.close()
     return trained
 
 
-def _flat(tensors: Iterable[torch.Tensor | None]) -> np.ndarray:
+def flat(tensors: Iterable[torch.Tensor | None]) -> np.ndarray:
     return torch.cat([tensor.flatten() for tensor in tensors if tensor is not None]).numpy().copy()
 
 
