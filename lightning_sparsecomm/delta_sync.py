@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from lightning_sparsecomm.schedules import Every, check_every, every_at
 from lightning_sparsecomm.sync import Sync, wide_dtype
 from lightning_sparsecomm.takeover import mask_momentum_
 from lightning_sparsecomm.wire import UPDATES, Wire
+
+Buffers = Literal["average", "own", "broadcast"]
 
 OuterOptimizer = Callable[[list[Parameter]], Optimizer]
 """Makes an optimizer for the anchor: a class with its options bound, such as `partial(torch.optim.SGD, lr=0.7)`."""
@@ -64,15 +67,16 @@ class DeltaSync(Sync):
         outer: Makes the optimizer that moves the anchor; None adds the mean.
         mask_momentum: Whether the momentum that the local optimizer keeps (SGD's `momentum_buffer`, Adam's `exp_avg`)
             is set to zero wherever this rank sent something.
-        average_buffers: Whether floating-point buffers, such as running means of batch normalization, are averaged with
-            each exchange; else every rank keeps its own.
+        buffers: What becomes of floating-point buffers, such as means of batch normalization: "average" averages
+            them with each exchange, "own" leaves every rank its own, "broadcast" lets ddp broadcast the first rank's
+            before every forward pass.
         parameters: Patterns of the parameters that go through it.
         exclude: Patterns of those that do not.
         min_dimensions: Parameters of fewer dimensions do not go through it.
         rest: Whether all that no other sync takes goes through it, whatever the patterns.
 
     Raises:
-        ValueError: `every` is not a whole number of at least 1.
+        ValueError: `every` is not a whole number of at least 1, or `buffers` is unknown.
         TypeError: `outer` is an optimizer instead of what makes one.
     """
 
@@ -85,7 +89,7 @@ class DeltaSync(Sync):
         every: Every = 1,
         outer: OuterOptimizer | None = None,
         mask_momentum: bool = False,
-        average_buffers: bool = True,
+        buffers: Buffers = "average",
         parameters: Sequence[str] = ("*",),
         exclude: Sequence[str] = (),
         min_dimensions: int = 0,
@@ -93,6 +97,8 @@ class DeltaSync(Sync):
     ) -> None:
         super().__init__(parameters, exclude, min_dimensions, rest)
         check_every("every", every)
+        if buffers not in get_args(Buffers):
+            raise ValueError(f"buffers must be one of {', '.join(get_args(Buffers))}; got {buffers!r}.")
         if isinstance(outer, Optimizer) or not (outer is None or callable(outer)):
             raise TypeError(
                 "outer must make an optimizer of a list of parameters, since those it moves (the anchor) do not exist"
@@ -107,7 +113,9 @@ class DeltaSync(Sync):
         self.every = every
         self.outer = outer
         self.mask_momentum = mask_momentum
-        self.averages_buffers = average_buffers
+        self.buffers = buffers
+        self.averages_buffers = buffers == "average"
+        self.broadcasts_buffers = buffers == "broadcast"
         self._locals: dict[int, _Local] = {}
 
     def synchronize(
@@ -207,7 +215,7 @@ class DeltaSync(Sync):
         options = f", every={self.every!r}"
         options += f", outer={self.outer!r}" if self.outer is not None else ""
         options += ", mask_momentum=True" if self.mask_momentum else ""
-        options += "" if self.averages_buffers else ", average_buffers=False"
+        options += f", buffers={self.buffers!r}" if self.buffers != "average" else ""
         return f"DeltaSync({self.channel!r}{options}{self._patterns()})"
 
     def state_dict(self) -> dict[int, list[dict[str, Tensor]]]:

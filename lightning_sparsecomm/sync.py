@@ -75,6 +75,9 @@ class Sync(ABC):
         parts += ["rest=True"] if self.rest else []
         return "".join(f", {part}" for part in parts)
 
+    broadcasts_buffers = True
+    """Whether ddp's broadcast of buffers before forward passes stays on, if ddp's own options say so."""
+
     averages_buffers = False
     """Whether floating-point buffers are averaged whenever it has exchanged weights."""
 

@@ -281,6 +281,11 @@ class Synchronizer:
         """Whether ranks meet in every step, as under ddp; else each is left to itself for some steps."""
         return all(sync.shares_gradients for sync in self.syncs)
 
+    @property
+    def broadcasts_buffers(self) -> bool:
+        """Whether ddp's broadcast of buffers stays on."""
+        return any(sync.broadcasts_buffers for sync in self.syncs)
+
     def begin(self) -> None:
         """Called when a module has been made equal on all ranks."""
         if any(sync.averages_buffers for sync in self.syncs):

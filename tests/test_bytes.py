@@ -1,12 +1,14 @@
-"""The byte table of Deep Gradient Compression (tables 3 and 4), out of the real encoder on tensors of those shapes."""
+"""The papers' tables of bytes, out of the real encoders on tensors of those shapes."""
 
+import math
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_sparsecomm.methods import dgc
+from lightning_sparsecomm.method import Method
+from lightning_sparsecomm.methods import dgc, sbc1, sbc2, sbc3
 from lightning_sparsecomm.synchronizer import Synchronizer
 from lightning_sparsecomm.wire import Wire
 from tests.distributed.launch import run_ranks
@@ -62,6 +64,7 @@ def _one_step(rank: int, shapes: Shapes) -> tuple[int, int, float, int]:
     return sum(p.numel() for p in module.parameters()), vectors, ledger.handed_bytes(), ledger.ddp_bytes
 
 
+# Deep Gradient Compression, tables 3 and 4.
 @pytest.mark.parametrize(
     ("shapes", "parameters", "vectors", "mebibytes", "ratio"),
     [
@@ -79,3 +82,58 @@ def test_the_papers_bytes(
     assert handed / 2**20 == pytest.approx(mebibytes, rel=0.02)
     assert ddp == 4 * parameters
     assert ddp / handed == pytest.approx(ratio, rel=0.02)
+
+
+def lenet5_caffe() -> Shapes:
+    """Two convolutions and two linear layers: 431,080 parameters."""
+    return [(20, 1, 5, 5), (20,), (50, 20, 5, 5), (50,), (500, 800), (500,), (10, 500), (10,)]
+
+
+def ten_million() -> Shapes:
+    """Three layers of some width, and their biases."""
+    return [(1800, 1800), (1800,)] * 3 + [(160, 1800), (160,)]
+
+
+def _whole_run(rank: int, shapes: Shapes, method: Method, steps: int) -> tuple[int, int]:
+    generator = torch.Generator().manual_seed(rank)
+    module = nn.Module()
+    module.parts = nn.ParameterList([nn.Parameter(torch.zeros(shape)) for shape in shapes])
+    synchronizer = Synchronizer(method, Wire())
+    synchronizer.add_module(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    gradients = [torch.randn(shape, generator=generator) for shape in shapes]
+    for _ in range(steps):
+        for parameter, gradient in zip(module.parameters(), gradients):
+            # The residual makes supports of one exchange avoid those of the last; signs make them new.
+            parameter.grad = gradient if torch.rand((), generator=generator) < 0.5 else -gradient
+        with synchronizer.stepping(optimizer):
+            synchronizer.synchronize(optimizer)
+            optimizer.step()
+    synchronizer.settle()
+    synchronizer.close()
+    ledger = synchronizer.wire.ledger
+    return ledger.ddp_bytes, ledger.sent_bytes
+
+
+@pytest.mark.parametrize(
+    ("shapes", "ranks", "method", "steps", "least"),
+    [
+        (lenet5_caffe(), 4, sbc1(), 20, 2_400),
+        (lenet5_caffe(), 4, sbc2(), 30, 3_600),
+        (lenet5_caffe(), 4, sbc3(), 100, 36_000),
+        (ten_million(), 2, sbc1(), 2, 2_700),
+        (ten_million(), 2, sbc2(), 10, 3_850),
+        (ten_million(), 2, sbc3(), 100, 38_500),
+    ],
+    ids=["lenet5-1", "lenet5-2", "lenet5-3", "ten_million-1", "ten_million-2", "ten_million-3"],
+)
+def test_sparse_binary_compressions_bytes(
+    tmp_path: Path, shapes: Shapes, ranks: int, method: Method, steps: int, least: int
+) -> None:
+    """Of a whole run, upstream as in the paper, with headers, checksums, lengths and padding."""
+    for ddp, sent in run_ranks(tmp_path, ranks, _whole_run, shapes, method, steps):
+        assert ddp == steps * 4 * sum(math.prod(shape) for shape in shapes)
+        assert ddp / sent >= least
+        # No more than the entropy of the positions would allow: 32 bits by 11.408 for each of 0.1%, by 8.079 of 1%.
+        most = {sbc1: 32_000 / 11.408, sbc2: 10 * 3_200 / 8.079, sbc3: 100 * 3_200 / 8.079}[type(method)]
+        assert ddp / sent < 1.01 * most

@@ -125,9 +125,7 @@ class SynchronizingMixin:
         synchronizer.add_module(module)
         ledger, buckets = synchronizer.wire.ledger, synchronizer.buckets
         if buckets is None:
-            # Between exchanges of weights nothing is sent: not buffers either, unless that is asked for.
-            broadcasts = synchronizer.shares_gradients or options.get("broadcast_buffers") is True
-            local = LocalDataParallel(module, ledger, broadcasts, **options)
+            local = LocalDataParallel(module, ledger, synchronizer.broadcasts_buffers, **options)
             synchronizer.begin()
             return local
         model = CountedDataParallel(module, ledger, **options)

@@ -4,17 +4,19 @@ Each belongs to one rank and one vector of weights. `mask` is momentum masking: 
 sent.
 """
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
-Vector = NDArray[np.float32]
+Vector = NDArray[np.float32] | NDArray[np.float64]
 
 
 class SGD:
     """buf ← m·buf + g, at first buf ← g; w ← w − lr·buf, with Nesterov's method w − lr·(g + m·buf)."""
 
     def __init__(self, lr: float, momentum: float = 0.0, nesterov: bool = False) -> None:
-        self.lr, self.momentum, self.nesterov = np.float32(lr), np.float32(momentum), nesterov
+        self.lr, self.momentum, self.nesterov = lr, momentum, nesterov
         self.buffer: Vector | None = None
 
     def step(self, weights: Vector, gradient: Vector) -> Vector:
@@ -34,18 +36,20 @@ class Adam:
 
     def __init__(self, lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8) -> None:
         self.lr, self.betas, self.eps = lr, betas, eps
-        self.first: Vector = np.zeros(1, dtype=np.float32)
-        self.second: Vector = self.first.copy()
+        self.first: Vector = np.zeros(0)
+        self.second: Vector = np.zeros(0)
         self.steps = 0
 
     def step(self, weights: Vector, gradient: Vector) -> Vector:
         """The weights after one step."""
-        f, (fading, fading_squares) = np.float32, self.betas
+        fading, fading_squares = self.betas
+        if self.steps == 0:
+            self.first, self.second = np.zeros_like(gradient), np.zeros_like(gradient)
         self.steps += 1
-        self.first = f(fading) * self.first + f(1 - fading) * gradient
-        self.second = f(fading_squares) * self.second + f(1 - fading_squares) * gradient**2
-        root = np.sqrt(self.second) / f(np.sqrt(1 - fading_squares**self.steps)) + f(self.eps)
-        return weights - f(self.lr / (1 - fading**self.steps)) * self.first / root
+        self.first = fading * self.first + (1 - fading) * gradient
+        self.second = fading_squares * self.second + (1 - fading_squares) * gradient**2
+        root = np.sqrt(self.second) / math.sqrt(1 - fading_squares**self.steps) + self.eps
+        return weights - self.lr / (1 - fading**self.steps) * self.first / root
 
     def mask(self, sent: Vector) -> None:
         """Where `sent` is not 0, the first moment becomes 0."""

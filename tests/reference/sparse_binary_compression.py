@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tests.reference.optimizers import SGD
 from tests.reference.selection import k_of, top_k
 
-Vector = NDArray[np.float32]
+Vector = NDArray[np.float32] | NDArray[np.float64]
 
 GOLDEN_RATIO = (math.sqrt(5) + 1) / 2
 
@@ -35,10 +35,10 @@ class SparseBinaryCompression:
         decay: float = 1.0,
         outer: SGD | None = None,
     ) -> None:
-        self.anchor = start.astype(np.float32)
+        self.anchor = start.copy()
         self.residuals = [np.zeros_like(self.anchor) for _ in range(ranks)]
         self.tensors = [slice(a, b) for a, b in itertools.pairwise(np.cumsum([0, *sizes]))]
-        self.density, self.every, self.decay, self.outer = density, every, np.float32(decay), outer
+        self.density, self.every, self.decay, self.outer = density, every, decay, outer
 
     def due(self, step: int) -> bool:
         """Whether ranks communicate after local step `step`, the first being 1."""
@@ -57,7 +57,7 @@ class SparseBinaryCompression:
         mean = np.zeros_like(self.anchor)
         for sent in sents:
             mean += sent
-        mean /= np.float32(len(weights))
+        mean /= len(weights)
         if self.outer is None:
             self.anchor = self.anchor + mean
         else:

@@ -7,7 +7,9 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import yaml
+from torch import nn
 
 from lightning_sparsecomm import (
     Channel,
@@ -18,12 +20,13 @@ from lightning_sparsecomm import (
     ParameterAveraging,
     SparsityWarmup,
     _lightning,
+    methods,
 )
 from lightning_sparsecomm.averaging import Averaging
 from lightning_sparsecomm.codecs import Float16, SparseCodec, TopK
 from lightning_sparsecomm.exchange import DenseAllReduce, Gather
 from lightning_sparsecomm.methods import default, dense, dgc, gradient_dropping
-from lightning_sparsecomm.schedules import DensityWarmup, Warmup
+from lightning_sparsecomm.schedules import DensityWarmup, Stages, Warmup
 
 # LightningCLI 2.6 calls what jsonargparse 4.53 has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
@@ -112,11 +115,16 @@ def test_defaults_are_those_of_python(cli: Cli, package: str) -> None:
         ("gradient_dropping", {"local": "partial", "average_every": 50, "average_buffers": True, "warmup_steps": 100}),
         ("dgc", {"density": 0.01, "warmup_epochs": 4, "clip": 0.5, "momentum_masking": False}),
         ("dgc", {"momentum_correction": False, "scope": "model", "exclude": ["layer.bias"]}),
+        ("sbc", {"density": 0.001, "every": 3, "momentum_masking": False, "exclude": ["layer.bias"]}),
+        ("sbc3", {}),
+        ("federated_averaging", {"every": 7, "buffers": "own"}),
+        ("diloco", {"every": 50, "outer_lr": 0.5, "outer_momentum": 0.0}),
+        ("sparse_loco", {"every": 5, "k": 8, "chunk": 64, "decay": 1.0, "outer_lr": 0.8}),
     ],
 )
 def test_arguments_of_methods(cli: Cli, recipe: str, init_args: dict[str, Any]) -> None:
     strategy = cli(with_strategy(method=part(f"methods.{recipe}", **init_args))).trainer.strategy
-    expected = {"dense": dense, "gradient_dropping": gradient_dropping, "dgc": dgc}[recipe](**init_args)
+    expected = getattr(methods, recipe)(**init_args)
     assert repr(strategy.method) == repr(expected)
 
 
@@ -175,6 +183,19 @@ def test_schedule(cli: Cli) -> None:
     name = "lightning_sparsecomm.schedules.DensityWarmup"
     trainer = cli(config, f"{density}={name}", f"{density}.density=0.05", f"{density}.steps=7").trainer
     assert repr(trainer.strategy.method) == expected
+
+
+@in_one_package
+def test_an_outer_optimizer_and_a_schedule_of_exchanges(cli: Cli) -> None:
+    outer = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.7, "momentum": 0.9, "nesterov": True}}
+    every = part("schedules.Stages", numbers=[1, 10], steps=[0, 100])
+    channel = part("Channel", exchange=part("exchange.DenseAllReduce"))
+    method = part("Method", syncs=[part("DeltaSync", channel=channel, every=every, outer=outer)])
+    (sync,) = cli(with_strategy(method=method)).trainer.strategy.method.syncs
+    assert sync.every == Stages([1, 10], steps=[0, 100])
+    made = sync.outer([nn.Parameter(torch.zeros(3))])
+    assert isinstance(made, torch.optim.SGD)
+    assert [made.defaults[name] for name in ("lr", "momentum", "nesterov")] == [0.7, 0.9, True]
 
 
 SCHEDULE = part("schedules.DensityWarmup", density=0.1, steps=1000)

@@ -1,6 +1,7 @@
 """The strategy in every front end: Trainer and Fabric of both packages, and every way to start processes."""
 
 import importlib
+import itertools
 import os
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_sparsecomm.method import Method
-from lightning_sparsecomm.methods import RECIPES, dgc, gradient_dropping
+from lightning_sparsecomm.methods import RECIPES, dgc, federated_averaging, gradient_dropping
 from lightning_sparsecomm.strategies.mixin import START_METHODS
 
 TRAINERS = ["pytorch_lightning", "lightning.pytorch"]
@@ -285,3 +286,29 @@ def test_fabric(package: str, loop: str, tmp_path: Path) -> None:
     dense = run("sparsecomm_dense_fork")
     for name, tensor in ddp[0]["weights"].items():
         assert dense[1]["weights"][name].numpy().tobytes() == tensor.numpy().tobytes()
+
+
+def _measuring(fabric: Any, rank: int) -> dict[str, nn.Module]:
+    """Leaves a partial round to `settle`, and looks at the shared model before every step."""
+    module, optimizer = fabric.setup(module := network(), torch.optim.SGD(module.parameters(), lr=0.1))
+    seen = []
+    for x in batches(rank):
+        own = [parameter.detach().clone() for parameter in module.parameters()]
+        with fabric.strategy.shared_model():
+            seen.append([parameter.detach().clone() for parameter in module.parameters()])
+        assert all(torch.equal(a, b) for a, b in zip(own, module.parameters(), strict=True))
+        optimizer.zero_grad()
+        fabric.backward(loss_of(module, x))
+        optimizer.step()
+    fabric.strategy.settle()
+    seen.append([parameter.detach().clone() for parameter in module.parameters()])
+    # Every fourth step is followed by an exchange; so is the sixth, the last.
+    assert [torch.equal(a[0], b[0]) for a, b in itertools.pairwise(seen)] == [True, True, True, False, True, False]
+    return {"module": module}
+
+
+@pytest.mark.parametrize("package", FABRICS)
+def test_fabric_measures_and_leaves_the_shared_model(package: str, tmp_path: Path) -> None:
+    strategy = strategy_of(package)(federated_averaging(every=4), start_method="fork")
+    ranks = run_fabric(package, tmp_path, _measuring, strategy)
+    assert_trained_alike(ranks, {f"module.{name}": tensor for name, tensor in network().state_dict().items()})

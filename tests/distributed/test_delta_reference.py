@@ -1,0 +1,172 @@
+"""Step by step on three ranks, weight changes are exchanged as in a naive reference, written from the papers."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_sparsecomm.method import Method
+from lightning_sparsecomm.methods import diloco, federated_averaging, sbc
+from lightning_sparsecomm.schedules import Stages
+from lightning_sparsecomm.synchronizer import Synchronizer
+from lightning_sparsecomm.wire import Wire
+from tests.distributed.launch import run_ranks
+from tests.distributed.test_reference import SIZES, STEPS, WORLD_SIZE, Parameters, flat, gradients_of, starting_weights
+from tests.reference.optimizers import SGD, Adam
+from tests.reference.sparse_binary_compression import SparseBinaryCompression
+
+Vector = np.ndarray
+
+# Large: else all changes of Adam's first step are equal but for rounding, which then decides what is sent.
+EPSILON = 1.0
+
+
+class Trained(NamedTuple):
+    """What a rank has after each step, and what its ledger says in the end."""
+
+    weights: list[Vector]
+    residuals: list[Vector]
+    momentum: list[Vector]
+    handed_bytes: int
+
+
+def dtype_of(adam: bool) -> type:
+    """float32 with SGD, whose few operations are rounded alike; with Adam, rounding would decide what is sent."""
+    return np.float64 if adam else np.float32
+
+
+def _train(rank: int, method: Method, adam: bool) -> Trained:
+    module = Parameters().to(torch.float64 if adam else torch.float32)
+    for parameter, part in zip(module.parameters(), torch.from_numpy(starting_weights()).split(SIZES)):
+        parameter.data.copy_(part.view(parameter.shape))
+    synchronizer = Synchronizer(method, Wire())
+    synchronizer.add_module(module)
+    synchronizer.check()
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    if adam:
+        optimizer = torch.optim.Adam(module.parameters(), lr=0.01, eps=EPSILON)
+    trained = Trained([], [], [], 0)
+    for gradient in gradients_of(rank):
+        for parameter, part in zip(module.parameters(), torch.from_numpy(gradient).split(SIZES)):
+            parameter.grad = part.to(parameter.dtype, copy=True).view(parameter.shape)
+        with synchronizer.stepping(optimizer):
+            synchronizer.synchronize(optimizer)
+            np.testing.assert_array_equal(flat(p.grad for p in module.parameters()), gradient)
+            optimizer.step()
+        trained.weights.append(flat(p.detach() for p in module.parameters()))
+        states = synchronizer.syncs[0].state_dict()[0]
+        trained.residuals.append(flat(states[0].values()) if states else np.zeros(sum(SIZES), dtype=np.float32))
+        name = "exp_avg" if adam else "momentum_buffer"
+        trained.momentum.append(flat(optimizer.state[p][name] for p in module.parameters()))
+    synchronizer.settle()
+    trained.weights.append(flat(p.detach() for p in module.parameters()))
+    synchronizer.close()
+    return trained._replace(handed_bytes=synchronizer.wire.ledger.handed_bytes("weight updates"))
+
+
+def dense_exchange(reference: SparseBinaryCompression) -> Callable[[list[Vector]], list[Vector]]:
+    """A round without selection, which the reference of federated averaging is."""
+
+    def exchange(weights: list[Vector]) -> list[Vector]:
+        changes = [own - reference.anchor for own in weights]
+        mean = np.mean(changes, axis=0)
+        outer = reference.outer
+        reference.anchor = reference.anchor + mean if outer is None else outer.step(reference.anchor, -mean)
+        return changes
+
+    return exchange
+
+
+@pytest.mark.parametrize("adam", [False, True])
+@pytest.mark.parametrize(
+    ("method", "density", "every"),
+    [
+        (sbc(0.05, 1), 0.05, 1),
+        (sbc(0.05, 7), 0.05, 7),
+        (sbc(0.001, 3), 0.001, 3),
+        (sbc(0.3, 4, momentum_masking=False), 0.3, 4),
+        (federated_averaging(6), None, 6),
+        (diloco(8), None, 8),
+        (sbc(0.05, Stages([1, 5, 12], steps=[0, 4, 20])), 0.05, None),
+    ],
+)
+def test_step_by_step(tmp_path: Path, method: Method, density: float | None, every: int | None, adam: bool) -> None:
+    outer = SGD(0.7, 0.9, nesterov=True) if isinstance(method, diloco) else None
+    start = starting_weights().astype(dtype_of(adam))
+    reference = SparseBinaryCompression(WORLD_SIZE, SIZES, density or 1.0, every or 1, start, outer=outer)
+    exchange = reference.exchange if density is not None else dense_exchange(reference)
+    masking = method.syncs[0].mask_momentum
+    optimizers: list[Any] = [Adam(0.01, eps=EPSILON) if adam else SGD(0.1, 0.9) for _ in range(WORLD_SIZE)]
+    weights = [start.copy() for _ in range(WORLD_SIZE)]
+    all_gradients = [[g.astype(start.dtype) for g in gradients_of(rank)] for rank in range(WORLD_SIZE)]
+    ranks = run_ranks(tmp_path, WORLD_SIZE, _train, method, adam)
+    since = exchanges = 0
+    for step in range(STEPS + 1):
+        last = step == STEPS
+        if not last:
+            gradients = [gradients[step] for gradients in all_gradients]
+            weights = [o.step(own, gradient) for o, own, gradient in zip(optimizers, weights, gradients)]
+            since += 1
+        length = every or (1 if step < 4 else 5 if step < 20 else 12)
+        if since >= length or (last and since):
+            sents = exchange(weights)
+            weights = [reference.anchor.copy() for _ in range(WORLD_SIZE)]
+            since, exchanges = 0, exchanges + 1
+            for optimizer, sent in zip(optimizers, sents):
+                if masking:
+                    optimizer.mask(sent)
+        for rank, trained in enumerate(ranks):
+            scale = float(np.abs(weights[rank]).max())
+            np.testing.assert_allclose(trained.weights[step], weights[rank], rtol=2e-5, atol=2e-6 * scale)
+            if not last:
+                residual = reference.residuals[rank]
+                np.testing.assert_allclose(trained.residuals[step], residual, rtol=2e-5, atol=2e-6 * scale)
+                momentum = optimizers[rank].first if adam else optimizers[rank].buffer
+                np.testing.assert_allclose(trained.momentum[step], momentum, rtol=2e-5, atol=2e-6 * scale)
+            if since == 0:
+                assert trained.weights[step].tobytes() == ranks[0].weights[step].tobytes()
+    if density is None:
+        # One number for each element and for each tensor (who has a gradient for it), and nothing between rounds.
+        assert ranks[0].handed_bytes == exchanges * start.itemsize * (sum(SIZES) + len(SIZES))
+
+
+def _sent_and_held(rank: int, method: Method) -> tuple[Vector, Vector, Vector]:
+    """What a rank's weights changed in all, from anchor to anchor; what it sent; what it holds back."""
+    from tests.distributed.recording import Recording
+
+    (sync,) = method.syncs
+    sync.channel.exchange = Recording(sync.channel.exchange)
+    module = Parameters()
+    synchronizer = Synchronizer(method, Wire())
+    synchronizer.add_module(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    moved = np.zeros(sum(SIZES))
+    start = flat(p.detach() for p in module.parameters()).astype(np.float64)
+    for gradient in gradients_of(rank):
+        for parameter, part in zip(module.parameters(), torch.from_numpy(gradient).split(SIZES)):
+            parameter.grad = part.clone().view(parameter.shape)
+        with synchronizer.stepping(optimizer):
+            synchronizer.synchronize(optimizer)
+            optimizer.step()
+            # The exchange comes after this block.
+            before = flat(p.detach() for p in module.parameters()).astype(np.float64)
+        after = flat(p.detach() for p in module.parameters()).astype(np.float64)
+        if not np.array_equal(before, after):
+            moved += before - start
+            start = after
+    (local,) = synchronizer.syncs[0]._locals.values()
+    sent = sum(each.dense().double().numpy() for each in local.channel.exchange.sent)
+    held = flat(synchronizer.syncs[0].state_dict()[0][0].values()).astype(np.float64)
+    synchronizer.close()
+    return moved, sent, held
+
+
+@pytest.mark.parametrize("every", [1, 10])
+def test_what_is_sent_and_what_is_held_is_all_that_has_changed(tmp_path: Path, every: int) -> None:
+    """Theorem II.1, after any number of rounds."""
+    for moved, sent, held in run_ranks(tmp_path, WORLD_SIZE, _sent_and_held, sbc(0.02, every)):
+        assert np.abs(sent).max() > 0 and np.abs(held).max() > 0
+        np.testing.assert_allclose(sent + held, moved, rtol=1e-5, atol=1e-5 * np.abs(moved).max())

@@ -1,0 +1,329 @@
+"""Weight changes exchanged every so many steps, under a Trainer: one model, at no cost, whoever looks at it."""
+
+import functools
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from lightning_sparsecomm import Channel, CompressionMonitor, DeltaSync, ErrorFeedback
+from lightning_sparsecomm.exchange import DenseAllReduce
+from lightning_sparsecomm.method import Method
+from lightning_sparsecomm.methods import diloco, federated_averaging, gradient_dropping, sbc, sparse_loco
+from lightning_sparsecomm.schedules import Exponential, Stages
+from lightning_sparsecomm.synchronizer import Synchronizer
+from lightning_sparsecomm.wire import Wire
+from tests import laws
+from tests.distributed.launch import run_ranks
+from tests.distributed.scenarios import FEATURES, SCENARIOS, Adversarial, Classifier, Scenario, fit, without_momentum
+from tests.distributed.test_local_modes import Measured
+
+METHODS: dict[str, Callable[[], Method]] = {
+    "sbc": lambda: sbc(0.05, every=4),
+    "federated_averaging": lambda: federated_averaging(every=4),
+    "diloco": lambda: diloco(every=4),
+    "sparse_loco": lambda: sparse_loco(every=4, k=8, chunk=64),
+}
+
+
+class Notes(pl.Callback):
+    """Writes down what a rank has when fit is over."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        strategy: Any = trainer.strategy
+        notes = {name: getattr(pl_module, name, None) for name in ("trained", "validated", "last")}
+        notes |= {"weights": pl_module.state_dict(), "ledger": getattr(strategy, "ledger", None)}
+        torch.save(notes, self.folder / f"notes-{trainer.global_rank}.pt")
+
+
+def trained(folder: Path, scenario: Scenario, method: Method | None, *callbacks: pl.Callback, **options: Any) -> Any:
+    options = {"limit_val_batches": 0, "num_sanity_val_steps": 0, **options}
+    fit(folder, scenario, 2, method, (Notes(folder), *callbacks), **options)
+    return [torch.load(folder / f"notes-{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_measuring_and_saving_never_change_training(tmp_path: Path, name: str) -> None:
+    method, scenario = METHODS[name](), Scenario(Measured, steps=10)
+    plain = trained(tmp_path / "plain", scenario, method)
+    often = {"limit_val_batches": 1, "val_check_interval": 1, "num_sanity_val_steps": 2, "enable_checkpointing": True}
+    saver = pl.callbacks.ModelCheckpoint(tmp_path / "saved", every_n_train_steps=1, save_top_k=-1)
+    watched = trained(tmp_path / "watched", scenario, method, saver, **often)
+    for ours, theirs in zip(watched, plain, strict=True):
+        assert ours["trained"] == theirs["trained"]
+        laws.bit_equal(ours, theirs)
+        # Neither measuring nor saving sends anything.
+        for row in ("weight updates", "parameters", "DDP buffers"):
+            assert ours["ledger"].handed_bytes(row) == theirs["ledger"].handed_bytes(row)
+    # Each trains by itself, but for every fourth step; all measure one model, and have it in the end, buffers too.
+    assert [a == b for a, b in zip(plain[0]["trained"], plain[1]["trained"])] == [i % 4 == 3 for i in range(10)]
+    laws.bit_equal(plain[0], plain[1])
+    assert watched[0]["validated"] == watched[1]["validated"]
+    assert len(set(watched[0]["validated"])) == 3
+    assert len(watched[0]["validated"]) == 1 + 10
+
+    # What is saved is what all had after the last exchange.
+    start = Measured().total()
+    after = [start] * 3 + [plain[0]["trained"][3]] * 4 + [plain[0]["trained"][7]] * 3
+    assert len(list((tmp_path / "saved").glob("*.ckpt"))) == 10
+    for path in (tmp_path / "saved").glob("*.ckpt"):
+        checkpoint = torch.load(path, weights_only=False)
+        state, step = checkpoint["state_dict"], checkpoint["global_step"]
+        assert float(sum(state[name].double().sum() for name, _ in Measured().named_parameters())) == after[step - 1]
+
+
+def test_nothing_is_sent_between_exchanges(tmp_path: Path) -> None:
+    scenario = Scenario(lambda: Classifier(batch_norm=True), steps=11)
+    for ranks in (
+        trained(tmp_path / "buffers", scenario, federated_averaging(every=4)),
+        trained(tmp_path / "none", scenario, federated_averaging(every=4, buffers="own")),
+    ):
+        ledger = ranks[0]["ledger"]
+        parameters = list(Classifier(batch_norm=True).parameters())
+        elements = sum(parameter.numel() for parameter in parameters)
+        # Two exchanges on the way and one for the last three steps.
+        assert ledger.handed_bytes("weight updates") == 3 * 4 * (elements + len(parameters))
+        assert ledger.ddp_bytes == 11 * 4 * elements
+        assert "gradients" not in ledger.rows and "DDP buffers" not in ledger.rows
+        assert "DDP unused-parameter map" not in ledger.rows
+        assert ledger.rows["Lightning, metrics"]["broadcast"].calls >= 11
+        assert ledger.density() == pytest.approx(3 / 11)
+    laws.replicas_are_equal(ranks)
+    assert "parameters" not in ledger.rows
+
+
+def test_buffers_are_broadcast_if_asked_for(tmp_path: Path) -> None:
+    ranks = trained(tmp_path, Scenario(Measured, steps=5), federated_averaging(every=2, buffers="broadcast"))
+    assert ranks[0]["ledger"].rows["DDP buffers"]["broadcast"].calls == 5
+    # The command line passes on all of ddp's options with their defaults.
+    scenario = Scenario(Measured, strategy={"broadcast_buffers": True}, steps=5)
+    ranks = trained(tmp_path, scenario, federated_averaging(every=2))
+    assert "DDP buffers" not in ranks[0]["ledger"].rows
+
+
+@pytest.mark.parametrize("name", [name for name in SCENARIOS if "clip" not in name and name != "several_backwards"])
+def test_every_step_without_momentum_is_ddp(tmp_path: Path, name: str) -> None:
+    scenario = SCENARIOS[name]
+    ddp = trained(tmp_path / "ddp", scenario, None, model=without_momentum(scenario))
+    ours = trained(tmp_path / "ours", scenario, federated_averaging(every=1), model=without_momentum(scenario))
+    laws.replicas_are_equal(ours)
+    # Each rank's running statistics are its own batches', and their average is taken.
+    weights = {name: value for name, value in ddp[0]["weights"].items() if "running" not in name and "num" not in name}
+    laws.equal_to_round_off(ours[0], {"weights": weights}, scenario.tolerance)
+
+
+class Same(Classifier):
+    """Sees the same batches on all ranks."""
+
+    def __init__(self, make: Callable[[Any], torch.optim.Optimizer]) -> None:
+        super().__init__()
+        self.make = make
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        random = torch.Generator().manual_seed(batch_idx)
+        x = torch.randn(8, FEATURES, generator=random)
+        return cross_entropy(self(x), torch.randint(5, (8,), generator=random))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.make(self.parameters())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        functools.partial(torch.optim.Adam, lr=0.01),
+        functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
+        functools.partial(torch.optim.LBFGS, lr=0.1, max_iter=3),
+    ],
+)
+def test_ranks_that_do_the_same_train_as_one(tmp_path: Path, make: Any) -> None:
+    """Every exchange then averages equal weights; LBFGS shows that steps are counted, not evaluations."""
+    scenario = Scenario(lambda: Same(make), steps=7)
+    alone = fit(tmp_path / "alone", scenario, 1)
+    for every in (1, 3):
+        ranks = trained(tmp_path / f"{every}", scenario, federated_averaging(every))
+        laws.equal_to_round_off(ranks[0], alone[0], 2e-6)
+        parameters = list(Classifier().parameters())
+        exchanged = 4 * (sum(parameter.numel() for parameter in parameters) + len(parameters))
+        assert ranks[0]["ledger"].handed_bytes("weight updates") == math.ceil(7 / every) * exchanged
+
+
+@pytest.mark.parametrize("name", ["accumulation", "clip_norm", "clip_value", "several_backwards", "bf16_mixed"])
+def test_optimizer_steps_are_counted_whatever_they_are_made_of(tmp_path: Path, name: str) -> None:
+    scenario = SCENARIOS[name]
+    ranks = trained(tmp_path, scenario, sbc(0.1, every=6))
+    laws.trained(scenario.model().state_dict(), ranks[0])
+    laws.replicas_are_equal(ranks)
+    assert ranks[0]["ledger"].rows["weight updates"]["all_gather"].calls == 2 * math.ceil(20 / 6)
+
+
+def test_two_optimizers_exchange_each_by_its_own_steps(tmp_path: Path) -> None:
+    for toggle in (False, True):
+        scenario = Scenario(lambda toggle=toggle: Adversarial(toggle), steps=20)
+        ranks = trained(tmp_path / str(toggle), scenario, federated_averaging(every=3))
+        laws.replicas_are_equal(ranks)
+        # Ten steps each: three exchanges, and one for the last step.
+        assert ranks[0]["ledger"].rows["weight updates"]["all_reduce"].calls == 2 * 4
+
+
+def _in_bfloat16(rank: int) -> list[list[float]]:
+    """The first rank's optimizer moves the first weight by its last place in each step, and the second in one step."""
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    synchronizer = Synchronizer(federated_averaging(every=1), Wire())
+    synchronizer.add_module(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    seen = []
+    for step in range(6):
+        module.weight.grad = torch.tensor([-(2**-7) * (1 - rank), -(2**-7) * (1 - rank) * (step == 0)]).bfloat16()
+        with synchronizer.stepping(optimizer):
+            synchronizer.synchronize(optimizer)
+            optimizer.step()
+        seen.append(module.weight.tolist())
+    synchronizer.close()
+    return seen
+
+
+def test_narrow_weights_have_a_wide_anchor(tmp_path: Path) -> None:
+    """Half of a weight's last place, the mean of both ranks' moves, is not lost; and what rounding leaves out of a
+    weight that nobody moves is not taken for a move of it."""
+    first, second = run_ranks(tmp_path, 2, _in_bfloat16)
+    assert first == second
+    half = 2**-8
+    # Rounded to even: 1 + 1/2 place is 1, 1 + 3/2 places are 1 + 2 places.
+    expected = [1 + half * places for places in (0, 2, 4, 4, 4, 6)]
+    assert [weight for weight, _ in first] == expected
+    assert [weight for _, weight in first] == [1.0] * 6
+
+
+class LastHook(Classifier):
+    """Notes the weights that its own last hook of training sees."""
+
+    def on_train_end(self) -> None:
+        self.last = {name: tensor.clone() for name, tensor in self.state_dict().items()}
+
+
+def test_the_last_hooks_of_training_see_the_model_that_stays(tmp_path: Path) -> None:
+    for method in (federated_averaging(every=4), gradient_dropping(0.05, local="partial")):
+        for notes in trained(tmp_path, Scenario(LastHook, steps=6), method):
+            laws.bit_equal({"weights": notes["last"]}, notes)
+
+
+class Unfreezes(Classifier):
+    """The side branch trains from the fourth step on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.side.requires_grad_(False)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.side.requires_grad_(self.global_step >= 3)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_parameters_may_begin_to_train_later(tmp_path: Path, name: str) -> None:
+    ranks = trained(tmp_path, Scenario(Unfreezes, steps=9), METHODS[name]())
+    laws.replicas_are_equal(ranks)
+    side = Unfreezes().state_dict()["side.weight"]
+    assert not torch.equal(ranks[0]["weights"]["side.weight"], side)
+
+
+def test_every_may_follow_a_schedule(tmp_path: Path) -> None:
+    for every, calls in ((Stages([1, 3, 5], steps=[0, 4, 10]), 4 + 2 + 2), (Exponential(1, 8, steps=10), 6)):
+        ranks = trained(tmp_path, Scenario(Classifier, steps=20), federated_averaging(every=every))
+        laws.replicas_are_equal(ranks)
+        assert ranks[0]["ledger"].rows["weight updates"]["all_reduce"].calls == calls
+
+
+def test_the_monitor_counts_from_exchange_to_exchange(tmp_path: Path) -> None:
+    """A ratio of steps in which nothing was sent would be infinite, and those of the others too small."""
+    logger = pl.loggers.CSVLogger(tmp_path, version="run")
+    options = {"logger": logger, "log_every_n_steps": 2}
+    trained(tmp_path, Scenario(Classifier, steps=12), federated_averaging(every=4), CompressionMonitor(), **options)
+    import csv
+
+    with (Path(logger.log_dir) / "metrics.csv").open() as file:
+        ratios = [
+            float(row["sparsecomm/compression_ratio"]) for row in csv.DictReader(file) if row["sparsecomm/density"]
+        ]
+    parameters = list(Classifier().parameters())
+    elements = sum(parameter.numel() for parameter in parameters)
+    # A logger is given the last value again until there is a new one.
+    assert len(ratios) >= 3
+    assert ratios == pytest.approx([4 * elements / (elements + len(parameters))] * len(ratios))
+
+
+class Tied(pl.LightningModule):
+    automatic_optimization = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, 1)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(self.layer(batch[0]).square().mean())
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.layer.parameters(), lr=0.1) for _ in range(2)]
+
+
+def lost(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+
+
+def test_refused_in_training(tmp_path: Path) -> None:
+    for model, sync, text in (
+        (Tied, DeltaSync(Channel(DenseAllReduce())), "parameter 'layer.bias' belongs to two optimizers"),
+        (
+            Classifier,
+            DeltaSync(Channel(DenseAllReduce()), outer=lost),
+            "outer must make an optimizer of the parameters",
+        ),
+        (Classifier, DeltaSync(Channel(DenseAllReduce()), outer=list), "outer must make a torch optimizer"),
+    ):
+        with pytest.raises(Exception, match=text):
+            trained(tmp_path, Scenario(model, steps=4), Method([sync]))
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: sbc(every=0), "every must be a whole number of optimizer steps, at least 1; got 0"),
+        (lambda: federated_averaging(every=2.5), "got 2.5"),
+        (lambda: diloco(outer_lr=0), "outer_lr must be a positive number; got 0"),
+        (lambda: diloco(outer_momentum=1.0), "outer_momentum must be in"),
+        (lambda: sbc(density=0), "density must be in"),
+        (lambda: federated_averaging(buffers="none"), "buffers must be one of average, own, broadcast; got 'none'"),
+        (lambda: sparse_loco(k=0), "k must be"),
+        (lambda: sparse_loco(decay=0), "decay must be in"),
+        (
+            lambda: DeltaSync(Channel(DenseAllReduce()), outer=torch.optim.SGD([nn.Parameter(torch.zeros(1))])),
+            "outer must",
+        ),
+        (lambda: DeltaSync(dgc_channel()), "weight changes, which hold momentum"),
+    ],
+)
+def test_refused_at_construction(make: Callable[[], Any], text: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=text):
+        make()
+
+
+def dgc_channel() -> Channel:
+    from lightning_sparsecomm.memory import MomentumCorrection
+
+    return Channel(DenseAllReduce(), [MomentumCorrection(), ErrorFeedback()])
