@@ -1,0 +1,285 @@
+"""What the clients of Sparse Binary Compression's experiments train: two networks, and each client's own data."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytorch_lightning as pl
+import torch
+from images import Images, Read, read_fashion_mnist, read_mnist
+from pytorch_lightning.utilities.types import OptimizerLRSchedulerConfig
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, IterableDataset
+from torchmetrics import MeanMetric
+
+Batch = tuple[Tensor, ...]
+
+CHARACTERS = 50  # through which gradients go back
+EVALUATED_CHARACTERS = 500  # at a time; the state is carried on
+HELD_OUT = 0.05  # of a text
+HELD_OUT_STREAMS = 20
+
+
+class Network(pl.LightningModule):
+    """A network that can be measured on held-out data, within validation or outside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = MeanMetric()
+
+    def on_validation_epoch_start(self) -> None:
+        """Forgets what was measured before."""
+        self.mean.reset()
+
+    def quality(self) -> float:
+        """How good the network was in the validation steps since, over all clients. Collective."""
+        return float(self.mean.compute())
+
+    def measure(self, loader: DataLoader[Batch]) -> float:
+        """How good the network is, by the same steps, outside of validation. Collective."""
+        self.eval()
+        self.on_validation_epoch_start()
+        with torch.no_grad():
+            for index, batch in enumerate(loader):
+                self.validation_step(batch, index)
+        return self.quality()
+
+
+class LeNet5(Network):
+    """LeNet5-Caffe: 431,080 parameters in 8 tensors, trained by Adam. Its quality is the fraction recognized."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = nn.Sequential(
+            nn.Conv2d(1, 20, 5),
+            nn.MaxPool2d(2),
+            nn.Conv2d(20, 50, 5),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(800, 500),
+            nn.ReLU(),
+            nn.Linear(500, 10),
+        )
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Cross-entropy of one batch."""
+        images, labels = batch
+        return cross_entropy(self.network(images), labels)
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Counts the images that are recognized."""
+        images, labels = batch
+        self.mean.update((self.network(images).argmax(dim=1) == labels).float())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Adam, as in the paper."""
+        return torch.optim.Adam(self.parameters(), lr=1e-3)
+
+
+class CharLSTM(Network):
+    """An embedding, two layers of 200 LSTM units and a linear layer, without dropout. Its quality is the perplexity.
+
+    The state is carried from one window of a text to the next, as in Zaremba et al. 2014. The learning rate is 1 in the
+    first half of the training, and is multiplied by 0.8 after 5, 6, 7, 8 and 9 tenths of it.
+
+    Args:
+        symbols: Distinct characters.
+        iterations: Of the whole training.
+    """
+
+    def __init__(self, symbols: int, iterations: int) -> None:
+        super().__init__()
+        self.iterations = iterations
+        self.embedding = nn.Embedding(symbols, 200)
+        self.lstm = nn.LSTM(200, 200, num_layers=2, batch_first=True)
+        self.output = nn.Linear(200, symbols)
+        self.state: tuple[Tensor, Tensor] | None = None
+        self.measured_state: tuple[Tensor, Tensor] | None = None
+
+    def loss(self, windows: Tensor, state: tuple[Tensor, Tensor] | None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Mean cross-entropy in nats of all characters but the first of each window, and the state after them."""
+        outputs, (hidden, cell) = self.lstm(self.embedding(windows[:, :-1]), state)
+        loss = cross_entropy(self.output(outputs).flatten(0, 1), windows[:, 1:].flatten())
+        return loss, (hidden.detach(), cell.detach())
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Cross-entropy of one window of each stream."""
+        loss, self.state = self.loss(batch[0], self.state)
+        return loss
+
+    def on_validation_epoch_start(self) -> None:
+        """Begins the held-out text in an empty state."""
+        super().on_validation_epoch_start()
+        self.measured_state = None
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Adds up the cross-entropy of all characters."""
+        windows = batch[0]
+        loss, self.measured_state = self.loss(windows, self.measured_state)
+        self.mean.update(loss, weight=windows[:, 1:].numel())
+
+    def quality(self) -> float:
+        """Perplexity per character."""
+        return float(self.mean.compute().exp())
+
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
+        """SGD without momentum, as in the paper."""
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: 0.8 ** max(0, 10 * step // self.iterations - 4)
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Endless(IterableDataset[Batch]):
+    """Batches that a function yields.
+
+    Args:
+        batches: Begins anew in each call.
+    """
+
+    def __init__(self, batches: Callable[[], Iterator[Batch]]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self.batches()
+
+
+class ClientData(pl.LightningDataModule):
+    """Data in memory, of which each client trains on its own part and measures on its share.
+
+    Args:
+        seed: Of the parts and of their order. Equal seeds give equal batches.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.seed = seed
+
+    def setup(self, stage: str) -> None:
+        """Learns which client this is."""
+        assert self.trainer is not None
+        self.client, self.clients = self.trainer.global_rank, self.trainer.world_size
+
+    def train_batches(self) -> Iterator[Batch]:
+        """One client's batches, without end."""
+        raise NotImplementedError
+
+    def val_batches(self) -> Iterator[Batch]:
+        """One client's share of what quality is measured on."""
+        raise NotImplementedError
+
+    def train_dataloader(self) -> DataLoader[Batch]:
+        """One client's batches, as they come."""
+        return DataLoader(Endless(self.train_batches), batch_size=None)
+
+    def val_dataloader(self) -> DataLoader[Batch]:
+        """One client's share of what is held out, as it comes."""
+        return DataLoader(Endless(self.val_batches), batch_size=None)
+
+
+class ClientImages(ClientData):
+    """Each client has an equal part of the training images, drawn at random, which it shuffles anew in each epoch.
+
+    Args:
+        read: The images; pixels are set to mean 0 and standard deviation 1 already.
+        seed: Of the parts and of their order.
+        batch_size: Images per client and step.
+    """
+
+    def __init__(self, read: Read, seed: int, batch_size: int = 128) -> None:
+        super().__init__(seed)
+        self.read, self.batch_size = read, batch_size
+
+    def train_batches(self) -> Iterator[Batch]:
+        """Batches of one client's part; the images that fill none at an epoch's end are left out."""
+        generator = torch.Generator().manual_seed(self.seed)
+        size = len(self.read.train_images) // self.clients
+        if size < self.batch_size:
+            raise ValueError(f"{self.clients} clients have {size} images each, less than a batch of {self.batch_size}.")
+        part = torch.randperm(len(self.read.train_images), generator=generator)[self.client * size :][:size]
+        while True:
+            order = torch.randperm(size, generator=generator)
+            for chosen in part[order][: size // self.batch_size * self.batch_size].split(self.batch_size):
+                yield self.read.train_images[chosen], self.read.train_labels[chosen]
+
+    def val_batches(self) -> Iterator[Batch]:
+        """Every client's turn among the test images."""
+        share = slice(self.client, None, self.clients)
+        yield from zip(self.read.test_images[share].split(500), self.read.test_labels[share].split(500), strict=True)
+
+
+class Text(NamedTuple):
+    """A text in memory, as the numbers of its characters, int64.
+
+    Attributes:
+        train: What is trained on.
+        held_out: `[HELD_OUT_STREAMS, n]`, the text's end, what quality is measured on.
+        symbols: Distinct characters.
+    """
+
+    train: Tensor
+    held_out: Tensor
+    symbols: int
+
+
+class ClientText(ClientData):
+    """Each client has an equal part of the text, read at `batch_size` places at once, round and round.
+
+    Args:
+        text: The text.
+        seed: Of the places where reading begins.
+        batch_size: Places per client.
+    """
+
+    def __init__(self, text: Text, seed: int, batch_size: int = 5) -> None:
+        super().__init__(seed)
+        self.text, self.batch_size = text, batch_size
+
+    def train_batches(self) -> Iterator[Batch]:
+        """Windows of `CHARACTERS` and one more, since what follows the last is predicted too."""
+        size = len(self.text.train) // self.clients
+        length = size // self.batch_size
+        part = self.text.train[self.client * size :][: length * self.batch_size].view(self.batch_size, length)
+        generator = torch.Generator().manual_seed(self.seed)
+        start = int(torch.randint(length, (1,), generator=generator))
+        window = torch.arange(CHARACTERS + 1)
+        while True:
+            yield (part[:, (start + window) % length],)
+            start = (start + CHARACTERS) % length
+
+    def val_batches(self) -> Iterator[Batch]:
+        """Long windows of one client's share of the held-out streams, one after the other."""
+        streams = self.text.held_out[self.client :: self.clients]
+        for start in range(0, streams.shape[1] - 1, EVALUATED_CHARACTERS):
+            yield (streams[:, start : start + EVALUATED_CHARACTERS + 1],)
+
+
+def read_images(directory: Path) -> tuple[str, Read]:
+    """Fashion-MNIST, downloaded where it is missing, or other images in its format; and their name."""
+    Images("fashion-mnist", directory).prepare_data()
+    try:
+        name, read = "Fashion-MNIST", read_fashion_mnist(directory)
+    except ValueError:
+        name, read = f"images of {directory.resolve().name}", read_mnist(directory)
+    mean, std = read.train_images.mean(), read.train_images.std()
+    scaled = (read.train_images - mean) / std, read.train_labels, (read.test_images - mean) / std, read.test_labels
+    return name, Read(*scaled)
+
+
+def read_text(path: Path) -> Text:
+    """A text in UTF-8.
+
+    Raises:
+        ValueError: It is too short.
+    """
+    code_points = np.frombuffer(path.read_text(encoding="utf-8").encode("utf-32-le"), np.uint32)
+    distinct, indices = np.unique(code_points, return_inverse=True)
+    text = torch.from_numpy(indices.astype(np.int64))
+    length = int(HELD_OUT * len(text)) // HELD_OUT_STREAMS
+    if length < CHARACTERS:
+        raise ValueError(f"{path} is too short: {len(text):,} characters.")
+    end = len(text) - length * HELD_OUT_STREAMS
+    return Text(text[:end], text[end:].view(HELD_OUT_STREAMS, length), len(distinct))

@@ -1,0 +1,504 @@
+"""Repeats the small experiments of Sparse Binary Compression (Sattler et al. 2018), each row beside plain ddp.
+
+lenet5 is LeNet5-Caffe on Fashion-MNIST, where the paper has MNIST; Adam, 128 images per client and step. charlstm
+predicts the next character of Shakespeare by two LSTM layers of 200 units; SGD, 5 windows of 50 characters per client
+and step, the state carried on, no dropout, no clipping; the learning rate is 1, and from half of the training on
+multiplied by 0.8 after every tenth of it.
+
+The text that comes along is All's Well That Ends Well, complete: a text of Project Gutenberg in the public domain, as
+collected by Open Shakespeare (Open Knowledge Foundation, CC BY 2.5). It serves for short runs; 16,000 iterations read
+it more than a hundred times. The paper has all works: name them by --text.
+
+Prints a table, and writes a plot of quality against bytes sent and all numbers as JSON. Every run of a seed starts from
+the same weights and sees the same batches. Runs are written as they end: --resume goes on after the last one.
+"""
+
+import argparse
+import json
+import logging
+import math
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Literal, NamedTuple, get_args
+
+import pytorch_lightning as pl
+import torch
+from clients import (
+    HELD_OUT_STREAMS,
+    CharLSTM,
+    ClientData,
+    ClientImages,
+    ClientText,
+    LeNet5,
+    Network,
+    read_images,
+    read_text,
+)
+from matplotlib.figure import Figure
+from pytorch_lightning.strategies import DDPStrategy
+from torch.multiprocessing.spawn import ProcessRaisedException
+from torch.utils.data import DataLoader
+
+import lightning_sparsecomm
+from lightning_sparsecomm import Method, NonFiniteGradientError, methods
+from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
+from lightning_sparsecomm.wire import OURS, link_bytes
+
+TaskName = Literal["lenet5", "charlstm"]
+
+BASE = "base"
+
+POINTS = 10  # of a run at which quality is measured
+
+EXCERPT = Path(__file__).parent / "shakespeare-excerpt.txt"
+
+
+class Row(NamedTuple):
+    """One way to train.
+
+    Attributes:
+        title: In table and plot.
+        method: Makes the method; None is ddp.
+    """
+
+    title: str
+    method: Callable[[], Method] | None
+
+
+ROWS = {
+    BASE: Row("base (ddp)", None),
+    "sbc1": Row("SBC (1): every step, 0.1%", lambda: methods.sbc1()),
+    "sbc2": Row("SBC (2): every 10 steps, 1%", lambda: methods.sbc2()),
+    "sbc3": Row("SBC (3): every 100 steps, 1%", lambda: methods.sbc3()),
+    "fedavg": Row("Federated Averaging: every 100 steps, dense", lambda: methods.federated_averaging(every=100)),
+}
+
+
+class Options(NamedTuple):
+    """What the command line asks for."""
+
+    task: TaskName
+    rows: list[str]
+    clients: int
+    iterations: int
+    seeds: int
+    data_dir: Path
+    text: Path
+    output: Path
+    resume: bool
+
+
+class Prepared(NamedTuple):
+    """A task with its data read.
+
+    Attributes:
+        data: The data's name.
+        network: Makes a network.
+        clients_data: Gives a run of some seed its data.
+    """
+
+    data: str
+    network: Callable[[], Network]
+    clients_data: Callable[[int], ClientData]
+
+
+def prepare_lenet5(options: Options) -> Prepared:
+    """Images are read."""
+    name, read = read_images(options.data_dir)
+    return Prepared(name, LeNet5, lambda seed: ClientImages(read, seed))
+
+
+def prepare_charlstm(options: Options) -> Prepared:
+    """The text is read."""
+    text = read_text(options.text)
+    return Prepared(
+        options.text.name, lambda: CharLSTM(text.symbols, options.iterations), lambda seed: ClientText(text, seed)
+    )
+
+
+class Task(NamedTuple):
+    """What is learnt, and how its quality is written down.
+
+    Attributes:
+        prepare: Reads the data.
+        iterations: Optimizer steps of each client in the paper.
+        quality: Name and unit of the quality.
+        scale: What the quality is multiplied by, to be in this unit.
+        decimals: How many are printed.
+        falls_steeply: Whether its axis is logarithmic.
+    """
+
+    prepare: Callable[[Options], Prepared]
+    iterations: int
+    quality: str
+    scale: float
+    decimals: int
+    falls_steeply: bool = False
+
+
+TASKS: dict[TaskName, Task] = {
+    "lenet5": Task(prepare_lenet5, iterations=2_000, quality="test accuracy, %", scale=100, decimals=2),
+    "charlstm": Task(
+        prepare_charlstm, iterations=16_000, quality="perplexity per character", scale=1, decimals=3, falls_steeply=True
+    ),
+}
+
+
+class Point(NamedTuple):
+    """What was reached at some point of a run.
+
+    Attributes:
+        iteration: Optimizer steps done by each client.
+        quality: On held-out data; None where it is no number.
+        sent_bytes: Bytes that one client has handed over for the method.
+        link_bytes: Bytes that it has thereby put on the link.
+    """
+
+    iteration: int
+    quality: float | None
+    sent_bytes: float
+    link_bytes: float
+
+
+class Run(NamedTuple):
+    """One training run.
+
+    Attributes:
+        row: Its name.
+        seed: Of the first weights, of the clients' parts of the data and of their order.
+        points: The last one is the end; none where training ran out of finite numbers.
+        ddp_bytes: Bytes that a client hands over under ddp.
+        ddp_link_bytes: Bytes that it puts on the link under ddp.
+        other_bytes: What was handed over besides, whatever the method, by purpose; not counted under ddp.
+        seconds: Of training, without measuring.
+    """
+
+    row: str
+    seed: int
+    points: list[Point]
+    ddp_bytes: float
+    ddp_link_bytes: float
+    other_bytes: dict[str, int]
+    seconds: float
+
+    @property
+    def quality(self) -> float | None:
+        """At the end."""
+        return self.points[-1].quality if self.points else None
+
+
+class Recorder(pl.Callback):
+    """Measures along the run and at its end, and writes the run to a file, since the strategy starts processes.
+
+    Args:
+        row: Its name.
+        seed: The run's.
+        path: Where rank 0 writes, as JSON.
+    """
+
+    def __init__(self, row: str, seed: int, path: Path) -> None:
+        self.row, self.seed, self.path = row, seed, path
+        self.points: list[Point] = []
+        self.seconds = 0.0
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        torch.set_num_threads(1)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.begin = time.perf_counter()
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.seconds += time.perf_counter() - self.begin
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        assert isinstance(pl_module, Network)
+        self.add(trainer, pl_module.quality())
+        self.begin = time.perf_counter()
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # Measured anew: what the clients had not communicated yet is in the model only now.
+        self.seconds += time.perf_counter() - self.begin
+        assert isinstance(pl_module, Network)
+        if self.points and self.points[-1].iteration == trainer.global_step:
+            self.points.pop()
+        assert isinstance(trainer.val_dataloaders, DataLoader)
+        self.add(trainer, pl_module.measure(trainer.val_dataloaders))
+        if not trainer.is_global_zero:
+            return
+        ddp_bytes = trainer.global_step * gradient_bytes(pl_module)
+        ledger = getattr(trainer.strategy, "ledger", None)
+        purposes = [] if ledger is None else [purpose for purpose in ledger.rows if purpose not in OURS]
+        run = Run(
+            self.row,
+            self.seed,
+            self.points,
+            ddp_bytes,
+            link_bytes("all_reduce", ddp_bytes, trainer.world_size),
+            {} if ledger is None else {purpose: ledger.handed_bytes(purpose) for purpose in purposes},
+            self.seconds,
+        )
+        self.path.write_text(json.dumps(written(run)))
+
+    def add(self, trainer: pl.Trainer, quality: float) -> None:
+        """Adds a point."""
+        ledger = getattr(trainer.strategy, "ledger", None)
+        if ledger is None:
+            sent = trainer.global_step * gradient_bytes(trainer.lightning_module)
+            on_link = link_bytes("all_reduce", sent, trainer.world_size)
+        else:
+            sent, on_link = sum(ledger.handed_bytes(row) for row in OURS), ledger.sent_link_bytes
+        self.points.append(Point(trainer.global_step, quality if math.isfinite(quality) else None, sent, on_link))
+
+
+def gradient_bytes(module: pl.LightningModule) -> int:
+    """Bytes of all gradients of a step."""
+    return sum(parameter.nbytes for parameter in module.parameters())
+
+
+def train(row: str, seed: int, prepared: Prepared, options: Options) -> Run:
+    """One run from its beginning to its last measurement."""
+    method = ROWS[row].method
+    strategy: DDPStrategy = (
+        DDPStrategy(start_method="fork")
+        if method is None
+        else SparseCommStrategy(method=method(), seed=seed, start_method="fork")
+    )
+    pl.seed_everything(seed, verbose=False)
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "run.json"
+        trainer = pl.Trainer(
+            strategy=strategy,
+            accelerator="cpu",
+            devices=options.clients,
+            max_steps=options.iterations,
+            max_epochs=-1,
+            val_check_interval=math.ceil(options.iterations / POINTS),
+            check_val_every_n_epoch=None,
+            callbacks=[Recorder(row, seed, path)],
+            use_distributed_sampler=False,
+            num_sanity_val_steps=0,
+            logger=False,
+            enable_checkpointing=False,
+            enable_model_summary=False,
+            enable_progress_bar=False,
+        )
+        try:
+            trainer.fit(prepared.network(), prepared.clients_data(seed))
+        except ProcessRaisedException as error:
+            # To diverge is a result; everything else is not.
+            if NonFiniteGradientError.__name__ not in str(error):
+                raise
+            return Run(row, seed, [], ddp_bytes=0, ddp_link_bytes=0, other_bytes={}, seconds=0)
+        return read(json.loads(path.read_text()))
+
+
+def written(run: Run) -> dict[str, object]:
+    """What JSON holds of a run."""
+    return run._asdict() | {"points": [point._asdict() for point in run.points]}
+
+
+def read(content: dict[str, object]) -> Run:
+    """A run from what JSON holds of it."""
+    run = Run(**content)  # type: ignore[arg-type]
+    return run._replace(points=[Point(**point) for point in run.points])  # type: ignore[arg-type]
+
+
+def settings(prepared: Prepared, options: Options) -> dict[str, str | int]:
+    """All that the result of a run depends on, besides row and seed. Runs go together where it is equal."""
+    return {
+        "task": options.task,
+        "data": prepared.data,
+        "clients": options.clients,
+        "iterations": options.iterations,
+        "lightning_sparsecomm": lightning_sparsecomm.__version__,
+        "torch": torch.__version__,
+        "pytorch_lightning": version("pytorch-lightning"),
+        "python": platform.python_version(),
+        "architecture": platform.machine(),
+    }
+
+
+def load(path: Path, prepared: Prepared, options: Options) -> list[Run]:
+    """The runs that an earlier call has finished.
+
+    Raises:
+        FileExistsError: There are some, and the command line does not say to go on from them.
+        ValueError: They were made with other settings.
+    """
+    if not path.exists():
+        return []
+    if not options.resume:
+        raise FileExistsError(f"{path} holds runs already. Go on with --resume, or name another --output.")
+    stored, now = json.loads(path.read_text()), settings(prepared, options)
+    differ = [name for name in now if now[name] != stored["settings"].get(name)]
+    if differ:
+        raise ValueError(f"{path} holds runs with other settings: {', '.join(differ)}. Name another --output.")
+    return [read(run) for run in stored["runs"]]
+
+
+def save(runs: list[Run], path: Path, prepared: Prepared, options: Options) -> None:
+    """Writes all runs; a call that is cut off here leaves the file as it was."""
+    content = {"settings": settings(prepared, options), "runs": [written(run) for run in runs]}
+    partial = path.with_name(f"{path.name}.{os.getpid()}.part")
+    partial.write_text(json.dumps(content, indent=1) + "\n")
+    partial.replace(path)
+
+
+def report(runs: list[Run], prepared: Prepared, options: Options) -> str:
+    """The table, and what its columns mean."""
+    task = TASKS[options.task]
+    median = ["median"] if options.seeds > 2 else []
+    header = ["row", task.quality, *median, "MB sent per client", "fewer bytes", "fewer on the link", "seconds"]
+    lines = [header]
+    for row in options.rows:
+        finished = [run for run in runs if run.row == row]
+        whole = [run for run in finished if run.quality is not None]
+        if not whole:
+            lines.append([ROWS[row].title, "diverged", *("—" for _ in header[2:])])
+            continue
+        qualities = [task.scale * run.quality for run in whole if run.quality is not None]
+        spread = f" ± {statistics.stdev(qualities):.{task.decimals}f}" if len(qualities) > 1 else ""
+        lost = f", {len(finished) - len(whole)} diverged" if len(finished) > len(whole) else ""
+        cells = [ROWS[row].title, f"{statistics.mean(qualities):.{task.decimals}f}{spread}{lost}"]
+        if median:
+            cells.append(f"{statistics.median(qualities):.{task.decimals}f}")
+        cells += [
+            f"{statistics.mean(run.points[-1].sent_bytes for run in whole) / 1e6:,.3f}",
+            times(run.ddp_bytes / run.points[-1].sent_bytes for run in whole),
+            times(run.ddp_link_bytes / run.points[-1].link_bytes for run in whole),
+            f"{statistics.mean(run.seconds for run in whole):,.0f}",
+        ]
+        lines.append(cells)
+    widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
+    table = "\n".join(
+        "    ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))])
+        for line in lines
+    )
+    purposes = sorted({purpose for run in runs for purpose in run.other_bytes})
+    most = {purpose: max(run.other_bytes.get(purpose, 0) for run in runs) for purpose in purposes}
+    others = ", ".join(f"{purpose} {most[purpose] / 1e3:,.1f} kB" for purpose in purposes) or "not counted under ddp"
+    seeds = f"{options.seeds} seeds: mean ± standard deviation" if options.seeds > 1 else "1 seed"
+    return f"""
+{table}
+
+{options.task} on {prepared.data}; {options.clients} clients, {options.iterations:,} iterations, {seeds}.
+MB sent: 10^6 bytes that one client hands over in the whole training, headers included ("upstream" in the paper).
+Fewer bytes: ddp's float32 gradients, by these bytes. Fewer on the link: the same by the collectives' published
+    algorithms (a ring all-reduce sends 2(W-1)/W times its tensor, an all-gather W-1 times).
+Besides, whatever the method, and not in the table; the most of any row: {others}.
+Seconds: training only, all clients on this machine, where sending costs next to nothing."""
+
+
+def times(ratios: Iterable[float]) -> str:
+    """The mean of some ratios, with fewer decimals the larger it is."""
+    mean = statistics.mean(ratios)
+    return f"{mean:,.{1 if mean < 1000 else 0}f} x"
+
+
+def draw(runs: list[Run], prepared: Prepared, options: Options, path: Path) -> None:
+    """Quality against bytes sent: a colour per row, a line per seed."""
+    task = TASKS[options.task]
+    figure = Figure(figsize=(8, 5.5), layout="constrained")
+    axes = figure.subplots()
+    colors = {row: f"C{index}" for index, row in enumerate(ROWS)}
+    for row in options.rows:
+        label: str | None = ROWS[row].title
+        for run in runs:
+            # A logarithmic axis has no place for what was reached before anything was sent.
+            shown = [(point.sent_bytes, point.quality) for point in run.points if point.sent_bytes]
+            measured = [(sent / 1e6, task.scale * quality) for sent, quality in shown if quality is not None]
+            if run.row == row and measured:
+                axes.plot(*zip(*measured, strict=True), ".-", color=colors[row], label=label)
+                label = None
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_xlabel("bytes that one client has sent, MB")
+    axes.set_ylabel(task.quality)
+    if task.falls_steeply:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
+    axes.set_title(f"{options.task} on {prepared.data}, {options.clients} clients, {options.iterations:,} iterations")
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside lower center", ncols=2)
+    figure.savefig(path, dpi=150)
+
+
+def quieten() -> None:
+    """Leaves out what Lightning says of hardware, data loading and torch's own API, which is not what is compared."""
+    logging.disable(logging.INFO)
+    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*")
+
+
+def parse() -> Options:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--task", choices=get_args(TaskName), required=True, help="what is learnt")
+    add("--rows", nargs="+", choices=list(ROWS), default=list(ROWS), metavar="NAME", help=f"of {', '.join(ROWS)} (all)")
+    add("--clients", type=at_least(2), default=4, metavar="N", help="processes on this machine's CPU (default: 4)")
+    lengths = f"{TASKS['lenet5'].iterations:,} of lenet5, {TASKS['charlstm'].iterations:,} of charlstm"
+    add("--iterations", type=at_least(1), metavar="N", help=f"of each client (default: the paper's, {lengths})")
+    add("--seeds", type=at_least(1), default=1, metavar="N", help="runs of each row, with seeds 0 to N-1 (default: 1)")
+    images = "of the four files of Fashion-MNIST, or of MNIST; downloaded if missing (default: data)"
+    add("--data-dir", type=Path, default=Path("data"), metavar="DIR", help=images)
+    text = "in UTF-8, the last 5%% is held out (default: an excerpt of Shakespeare)"
+    add("--text", type=Path, default=EXCERPT, metavar="FILE", help=text)
+    output = "for a plot and numbers as JSON (default: comparison)"
+    add("--output", type=Path, default=Path("comparison"), metavar="DIR", help=output)
+    add("--resume", action="store_true", help="skip runs that are in the JSON file already")
+    arguments = vars(parser.parse_args())
+    if arguments["clients"] > HELD_OUT_STREAMS:
+        parser.error(f"--clients must be at most {HELD_OUT_STREAMS}; got {arguments['clients']}")
+    arguments["iterations"] = arguments["iterations"] or TASKS[arguments["task"]].iterations
+    return Options(**arguments)
+
+
+def at_least(minimum: int) -> Callable[[str], int]:
+    """A type for argparse: an integer not below `minimum`."""
+
+    def integer(text: str) -> int:
+        if int(text) < minimum:
+            raise argparse.ArgumentTypeError(f"must be at least {minimum}; got {text}")
+        return int(text)
+
+    return integer
+
+
+def main() -> None:
+    options = parse()
+    quieten()
+    torch.set_num_threads(1)
+    task = TASKS[options.task]
+    numbers = options.output / f"sparse_binary_compression_{options.task}.json"
+    try:
+        prepared = task.prepare(options)
+        runs = load(numbers, prepared, options)
+    except (OSError, ValueError) as error:
+        sys.exit(str(error))
+    options.output.mkdir(parents=True, exist_ok=True)
+    wanted = [(row, seed) for seed in range(options.seeds) for row in options.rows]
+    for row, seed in wanted:
+        if any((run.row, run.seed) == (row, seed) for run in runs):
+            continue
+        run = train(row, seed, prepared, options)
+        runs.append(run)
+        save(runs, numbers, prepared, options)
+        quality = "diverged" if run.quality is None else f"{task.scale * run.quality:.{task.decimals}f} {task.quality}"
+        print(f"seed {seed}, {ROWS[row].title}: {quality}, {run.seconds:,.1f} s", file=sys.stderr, flush=True)
+    shown = [run for run in runs if (run.row, run.seed) in wanted]
+    plot = numbers.with_suffix(".png")
+    draw(shown, prepared, options, plot)
+    print(f"{report(shown, prepared, options)}\n\nPlot: {plot}\nNumbers: {numbers}")
+
+
+if __name__ == "__main__":
+    main()
