@@ -145,10 +145,8 @@ class Task(NamedTuple):
 
 
 TASKS: dict[TaskName, Task] = {
-    "lenet5": Task(prepare_lenet5, iterations=2_000, quality="test accuracy, %", scale=100, decimals=2),
-    "charlstm": Task(
-        prepare_charlstm, iterations=16_000, quality="perplexity per character", scale=1, decimals=3, falls_steeply=True
-    ),
+    "lenet5": Task(prepare_lenet5, 2_000, "test accuracy, %", scale=100, decimals=2),
+    "charlstm": Task(prepare_charlstm, 16_000, "perplexity per character", scale=1, decimals=3, falls_steeply=True),
 }
 
 
@@ -254,7 +252,7 @@ class Recorder(pl.Callback):
             sent = trainer.global_step * gradient_bytes(trainer.lightning_module)
             on_link = link_bytes("all_reduce", sent, trainer.world_size)
         else:
-            sent, on_link = sum(ledger.handed_bytes(row) for row in OURS), ledger.sent_link_bytes
+            sent, on_link = ledger.sent_bytes, ledger.sent_link_bytes
         self.points.append(Point(trainer.global_step, quality if math.isfinite(quality) else None, sent, on_link))
 
 
@@ -384,7 +382,7 @@ def report(runs: list[Run], prepared: Prepared, options: Options) -> str:
     )
     purposes = sorted({purpose for run in runs for purpose in run.other_bytes})
     most = {purpose: max(run.other_bytes.get(purpose, 0) for run in runs) for purpose in purposes}
-    others = ", ".join(f"{purpose} {most[purpose] / 1e3:,.1f} kB" for purpose in purposes) or "not counted under ddp"
+    others = "; ".join(f"{purpose} {most[purpose] / 1e3:,.1f} kB" for purpose in purposes) or "not counted under ddp"
     seeds = f"{options.seeds} seeds: mean ± standard deviation" if options.seeds > 1 else "1 seed"
     return f"""
 {table}
@@ -492,7 +490,7 @@ def main() -> None:
         run = train(row, seed, prepared, options)
         runs.append(run)
         save(runs, numbers, prepared, options)
-        quality = "diverged" if run.quality is None else f"{task.scale * run.quality:.{task.decimals}f} {task.quality}"
+        quality = "diverged" if run.quality is None else f"{task.quality} {task.scale * run.quality:.{task.decimals}f}"
         print(f"seed {seed}, {ROWS[row].title}: {quality}, {run.seconds:,.1f} s", file=sys.stderr, flush=True)
     shown = [run for run in runs if (run.row, run.seed) in wanted]
     plot = numbers.with_suffix(".png")

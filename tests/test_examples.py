@@ -1,5 +1,6 @@
 """The examples run as they stand, and what they print of themselves is true."""
 
+import gzip
 import json
 import os
 import subprocess
@@ -7,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 # Each run imports Lightning anew, which is slow on a busy machine.
@@ -48,6 +50,51 @@ def test_compare_writes_a_table_a_plot_and_the_numbers(tmp_path: Path) -> None:
         [name, f"{run['accuracy']:.1%}", f"{run['sent_bytes'] / 1e6:.2f}"] for name, run in runs.items()
     ]
     assert (tmp_path / "out" / "compare.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_sparse_binary_compression_on_images(tmp_path: Path) -> None:
+    """Images in MNIST's format, of which each class has a bright bar of its own."""
+    for part, count in (("train", 1280), ("t10k", 200)):
+        labels = np.arange(count, dtype=np.uint8) % 10
+        images = np.random.default_rng(0).integers(0, 100, (count, 28, 28), dtype=np.uint8)
+        for image, label in zip(images, labels):
+            image[2 + 2 * label : 4 + 2 * label] = 255
+        for name, header, content in (("images-idx3", 16, images), ("labels-idx1", 8, labels)):
+            path = tmp_path / f"{part}-{name}-ubyte.gz"
+            path.write_bytes(gzip.compress(bytes(header) + content.tobytes()))
+    arguments = ["--task=lenet5", f"--data-dir={tmp_path}", "--clients=2", "--iterations=12", "--output=out"]
+    output = run_example("sparse_binary_compression.py", *arguments, "--rows", "base", "fedavg", folder=tmp_path)
+
+    base, averaged = json.loads((tmp_path / "out" / "sparse_binary_compression_lenet5.json").read_text())["runs"]
+    gradient_bytes = 4 * 431_080
+    assert [point["iteration"] for point in base["points"]] == [2, 4, 6, 8, 10, 12]
+    assert [point["sent_bytes"] for point in base["points"]] == [n * gradient_bytes for n in (2, 4, 6, 8, 10, 12)]
+    # All 12 steps are communicated at once, at the end; 8 tensors have 4 bytes of their own.
+    assert [point["sent_bytes"] for point in averaged["points"]] == [0] * 5 + [gradient_bytes + 4 * 8]
+    assert averaged["ddp_bytes"] == base["ddp_bytes"] == 12 * gradient_bytes
+    assert base["points"][-1]["quality"] > 0.5  # chance is 0.1
+    assert averaged["points"][-1]["quality"] > averaged["points"][-2]["quality"]
+    assert [line.split("    ")[0] for line in output.splitlines() if "1.0 x" in line] == ["base (ddp)"]
+    assert (tmp_path / "out" / "sparse_binary_compression_lenet5.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_sparse_binary_compression_on_text_goes_on_where_it_was_left(tmp_path: Path) -> None:
+    arguments = ["--task=charlstm", "--clients=2", "--iterations=5", "--output=out"]
+    numbers = tmp_path / "out" / "sparse_binary_compression_charlstm.json"
+    run_example("sparse_binary_compression.py", *arguments, "--rows", "base", folder=tmp_path)
+    (base,) = json.loads(numbers.read_text())["runs"]
+    output = run_example(
+        "sparse_binary_compression.py", *arguments, "--rows", "base", "fedavg", "--resume", folder=tmp_path
+    )
+
+    first, second = json.loads(numbers.read_text())["runs"]
+    assert first == base
+    assert second["row"] == "fedavg"
+    # 74 symbols, none better known than others at first.
+    assert all(10 < run["points"][-1]["quality"] < 74 for run in (first, second))
+    assert "seed 0, base" not in output
+    assert "seed 0, Federated Averaging" in output
 
 
 @pytest.mark.parametrize("config", sorted(path.name for path in (EXAMPLES / "configs").glob("*.yaml")))
