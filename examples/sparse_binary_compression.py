@@ -10,7 +10,8 @@ collected by Open Shakespeare (Open Knowledge Foundation, CC BY 2.5). It serves 
 it more than a hundred times. The paper has all works: name them by --text.
 
 Prints a table, and writes a plot of quality against bytes sent and all numbers as JSON. Every run of a seed starts from
-the same weights and sees the same batches. Runs are written as they end: --resume goes on after the last one.
+the same weights and sees the same batches. Runs are written as they end: --resume goes on after the last one. On two
+cores, all rows of lenet5 take about an hour, and those of charlstm five.
 """
 
 import argparse
@@ -407,6 +408,7 @@ def draw(runs: list[Run], prepared: Prepared, options: Options, path: Path) -> N
     figure = Figure(figsize=(8, 5.5), layout="constrained")
     axes = figure.subplots()
     colors = {row: f"C{index}" for index, row in enumerate(ROWS)}
+    decades: list[float] = []
     for row in options.rows:
         label: str | None = ROWS[row].title
         for run in runs:
@@ -416,8 +418,13 @@ def draw(runs: list[Run], prepared: Prepared, options: Options, path: Path) -> N
             if run.row == row and measured:
                 axes.plot(*zip(*measured, strict=True), ".-", color=colors[row], label=label)
                 label = None
+                decades += [math.log10(sent) for sent, _ in measured]
     axes.set_xscale("log")
+    if decades:
+        # Whole decades, so that there are labels.
+        axes.set_xlim(10.0 ** math.floor(min(decades)), 10.0 ** math.ceil(max(decades)))
     axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter("")
     axes.set_xlabel("bytes that one client has sent, MB")
     axes.set_ylabel(task.quality)
     if task.falls_steeply:
