@@ -44,3 +44,13 @@ def test_selection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     runpy.run_path(str(BENCHMARKS / "selection.py"), run_name="__main__")
     assert len(json.loads((tmp_path / "out.json").read_text())["ms"]) == 9
     assert "| one tensor, momentum and residual: fused |" in capsys.readouterr().out
+
+
+def test_coding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--positions=2000", "--reference-positions=300", "--rounds=2", "--densities", "0.1", "0.01"]
+    monkeypatch.setattr("sys.argv", ["coding.py", *arguments, f"--output={tmp_path}/out.json"])
+    runpy.run_path(str(BENCHMARKS / "coding.py"), run_name="__main__")
+    written = json.loads((tmp_path / "out.json").read_text())
+    # Five ways to write, at two densities; in two directions, by two kernels.
+    assert (len(written["bits"]), len(written["seconds"])) == (10, 40)
+    assert "| Golomb() | 0.01 |" in capsys.readouterr().out

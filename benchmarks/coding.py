@@ -1,0 +1,110 @@
+"""Measures how short index codecs write random positions, and how quickly they write and read them.
+
+One process, one thread. Every row is timed in turns with all others, so that what else the machine does falls on all.
+The reference is timed on fewer positions, as it takes some hundred bytes of memory for each bit.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from lightning_sparsecomm.codecs import INDEX_CODECS, Auto, IndexCodec, IndexCoding
+from lightning_sparsecomm.codecs.indices import bits, words
+from lightning_sparsecomm.kernels import PositionKernels
+
+
+def positions(count: int, density: float) -> tuple[Tensor, int]:
+    """Random positions, and the size of the vector that they point into."""
+    size = max(count, round(count / density))
+    generator = torch.Generator().manual_seed(0)
+    runs = torch.empty(2 * count + 1000, dtype=torch.float64).geometric_(density, generator=generator).long()
+    indices = runs.cumsum(0).sub_(1)
+    return indices[indices < size], size
+
+
+def coded(coding: IndexCoding, indices: Tensor, size: int, reference: bool) -> tuple[list[Callable[[], object]], int]:
+    """Writing, choice of the codec included; reading; and the bytes that are written."""
+    count = indices.numel()
+    codec: IndexCodec = coding.chosen(indices, size)
+    section = codec.encode(indices, size)
+    parameter = codec.parameter(count, size)
+
+    def run(call: Callable[[], object]) -> Callable[[], object]:
+        if not reference:
+            return call
+
+        def slowly() -> object:
+            with (
+                mock.patch.object(bits, "position_kernels_for", return_value=PositionKernels()),
+                mock.patch.object(words, "position_kernels_for", return_value=PositionKernels()),
+            ):
+                return call()
+
+        return slowly
+
+    encode = run(lambda: coding.chosen(indices, size).encode(indices, size))
+    decode = run(lambda: codec.decode(section, count, size, parameter))
+    return [encode, decode], section.numel()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add = parser.add_argument
+    add("--positions", type=int, default=1_000_000, metavar="K", help="how many are written")
+    add("--reference-positions", type=int, default=20_000, metavar="K", help="how many the reference writes")
+    add("--densities", type=float, nargs="+", default=[0.1, 0.01, 0.001], metavar="P", help="of all elements")
+    add("--rounds", type=int, default=15, metavar="N", help="timed calls of every row, after 2 that are not")
+    add("--output", type=Path, metavar="FILE", help="for all times, as JSON")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+
+    codings: list[IndexCoding] = [*INDEX_CODECS.values(), Auto()]
+    cells: dict[str, tuple[int, Callable[[], object]]] = {}
+    lengths: dict[str, float] = {}
+    for density in options.densities:
+        for kernels, wanted in (("numba", options.positions), ("torch", options.reference_positions)):
+            indices, size = positions(wanted, density)
+            count = indices.numel()
+            for coding in codings:
+                calls, section_bytes = coded(coding, indices, size, kernels == "torch")
+                name = f"{coding!r} | {density:g}"
+                if kernels == "numba":
+                    lengths[name] = 8 * section_bytes / count
+                for direction, call in zip(("encode", "decode"), calls):
+                    cells[f"{name} | {direction}, {kernels}"] = count, call
+
+    times: dict[str, list[float]] = {name: [] for name in cells}
+    for number in range(2 + options.rounds):
+        for name, (_, call) in cells.items():
+            begin = time.perf_counter()
+            call()
+            if number >= 2:
+                times[name].append(time.perf_counter() - begin)
+
+    columns = [f"{direction}, {kernels}" for kernels in ("numba", "torch") for direction in ("encode", "decode")]
+    print(f"{options.positions:,} random positions ({options.reference_positions:,} in torch), one thread;", end=" ")
+    print(f"million positions a second, median (least to most) of {options.rounds}\n")
+    print(f"| codec | density | bits a position | {' | '.join(columns)} |\n|{'---|' * 7}")
+    for name, length in lengths.items():
+        shown = []
+        for column in columns:
+            count = cells[f"{name} | {column}"][0]
+            rates = [count / seconds / 1e6 for seconds in times[f"{name} | {column}"]]
+            shown.append(f"{statistics.median(rates):.3g} ({min(rates):.3g} to {max(rates):.3g})")
+        print(f"| {name} | {length:.3f} | {' | '.join(shown)} |")
+    print(f"\n{platform.processor() or platform.machine()}, torch {torch.__version__}")
+    if options.output:
+        settings = {**vars(options), "output": None}
+        options.output.write_text(json.dumps({"options": settings, "bits": lengths, "seconds": times}, indent=2))
+
+
+if __name__ == "__main__":
+    main()
