@@ -112,7 +112,7 @@ def _read_golomb(section: Bytes, size: int, shift: int, found: Positions) -> tup
                 ones += more
             rest = _window(words, begin + ones) >> np.uint64(1)
         end = begin + ones + 1 + shift
-        # Wrong where the quotient is too large, which is looked at first.
+        # 2^32 ones, times 2^31, would be a negative position: the quotient is looked at by itself too.
         following = position + 1 + (ones << shift) + int(np.int64(rest & mask))
         if end > total or ones > most or following >= size:
             return i, begin

@@ -192,7 +192,7 @@ def test_golomb_is_as_short_as_the_paper_says(p: float, expected: float):
         ("0 000", 3, 40, 3, "has 1 bytes, expected at least 2 for 3 positions"),
         ("1111 1111", 1, 40, 3, "position 0 at bit 0 is cut off or too large, expected less than 40 within 8 bits"),
         ("0 000  1110", 2, 40, 3, "position 1 at bit 4 is cut off or too large"),
-        # A gap to the size itself; a quotient that no 64-bit integer holds, times the divisor.
+        # A gap to the size itself; a quotient far beyond it.
         ("0 000  110 110", 2, 20, 3, "position 1 at bit 4 is cut off or too large, expected less than 20"),
         ("1" * 50 + "0" + "1" * 31, 1, MAX_SIZE, 31, "position 0 at bit 0 is cut off or too large"),
         ("0 000  0 010  0", 2, 40, 3, "has 2 bytes, expected 1 for its 8 bits of 2 positions"),

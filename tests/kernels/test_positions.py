@@ -89,6 +89,14 @@ def test_golomb_of_ones_alone_ends_with_the_section(kernels: PositionKernels, le
     assert (parsed.indices.numel(), parsed.held, parsed.end) == (0, 0, 0)
 
 
+@pytest.mark.slow
+def test_golomb_of_a_quotient_that_overflows():
+    # 2^32 ones and a zero, with 31 bits of remainder: 2^63 is no int64, and must not be taken for a position.
+    section = torch.full((2**29 + 4,), 0xFF, dtype=torch.uint8)
+    section[-4:] = 0
+    assert CpuPositionKernels().read_golomb(section, 1, 2**32 - 1, 31)[1:] == (0, 0)
+
+
 @given(RUNS, st.integers(-3, 3))
 def test_run_lengths(runs: list[int], more: int):
     indices = positions_of(runs)
