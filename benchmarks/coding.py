@@ -10,6 +10,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from unittest import mock
 
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from lightning_sparsecomm.codecs import INDEX_CODECS, Auto, IndexCodec, IndexCoding
 from lightning_sparsecomm.codecs.indices import bits, words
-from lightning_sparsecomm.kernels import PositionKernels
+from lightning_sparsecomm.kernels import PositionKernels, position_kernels_for
 
 
 def positions(count: int, density: float) -> tuple[Tensor, int]:
@@ -30,29 +31,28 @@ def positions(count: int, density: float) -> tuple[Tensor, int]:
     return indices[indices < size], size
 
 
-def coded(coding: IndexCoding, indices: Tensor, size: int, reference: bool) -> tuple[list[Callable[[], object]], int]:
+def coded(coding: IndexCoding, indices: Tensor, size: int) -> tuple[list[Callable[[], object]], int]:
     """Writing, choice of the codec included; reading; and the bytes that are written."""
     count = indices.numel()
     codec: IndexCodec = coding.chosen(indices, size)
     section = codec.encode(indices, size)
     parameter = codec.parameter(count, size)
+    encode = lambda: coding.chosen(indices, size).encode(indices, size)  # noqa: E731
+    return [encode, lambda: codec.decode(section, count, size, parameter)], section.numel()
 
-    def run(call: Callable[[], object]) -> Callable[[], object]:
-        if not reference:
-            return call
 
-        def slowly() -> object:
-            with (
-                mock.patch.object(bits, "position_kernels_for", return_value=PositionKernels()),
-                mock.patch.object(words, "position_kernels_for", return_value=PositionKernels()),
-            ):
-                return call()
+def seconds(call: Callable[[], object], kernels: PositionKernels) -> float:
+    """How long `call` takes with these kernels."""
 
-        return slowly
+    def chosen(device: torch.device) -> PositionKernels:
+        return kernels
 
-    encode = run(lambda: coding.chosen(indices, size).encode(indices, size))
-    decode = run(lambda: codec.decode(section, count, size, parameter))
-    return [encode, decode], section.numel()
+    with ExitStack() as stack:
+        for module in (bits, words):
+            stack.enter_context(mock.patch.object(module, "position_kernels_for", chosen))
+        begin = time.perf_counter()
+        call()
+        return time.perf_counter() - begin
 
 
 def main() -> None:
@@ -74,20 +74,20 @@ def main() -> None:
             indices, size = positions(wanted, density)
             count = indices.numel()
             for coding in codings:
-                calls, section_bytes = coded(coding, indices, size, kernels == "torch")
+                calls, section_bytes = coded(coding, indices, size)
                 name = f"{coding!r} | {density:g}"
                 if kernels == "numba":
                     lengths[name] = 8 * section_bytes / count
                 for direction, call in zip(("encode", "decode"), calls):
                     cells[f"{name} | {direction}, {kernels}"] = count, call
 
+    fastest = position_kernels_for(torch.device("cpu"))
     times: dict[str, list[float]] = {name: [] for name in cells}
     for number in range(2 + options.rounds):
         for name, (_, call) in cells.items():
-            begin = time.perf_counter()
-            call()
+            taken = seconds(call, fastest if name.endswith("numba") else PositionKernels())
             if number >= 2:
-                times[name].append(time.perf_counter() - begin)
+                times[name].append(taken)
 
     columns = [f"{direction}, {kernels}" for kernels in ("numba", "torch") for direction in ("encode", "decode")]
     print(f"{options.positions:,} random positions ({options.reference_positions:,} in torch), one thread;", end=" ")
@@ -97,7 +97,7 @@ def main() -> None:
         shown = []
         for column in columns:
             count = cells[f"{name} | {column}"][0]
-            rates = [count / seconds / 1e6 for seconds in times[f"{name} | {column}"]]
+            rates = [count / taken / 1e6 for taken in times[f"{name} | {column}"]]
             shown.append(f"{statistics.median(rates):.3g} ({min(rates):.3g} to {max(rates):.3g})")
         print(f"| {name} | {length:.3f} | {' | '.join(shown)} |")
     print(f"\n{platform.processor() or platform.machine()}, torch {torch.__version__}")
