@@ -84,17 +84,20 @@ def test_sparse_binary_compression_on_text_goes_on_where_it_was_left(tmp_path: P
     numbers = tmp_path / "out" / "sparse_binary_compression_charlstm.json"
     run_example("sparse_binary_compression.py", *arguments, "--rows", "base", folder=tmp_path)
     (base,) = json.loads(numbers.read_text())["runs"]
-    output = run_example(
-        "sparse_binary_compression.py", *arguments, "--rows", "base", "fedavg", "--resume", folder=tmp_path
-    )
+    rows = ["--rows", "base", "sbc1", "sbc2"]
+    output = run_example("sparse_binary_compression.py", *arguments, *rows, "--resume", folder=tmp_path)
 
-    first, second = json.loads(numbers.read_text())["runs"]
+    first, *others = json.loads(numbers.read_text())["runs"]
     assert first == base
-    assert second["row"] == "fedavg"
-    # 74 symbols, none better known than others at first.
-    assert all(10 < run["points"][-1]["quality"] < 74 for run in (first, second))
+    assert [run["row"] for run in others] == ["sbc1", "sbc2"]
+    # As if all of 74 symbols were equally likely.
+    assert all(10 < run["points"][-1]["quality"] < 80 for run in (first, *others))
+    # The paper's ratios, of positions alone, are 2,780, and 3,950 for 10 steps, of which there are 5 here.
+    sbc1, sbc2 = (run["ddp_bytes"] / run["points"][-1]["sent_bytes"] for run in others)
+    assert 2_000 < sbc1 < 2_780
+    assert 1_500 < sbc2 < 3_950 / 2
     assert "seed 0, base" not in output
-    assert "seed 0, Federated Averaging" in output
+    assert "seed 0, SBC (1)" in output
 
 
 @pytest.mark.parametrize("config", sorted(path.name for path in (EXAMPLES / "configs").glob("*.yaml")))
