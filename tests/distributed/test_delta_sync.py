@@ -2,6 +2,8 @@
 
 import functools
 import math
+import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -327,3 +329,22 @@ def dgc_channel() -> Channel:
     from lightning_sparsecomm.memory import MomentumCorrection
 
     return Channel(DenseAllReduce(), [MomentumCorrection(), ErrorFeedback()])
+
+
+def test_a_process_alone_and_a_run_without_an_exchange_are_warned_of(tmp_path: Path, capfd: Any) -> None:
+    scenario = Scenario(Classifier, steps=3)
+    fit(tmp_path, scenario, 1, sbc(every=4), (Shown(),))
+    printed = capfd.readouterr().err
+    assert "one process: nothing crosses a network, so the method saves nothing." in printed
+    assert "every=4 is more than the run's 3 optimizer steps" in printed
+    fit(tmp_path, scenario, 2, sbc(every=3), (Shown(),))
+    printed = capfd.readouterr().err
+    assert "one process" not in printed and "every=" not in printed
+
+
+class Shown(pl.Callback):
+    """Prints warnings, which the scenarios leave out and pytest keeps."""
+
+    def setup(self, *_: Any, **__: Any) -> None:
+        warnings.simplefilter("default")
+        warnings.showwarning = lambda message, *_, **__: print(message, file=sys.stderr)
