@@ -100,7 +100,14 @@ def test_sparse_binary_compression_on_text_goes_on_where_it_was_left(tmp_path: P
     assert "seed 0, SBC (1)" in output
 
 
-@pytest.mark.parametrize("config", sorted(path.name for path in (EXAMPLES / "configs").glob("*.yaml")))
+# Each takes ten seconds or more, most of them to import Lightning; what YAML may say is tested in tests/strategies.
+QUICK = ("sparsecomm.yaml", "diloco.yaml")
+CONFIGS = sorted(path.name for path in (EXAMPLES / "configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize(
+    "config", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CONFIGS]
+)
 def test_config_trains(config: str, tmp_path: Path) -> None:
     arguments = ["fit", f"--config={EXAMPLES / 'configs' / config}"]
     arguments += ["--trainer.max_steps=3", "--trainer.log_every_n_steps=1"]

@@ -80,20 +80,27 @@ def dense_exchange(reference: SparseBinaryCompression) -> Callable[[list[Vector]
     return exchange
 
 
-@pytest.mark.parametrize("adam", [False, True])
+METHODS = {
+    "sbc_1": (sbc(0.05, 1), 0.05, 1),
+    "sbc_7": (sbc(0.05, 7), 0.05, 7),
+    "sbc_one_of_each_tensor": (sbc(0.001, 3), 0.001, 3),
+    "sbc_unmasked": (sbc(0.3, 4, momentum_masking=False), 0.3, 4),
+    "sbc_scheduled": (sbc(0.05, Stages([1, 5, 12], steps=[0, 4, 20])), 0.05, None),
+    "federated_averaging": (federated_averaging(6), None, 6),
+    "diloco": (diloco(8), None, 8),
+}
+WITH_ADAM = ("sbc_1", "sbc_7", "diloco")
+
+
 @pytest.mark.parametrize(
-    ("method", "density", "every"),
+    ("name", "adam"),
     [
-        (sbc(0.05, 1), 0.05, 1),
-        (sbc(0.05, 7), 0.05, 7),
-        (sbc(0.001, 3), 0.001, 3),
-        (sbc(0.3, 4, momentum_masking=False), 0.3, 4),
-        (federated_averaging(6), None, 6),
-        (diloco(8), None, 8),
-        (sbc(0.05, Stages([1, 5, 12], steps=[0, 4, 20])), 0.05, None),
+        *((name, False) for name in METHODS),
+        *(pytest.param(name, True, marks=() if name in WITH_ADAM else pytest.mark.slow) for name in METHODS),
     ],
 )
-def test_step_by_step(tmp_path: Path, method: Method, density: float | None, every: int | None, adam: bool) -> None:
+def test_step_by_step(tmp_path: Path, name: str, adam: bool) -> None:
+    method, density, every = METHODS[name]
     outer = SGD(0.7, 0.9, nesterov=True) if isinstance(method, diloco) else None
     start = starting_weights().astype(dtype_of(adam))
     reference = SparseBinaryCompression(WORLD_SIZE, SIZES, density or 1.0, every or 1, start, outer=outer)
