@@ -63,7 +63,7 @@ class LeNet5(Network):
             nn.Linear(500, 10),
         )
         # A third less time on CPUs.
-        self.network.to(memory_format=torch.channels_last)
+        self.network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Cross-entropy of one batch."""
