@@ -122,7 +122,9 @@ class DeltaSync(Sync):
         self, stream: int, optimizer: Optimizer, parameters: NamedParameters, round: Round, wire: Wire
     ) -> None:
         """Notes the weights before the first step; gradients stay this rank's own."""
-        local = self._locals.setdefault(stream, _Local(copy.deepcopy(self.channel)))
+        local = self._locals.get(stream)
+        if local is None:
+            local = self._locals[stream] = _Local(copy.deepcopy(self.channel))
         if local.layout != round.layout:
             self._extend(stream, local, parameters, round.layout)
         wire.ledger.ddp_bytes += sum(p.numel() * p.element_size() for _, p in parameters if p.requires_grad)
