@@ -94,11 +94,14 @@ class Synchronizer:
         """
         self._modules.append(module)
         self._scan()
+        if not any(sync.shares_gradients for sync in self.syncs):
+            return
         for name, part in module.named_modules():
             if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse:
                 raise TypeError(
                     f"embedding {name!r} has sparse=True, and this method cannot take sparse gradients."
-                    " Build it with sparse=False, or use strategy='ddp'."
+                    " Build it with sparse=False, or use strategy='ddp' or a method that exchanges weights, such as"
+                    " methods.sbc()."
                 )
 
     def _scan(self) -> None:

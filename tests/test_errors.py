@@ -254,7 +254,7 @@ REFUSED_AT_SETUP: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "sparse embedding": (
         lambda: {"model": Model(Looking(sparse=True))},
         "TypeError: embedding 'network.table' has sparse=True, and this method cannot take sparse gradients. Build it"
-        " with sparse=False, or use strategy='ddp'.",
+        " with sparse=False, or use strategy='ddp' or a method that exchanges weights, such as methods.sbc().",
     ),
     "complex parameter": (
         lambda: {"model": Model(Complex())},

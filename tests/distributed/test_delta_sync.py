@@ -274,6 +274,27 @@ def test_the_monitor_counts_from_exchange_to_exchange(tmp_path: Path) -> None:
     assert ratios == pytest.approx([4 * elements / (elements + len(parameters))] * len(ratios))
 
 
+class Words(pl.LightningModule):
+    """Sparse gradients for an optimizer that takes no others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(30, 4, sparse=True)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return (self.words(batch[1]) - 1).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SparseAdam(self.parameters(), lr=0.1)
+
+
+def test_gradients_may_be_sparse(tmp_path: Path) -> None:
+    ranks = trained(tmp_path, Scenario(Words, steps=5), sbc(0.2, every=2))
+    laws.trained(Words().state_dict(), ranks[0])
+    laws.bit_equal(ranks[0], ranks[1])
+
+
 class Tied(pl.LightningModule):
     automatic_optimization = False
 
