@@ -153,6 +153,9 @@ class DeltaSync(Sync):
             return []
         return [(weight.detach(), local.anchors[name].detach()) for name, weight in parameters]
 
+    def forget(self) -> None:
+        self._locals.clear()
+
     def residual_norm(self) -> float:
         return math.hypot(*(local.channel.residual_norm() for local in self._locals.values()))
 

@@ -222,9 +222,7 @@ class sbc(Method):
     ) -> None:
         codec = SparseCodec(OneSidedTopK(density), SharedMean(), Golomb())
         channel = Channel(Gather(codec), [ErrorFeedback()] if error_feedback else [])
-        sparse = DeltaSync(
-            channel, every, mask_momentum=momentum_masking, buffers=buffers, exclude=exclude
-        )
+        sparse = DeltaSync(channel, every, mask_momentum=momentum_masking, buffers=buffers, exclude=exclude)
         dense = DeltaSync(Channel(DenseAllReduce()), every, buffers=buffers, parameters=exclude)
         super().__init__([sparse, dense] if exclude else [sparse])
 

@@ -133,6 +133,10 @@ class Sync(ABC):
         collective. Empty where they are equal now. None where it keeps none."""
         return None
 
+    @abstractmethod
+    def forget(self) -> None:
+        """Begins anew: nothing is held of what has been trained."""
+
     def residual_norm(self) -> float:
         """Euclidean norm of what this rank holds back; 0 where nothing is."""
         return 0.0
@@ -239,6 +243,9 @@ class GradientSync(Sync):
             self._streams[stream] = (layout, channel)
         return channel
 
+    def forget(self) -> None:
+        self._streams.clear()
+
     def residual_norm(self) -> float:
         return math.hypot(*(channel.residual_norm() for _, channel in self._streams.values()))
 
@@ -313,6 +320,9 @@ class BucketSync(Sync):
         late = [(name, parameter) for name, parameter in parameters if id(parameter) not in self._in_buckets]
         if late:
             self._late.synchronize(stream, optimizer, late, replace(round, layout=Layout.of(late)), wire)
+
+    def forget(self) -> None:
+        self._late.forget()
 
     def __repr__(self) -> str:
         return f"BucketSync(wire_dtype={self.wire_dtype!r})"

@@ -438,6 +438,19 @@ class Synchronizer:
         """Euclidean norm of what this rank has not sent yet."""
         return math.hypot(*(sync.residual_norm() for sync in self.syncs))
 
+    def forget(self) -> None:
+        """Begins anew, with weights that were loaded: what is held belongs to others, such as those with which a
+        learning rate finder has tried."""
+        self.replicas.view_own()
+        for sync in self.syncs:
+            sync.forget()
+        for stream in self._streams:
+            stream.steps = 0
+            stream.shared = False
+            if stream.takeover is not None:
+                stream.takeover.forget()
+        self.begin()
+
     def close(self) -> None:
         """Lets go of the optimizers: their steps are no longer watched."""
         if self._release is not None:

@@ -129,6 +129,10 @@ class MomentumTakeover:
         self._saved = []
         self._engaged = False
 
+    def forget(self) -> None:
+        """Begins anew, with what the optimizer itself holds."""
+        self._begun.clear()
+
     def close(self) -> None:
         """Lets go of the optimizer."""
         self.release()

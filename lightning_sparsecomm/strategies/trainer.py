@@ -186,6 +186,11 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
             self.synchronizer.replicas.view_own()
         super().on_validation_end()
 
+    def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
+        super().load_model_state_dict(checkpoint, strict)
+        if self._synchronizer is not None:
+            self._synchronizer.forget()
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """What is saved of the model: where replicas go apart, the one that they share. Called on all ranks."""
         if self._synchronizer is None or not self._synchronizer.replicas.view_shared(self._together()):
@@ -206,6 +211,13 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
     def _count(self, collective: Collective, handed_bytes: int) -> None:
         if self._synchronizer is not None:
             self._synchronizer.wire.ledger.record(LIGHTNING, collective, handed_bytes)
+
+    def on_train_end(self) -> None:
+        assert self.lightning_module is not None
+        if self._settling[1] not in vars(self.lightning_module.trainer)["callbacks"]:
+            # Someone, such as a learning rate finder, has put other callbacks in the place of them all.
+            self.synchronizer.settle()
+        super().on_train_end()
 
     def teardown(self) -> None:
         callbacks, settling = self._settling

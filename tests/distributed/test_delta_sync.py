@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from lightning_sparsecomm import Channel, CompressionMonitor, DeltaSync, ErrorFeedback
 from lightning_sparsecomm.exchange import DenseAllReduce
 from lightning_sparsecomm.method import Method
-from lightning_sparsecomm.methods import diloco, federated_averaging, gradient_dropping, sbc, sparse_loco
+from lightning_sparsecomm.methods import dgc, diloco, federated_averaging, gradient_dropping, sbc, sparse_loco
 from lightning_sparsecomm.schedules import Exponential, Stages
 from lightning_sparsecomm.synchronizer import Synchronizer
 from lightning_sparsecomm.wire import Wire
@@ -376,3 +376,29 @@ class Shown(pl.Callback):
     def setup(self, *_: Any, **__: Any) -> None:
         warnings.simplefilter("default")
         warnings.showwarning = lambda message, *_, **__: print(message, file=sys.stderr)
+
+
+class Seen(pl.Callback):
+    """The weights in which training begins, and those that are measured before the first exchange."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        strategy = trainer.strategy
+        seen = {"steps": strategy.synchronizer._streams[0].steps, "state": strategy.lightning_module_state_dict()}
+        if batch_idx == 0:
+            torch.save(seen | {"residual": strategy.synchronizer.residual_norm()}, self.folder / "seen.pt")
+
+
+@pytest.mark.parametrize("method", [sbc(0.05, every=3), gradient_dropping(0.05), dgc(0.05, warmup_steps=0)])
+def test_what_a_learning_rate_finder_has_tried_is_forgotten(tmp_path: Path, method: Method) -> None:
+    finder = pl.callbacks.LearningRateFinder(num_training_steps=7, update_attr=False)
+    model = Classifier()
+    model.learning_rate = 0.1
+    trained(tmp_path, Scenario(Classifier, steps=3), method, finder, Seen(tmp_path), model=model)
+    seen = torch.load(tmp_path / "seen.pt")
+    assert seen["steps"] == 1
+    if isinstance(method, sbc):
+        laws.bit_equal({"weights": seen["state"]}, {"weights": Classifier().state_dict()})
+        assert seen["residual"] == 0
