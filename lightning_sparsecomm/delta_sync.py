@@ -153,6 +153,16 @@ class DeltaSync(Sync):
             return []
         return [(weight.detach(), local.anchors[name].detach()) for name, weight in parameters]
 
+    def restore(self, stream: int, parameters: NamedParameters) -> None:
+        local = self._locals.get(stream)
+        if local is not None:
+            with torch.no_grad():
+                torch._foreach_copy_(
+                    [weight.detach() for _, weight in parameters],
+                    [local.anchors[name].detach() for name, _ in parameters],
+                )
+            local.steps = 0
+
     def forget(self) -> None:
         self._locals.clear()
 
@@ -190,15 +200,12 @@ class DeltaSync(Sync):
         weights = [weight.detach() for _, weight in parameters]
         anchors = [local.anchors[name].detach() for name, _ in parameters]
         begin = time.perf_counter()
-        try:
-            changes = _changes_in(weights, anchors)
-            wire = Wire(wire.ledger, wire.group, UPDATES)
-            exchanged = local.channel.reduce(changes, replace(round, quantity="weight update"), wire)
-            self._move(local, anchors, exchanged, round.layout)
-        finally:
-            # Also where the exchange has failed: the changes may stand in the place of the weights.
-            torch._foreach_copy_(weights, anchors)
-            local.steps = 0
+        changes = _changes_in(weights, anchors)
+        wire = Wire(wire.ledger, wire.group, UPDATES)
+        exchanged = local.channel.reduce(changes, replace(round, quantity="weight update"), wire)
+        self._move(local, anchors, exchanged, round.layout)
+        torch._foreach_copy_(weights, anchors)
+        local.steps = 0
         if self.mask_momentum:
             mask_momentum_(optimizer, parameters, exchanged.sent, round.layout)
         ledger, sent = wire.ledger, exchanged.sent
@@ -230,7 +237,7 @@ class DeltaSync(Sync):
 
 def _changes_in(weights: list[Tensor], anchors: list[Tensor]) -> list[Tensor]:
     """What the weights have changed since they were set to the anchors. Takes their place where dtypes are equal:
-    they are about to be set anew, and memory for another model is spared."""
+    they are about to be set anew (by `restore` where the exchange fails), and memory for another model is spared."""
     changes: list[Tensor] = []
     for weight, anchor in zip(weights, anchors):
         if weight.dtype == anchor.dtype:

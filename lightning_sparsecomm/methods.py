@@ -194,7 +194,7 @@ class sbc(Method):
     greater side's positions are sent, and that one mean. So bits go for positions alone: 8.1 each at a density of 1%.
 
     Bytes per exchange and rank, at density p: b + 1/(1 − (1−p)^(2^b)) bits for each position, b being Golomb's
-    parameter (4.8 at 10%, 8.1 at 1%, 11.5 at 0.1%), 5 to 9 for each tensor, and 40 of headers.
+    parameter (4.8 at 10%, 8.1 at 1%, 11.5 at 0.1%), 5 to 9 for each tensor, 40 of headers, and the buffers that change.
 
     Source: Sattler et al. 2018, Sparse Binary Compression, algorithms 1 to 4, with momentum masking and no warm-up.
 
@@ -299,9 +299,8 @@ class diloco(Method):
         wire_dtype: WireDtype = "same",
         buffers: Buffers = "average",
     ) -> None:
-        if not 0 < outer_lr < math.inf:
-            raise ValueError(f"outer_lr must be a positive number; got {outer_lr!r}. The paper has 0.7.")
-        if not 0 <= outer_momentum < 1:
+        _check_rate(outer_lr, 0.7)
+        if not (_is_number(outer_momentum) and 0 <= outer_momentum < 1):
             raise ValueError(f"outer_momentum must be in [0, 1); got {outer_momentum!r}. The paper has 0.9.")
         nesterov = outer_momentum > 0
         outer = partial(torch.optim.SGD, lr=outer_lr, momentum=outer_momentum, nesterov=nesterov)
@@ -339,12 +338,20 @@ class sparse_loco(Method):
         outer_lr: float = 1.0,
         buffers: Buffers = "average",
     ) -> None:
-        if not 0 < outer_lr < math.inf:
-            raise ValueError(f"outer_lr must be a positive number; got {outer_lr!r}. The paper has 1.")
+        _check_rate(outer_lr, 1)
         codec = SparseCodec(ChunkTopK(k, chunk), TwoBit(), Auto())
         outer = partial(torch.optim.SGD, lr=outer_lr) if outer_lr != 1 else None
         channel = Channel(Gather(codec), [ErrorFeedback(decay)])
         super().__init__([DeltaSync(channel, every, outer, buffers=buffers)])
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _check_rate(outer_lr: float, papers: float) -> None:
+    if not (_is_number(outer_lr) and 0 < outer_lr < math.inf):
+        raise ValueError(f"outer_lr must be a positive number; got {outer_lr!r}. The paper has {papers}.")
 
 
 def _gather(density: Density, scope: Scope, values: ValueName) -> Gather:

@@ -9,6 +9,7 @@ from lightning_sparsecomm.averaging import Averaging, average_
 from lightning_sparsecomm.gradients import NamedParameters
 from lightning_sparsecomm.streams import Stream
 from lightning_sparsecomm.sync import Sync
+from lightning_sparsecomm.tracked import Tracked
 from lightning_sparsecomm.wire import Wire
 
 
@@ -33,7 +34,8 @@ class Replicas:
         self._modules = modules
         self._wire = wire
         self._own: list[tuple[Tensor, Tensor]] | None = None
-        self._shared_buffers: list[tuple[Tensor, Tensor]] = []
+        self._untrained = Tracked(self._beside, wire)
+        self._whole = Tracked(lambda: self._parameters(trained=True) | self._beside(), wire)
 
     def after_step(self, stream: Stream) -> None:
         """Averages what belongs to an optimizer, if its step was one after which that is due."""
@@ -49,15 +51,25 @@ class Replicas:
         with torch.no_grad():
             average_(tensors, self._wire)
 
-    def average_buffers(self) -> None:
-        """Averages floating-point buffers, and keeps the average as the shared model's."""
-        with torch.no_grad():
-            average_(self._floating_buffers(), self._wire)
-        self.keep_buffers()
+    def keep_untrained(self) -> None:
+        """Takes what no optimizer trains as it is, equal on all ranks: floating-point buffers, and parameters such as
+        those of a moving average. Buffers are copied for the shared model; parameters, which may be large and never
+        change, from their first change on."""
+        buffers = self._buffers_by_name()
+        self._untrained.mark(buffers.__contains__)
 
-    def keep_buffers(self) -> None:
-        """Takes the buffers as they are, equal on all ranks, for those of the shared model."""
-        self._shared_buffers = [(buffer, buffer.detach().clone()) for buffer in self._floating_buffers()]
+    def average_untrained(self) -> None:
+        """Averages what no optimizer trains, where some rank has changed it. A collective."""
+        self._untrained.average()
+
+    def note_end(self) -> None:
+        """Notes what all ranks have now that training is over, for `reunite`."""
+        self._whole.mark()
+
+    def reunite(self) -> None:
+        """Averages what has been changed since `note_end`, such as by callbacks that put averages of each rank's own
+        weights in their place. A collective."""
+        self._whole.average()
 
     def view_shared(self, collective: bool = True) -> bool:
         """Puts the shared model in the place of this rank's weights until `view_own`, for whoever measures or saves it.
@@ -97,19 +109,41 @@ class Replicas:
     def _averaging(self, stream: Stream) -> Averaging | None:
         return self.averaging or (stream.method.averaging if stream.method is not None else None)
 
-    def _floating_buffers(self) -> list[Tensor]:
-        return [b for module in self._modules for b in module.buffers() if b.is_floating_point()]
+    def _buffers_by_name(self) -> dict[str, Tensor]:
+        """Floating-point buffers of which ddp keeps ranks equal."""
+        return {
+            f"{index}.{name}": buffer
+            for index, module in enumerate(self._modules)
+            for name, buffer in module.named_buffers()
+            if buffer.is_floating_point() and name not in ignored_by_ddp(module)
+        }
+
+    def _parameters(self, trained: bool) -> dict[str, Tensor]:
+        """Floating-point parameters that optimizers train, or the others, of which ddp keeps ranks equal."""
+        members = {identity for stream in self._streams for identity in stream.members}
+        return {
+            f"{index}.{name}": parameter
+            for index, module in enumerate(self._modules)
+            for name, parameter in module.named_parameters()
+            if (id(parameter) in members) is trained
+            and parameter.is_floating_point()
+            and name not in ignored_by_ddp(module)
+        }
+
+    def _beside(self) -> dict[str, Tensor]:
+        """What no optimizer trains."""
+        return self._parameters(trained=False) | self._buffers_by_name()
 
     def _buffers(self, stream: Stream) -> list[Tensor]:
         """The buffers, where they are averaged with an optimizer's parameters; they go with the first."""
         averaging = self._averaging(stream)
         wanted = averaging is not None and averaging.buffers and stream is self._streams[0]
-        return self._floating_buffers() if wanted else []
+        return list(self._buffers_by_name().values()) if wanted else []
 
     def _kept(self) -> list[tuple[Tensor, Tensor]]:
         """What differs from the shared values that syncs keep, with these."""
         kept = [pair for index, stream, sync, piece in self._pieces() for pair in sync.shared_model(index, piece) or []]
-        return kept + self._shared_buffers if kept else []
+        return kept + self._untrained.shared()
 
     def _apart(self) -> list[Tensor]:
         """What differs between ranks by now, and has no shared value but the average."""
@@ -124,3 +158,8 @@ class Replicas:
         for index, stream in enumerate(self._streams):
             for sync, piece, _ in stream.pieces:
                 yield index, stream, sync, piece
+
+
+def ignored_by_ddp(module: nn.Module) -> set[str]:
+    """Names of parameters and buffers that DDP is told to leave alone."""
+    return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))

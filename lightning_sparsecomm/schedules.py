@@ -2,6 +2,8 @@
 
 import bisect
 import itertools
+import math
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -56,6 +58,8 @@ class Stages(Schedule):
                 f"stages begin either at steps or at epochs; got steps={self.steps}, epochs={self.epochs}."
                 " Give one of them, such as steps=[0, 1000]."
             )
+        if not all(isinstance(number, (int, float)) for number in self.numbers):
+            raise TypeError(f"a schedule's numbers must be numbers; got {list(self.numbers)!r}.")
         begins = self.steps or self.epochs
         if len(begins) != len(self.numbers) or begins[0] != 0 or any(b <= a for a, b in itertools.pairwise(begins)):
             raise ValueError(
@@ -89,9 +93,10 @@ class Exponential(Schedule):
     steps: int
 
     def __post_init__(self) -> None:
-        if not (self.first > 0 and self.last > 0):
+        if not (0 < self.first < math.inf and 0 < self.last < math.inf):
             raise ValueError(
-                f"first and last must be positive, or no exponential joins them; got {self.first!r} and {self.last!r}."
+                f"first and last must be positive numbers, which an exponential can join; got {self.first!r} and"
+                f" {self.last!r}."
             )
         check_every("steps", self.steps)
 
@@ -241,9 +246,24 @@ def check_density(name: str, density: Density) -> None:
         raise ValueError(f"{name} must be in (0, 1]: the fraction of elements sent; got {density!r}.{hint}")
 
 
-def value_at(number: Density, step: int, epoch: float) -> float:
-    """`number` itself, or the schedule's value."""
-    return number.at(step, epoch) if isinstance(number, Schedule) else number
+def value_at(density: Density, step: int, epoch: float) -> float:
+    """`density` itself, or the schedule's value.
+
+    Raises:
+        ValueError: The schedule gives something outside (0, 1].
+    """
+    return _at("density", "in (0, 1]", density, step, epoch) if isinstance(density, Schedule) else density
+
+
+def _at(name: str, rule: str, schedule: Schedule, step: int, epoch: float) -> float:
+    number = schedule.at(step, epoch)
+    least, most = (0.0, 1.0) if name == "density" else (0.5, sys.float_info.max)
+    if not (isinstance(number, (int, float)) and least <= number <= most and number):
+        raise ValueError(
+            f"{name} must be {rule}; {schedule!r} gives {number!r} for step {step}, epoch {epoch:.2f}."
+            " Mend the schedule."
+        )
+    return number
 
 
 def check_every(name: str, every: Every) -> None:
@@ -261,5 +281,11 @@ def check_every(name: str, every: Every) -> None:
 
 
 def every_at(every: Every, step: int, epoch: float) -> int:
-    """`every` itself, or the schedule's value as a whole number of at least 1."""
-    return max(1, round(every.at(step, epoch))) if isinstance(every, Schedule) else every
+    """`every` itself, or the schedule's value as a whole number.
+
+    Raises:
+        ValueError: The schedule gives something that is no number of steps, at least 1 when rounded.
+    """
+    if not isinstance(every, Schedule):
+        return every
+    return max(1, round(_at("every", "a number of optimizer steps, at least 1", every, step, epoch)))

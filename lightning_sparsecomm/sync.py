@@ -133,6 +133,9 @@ class Sync(ABC):
         collective. Empty where they are equal now. None where it keeps none."""
         return None
 
+    def restore(self, stream: int, parameters: NamedParameters) -> None:  # noqa: B027
+        """Sets weights back to the values that all ranks share, where it keeps such, after an error."""
+
     @abstractmethod
     def forget(self) -> None:
         """Begins anew: nothing is held of what has been trained."""

@@ -20,7 +20,7 @@ from lightning_sparsecomm.gradients import NamedParameters, gradient_of, norm_of
 from lightning_sparsecomm.layout import Layout
 from lightning_sparsecomm.memory import ClipLocalNorm
 from lightning_sparsecomm.method import Method, parts_in
-from lightning_sparsecomm.replicas import Replicas
+from lightning_sparsecomm.replicas import Replicas, ignored_by_ddp
 from lightning_sparsecomm.rounds import Round
 from lightning_sparsecomm.schedules import Schedule, Warmup, every_at
 from lightning_sparsecomm.streams import Stream, same
@@ -67,6 +67,7 @@ class Synchronizer:
         self._ignored: set[int] = set()
         self._streams: list[Stream] = []
         self.replicas = Replicas(self._streams, self._modules, wire)
+        self._leading: Stream | None = None
         self._depth = 0
         # A global hook, so that no optimizer slips past: not one made later, nor one stepped behind Lightning's back.
         # It holds us weakly: nobody closes a Fabric run.
@@ -107,7 +108,7 @@ class Synchronizer:
     def _scan(self) -> None:
         for index, module in enumerate(self._modules):
             prefix = f"module_{index}." if index else ""
-            left_out: set[str] = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+            left_out = ignored_by_ddp(module)
             for name, parameter in module.named_parameters():
                 if name in left_out:
                     self._ignored.add(id(parameter))
@@ -235,18 +236,37 @@ class Synchronizer:
         self.replicas.view_own()
         for stream in self._streams:
             self._exchange_weights(stream, max(stream.steps - 1, 0), last=True)
+        # Forward passes since the last exchange have changed buffers.
+        if any(stream.steps for stream in self._streams) and any(sync.averages_buffers for sync in self.syncs):
+            self.replicas.average_untrained()
         self.replicas.settle()
+        if self.drifts:
+            self.replicas.note_end()
+
+    def reunite(self) -> None:
+        """Leaves one model again, after whoever may have changed what `settle` left on each rank."""
+        if self.drifts:
+            self.replicas.reunite()
 
     def _exchange_weights(self, stream: Stream, step: int, last: bool) -> None:
-        index, average_buffers = self._streams.index(stream), False
-        for sync, parameters, layout in stream.pieces:
-            round = replace(self._round(stream, layout), step=step)
-            exchange = sync.settle if last else sync.after_step
-            with torch.no_grad():
-                exchanged = exchange(index, stream.optimizer, parameters, round, self.wire)
-            average_buffers |= exchanged and sync.averages_buffers
-        if average_buffers and stream is self._streams[0]:
-            self.replicas.average_buffers()
+        index, untrained = self._streams.index(stream), False
+        try:
+            for sync, parameters, layout in stream.pieces:
+                round = replace(self._round(stream, layout), step=step)
+                exchange = sync.settle if last else sync.after_step
+                with torch.no_grad():
+                    exchanged = exchange(index, stream.optimizer, parameters, round, self.wire)
+                untrained |= exchanged and sync.averages_buffers
+        except Exception:
+            # One model, though the last good one, also where several syncs have a part of it.
+            for sync, parameters, _ in stream.pieces:
+                sync.restore(index, parameters)
+            raise
+        if untrained and not last:
+            # Of several optimizers, the first that has an exchange.
+            self._leading = self._leading or stream
+            if self._leading is stream:
+                self.replicas.average_untrained()
 
     def _admit(self, stream: Stream) -> None:
         """Takes in parameters that require a gradient now and did not before, in named-parameter order on all ranks."""
@@ -285,6 +305,11 @@ class Synchronizer:
         return all(sync.shares_gradients for sync in self.syncs)
 
     @property
+    def drifts(self) -> bool:
+        """Whether replicas may go apart."""
+        return any(sync.drifts for sync in self.syncs)
+
+    @property
     def broadcasts_buffers(self) -> bool:
         """Whether ddp's broadcast of buffers stays on."""
         return any(sync.broadcasts_buffers for sync in self.syncs)
@@ -292,7 +317,7 @@ class Synchronizer:
     def begin(self) -> None:
         """Called when a module has been made equal on all ranks."""
         if any(sync.averages_buffers for sync in self.syncs):
-            self.replicas.keep_buffers()
+            self.replicas.keep_untrained()
 
     def longest_every(self) -> int:
         """The most optimizer steps that any sync in use makes between two exchanges, as far as the first says."""

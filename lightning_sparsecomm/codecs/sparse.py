@@ -119,6 +119,11 @@ def decode_sparse(body: Tensor, size: int) -> SparseVector:
     if index_bytes > body.numel() - _HEAD.size:
         raise wrong("index section bytes", 12, index_bytes, f"at most the {body.numel() - _HEAD.size} that follow")
     sections = body[_HEAD.size :]
-    values = VALUE_CODECS[value_code].decode(sections[index_bytes:], count, value_parameter)
+
+    def values() -> Tensor:
+        return VALUE_CODECS[value_code].decode(sections[index_bytes:], count, value_parameter)
+
+    # What few bytes may stand for comes last: all positions, written as none; else values, of which many may share one.
+    first = values() if count == size else None
     indices = INDEX_CODECS[index_code].decode(sections[:index_bytes], count, size, index_parameter)
-    return SparseVector(indices, values, size)
+    return SparseVector(indices, values() if first is None else first, size)

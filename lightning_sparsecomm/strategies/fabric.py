@@ -1,7 +1,6 @@
 """The strategy for Fabric; the bindings join it to the DDPStrategy of their package."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -109,16 +108,10 @@ class FabricMixin(SynchronizingMixin, DDPStrategy):
         if not self._clip(optimizer, clip_val, by_value=True):
             super().clip_gradients_value(module, optimizer, clip_val)
 
-    @contextmanager
-    def shared_model(self) -> Iterator[None]:
-        """Within it the module holds the weights that all ranks share, for measuring or saving; this rank's own come
-        back afterwards, to the bit. Enter it on all ranks. A Trainer's strategy does this by itself."""
-        viewing = self.synchronizer.replicas.view_shared()
-        try:
-            yield
-        finally:
-            if viewing:
-                self.synchronizer.replicas.view_own()
+    def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
+        super().load_module_state_dict(module, state_dict, strict)
+        if self._synchronizer is not None:
+            self._synchronizer.forget()
 
     def settle(self) -> None:
         """Makes replicas that have gone apart one, for good: by their average, or by a last exchange of what their

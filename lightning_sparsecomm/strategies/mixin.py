@@ -1,6 +1,8 @@
 """What the strategies for Trainer and Fabric have in common. Knows neither package: the bindings name the classes."""
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
 import torch
@@ -78,6 +80,17 @@ class SynchronizingMixin:
         if self._synchronizer is not None:
             self._synchronizer.synchronize(self._bare(optimizer))
 
+    @contextmanager
+    def shared_model(self) -> Iterator[None]:
+        """Within it the module holds the weights that all ranks share, for measuring or saving it; this rank's own come
+        back afterwards, to the bit. Enter it on all ranks. A Trainer validates and saves checkpoints so by itself."""
+        viewing = self.synchronizer.replicas.view_shared()
+        try:
+            yield
+        finally:
+            if viewing:
+                self.synchronizer.replicas.view_own()
+
     def _bare(self, optimizer: Optimizer) -> Optimizer:
         if self.synchronizer.knows(optimizer):
             return optimizer
@@ -117,6 +130,12 @@ class SynchronizingMixin:
             )
         self._ledger = wire.ledger
         self._synchronizer = Synchronizer(self.method, wire, self.seed)
+        if wire.world_size == 1 and not self._synchronizer.shares_gradients:
+            warnings.warn(
+                "one process: nothing crosses a network, so the method saves nothing. It still exchanges with itself,"
+                " which costs time, and where it is sparse changes the training. Use devices=2 or more, or 'ddp'.",
+                stacklevel=2,
+            )
         return self._synchronizer
 
     def _wrap(self, module: nn.Module, **options: object) -> DistributedDataParallel:

@@ -96,12 +96,6 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
 
     def on_train_start(self) -> None:
         super().on_train_start()
-        if self.world_size == 1 and not self.synchronizer.shares_gradients:
-            warnings.warn(
-                "one process: nothing crosses a network, so the method saves nothing. It still exchanges with itself,"
-                " which costs time, and where it is sparse changes the training. Use devices=2 or more, or 'ddp'.",
-                stacklevel=2,
-            )
         self._warn_of_short_run()
 
     def _warn_of_short_run(self) -> None:
@@ -120,7 +114,8 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
         if every > steps:
             warnings.warn(
                 f"every={every:,} is more than the run's {steps:,.0f} optimizer steps: ranks train each by itself, and"
-                " their changes are exchanged once, at its end. Shorten `every`.",
+                " their changes are exchanged once, at its end: till then the model that it began with is measured and"
+                " saved. Shorten `every`.",
                 stacklevel=2,
             )
         for words in self.synchronizer.outlasted(steps, epochs):
@@ -181,9 +176,9 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
             self._viewing = self._synchronizer.replicas.view_shared(self._together())
 
     def on_validation_end(self) -> None:
-        if self._viewing:
-            self._viewing = False
-            self.synchronizer.replicas.view_own()
+        if self._viewing and self._synchronizer is not None:
+            self._synchronizer.replicas.view_own()
+        self._viewing = False
         super().on_validation_end()
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
@@ -217,6 +212,8 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
         if self._settling[1] not in vars(self.lightning_module.trainer)["callbacks"]:
             # Someone, such as a learning rate finder, has put other callbacks in the place of them all.
             self.synchronizer.settle()
+        # Callbacks have had their say by now, and may have put averages of each rank's own weights in their place.
+        self.synchronizer.reunite()
         super().on_train_end()
 
     def teardown(self) -> None:

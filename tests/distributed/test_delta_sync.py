@@ -5,6 +5,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,13 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
 
-from lightning_sparsecomm import Channel, CompressionMonitor, DeltaSync, ErrorFeedback
+from lightning_sparsecomm import Channel, CompressionMonitor, DeltaSync, ErrorFeedback, NonFiniteGradientError
 from lightning_sparsecomm.exchange import DenseAllReduce
 from lightning_sparsecomm.method import Method
 from lightning_sparsecomm.methods import dgc, diloco, federated_averaging, gradient_dropping, sbc, sparse_loco
-from lightning_sparsecomm.schedules import Exponential, Stages
+from lightning_sparsecomm.schedules import Exponential, Schedule, Stages, every_at, value_at
 from lightning_sparsecomm.synchronizer import Synchronizer
 from lightning_sparsecomm.wire import Wire
 from tests import laws
@@ -100,7 +102,9 @@ def test_nothing_is_sent_between_exchanges(tmp_path: Path) -> None:
         assert ledger.rows["Lightning, metrics"]["broadcast"].calls >= 11
         assert ledger.density() == pytest.approx(3 / 11)
     laws.replicas_are_equal(ranks)
-    assert "parameters" not in ledger.rows
+    # Whether someone has changed weights at the very end: four bytes for each tensor.
+    tensors = len(parameters) + 2
+    assert ledger.handed_bytes("parameters") == 4 * tensors
 
 
 def test_buffers_are_broadcast_if_asked_for(tmp_path: Path) -> None:
@@ -337,6 +341,7 @@ def test_refused_in_training(tmp_path: Path) -> None:
         (lambda: federated_averaging(every=2.5), "got 2.5"),
         (lambda: diloco(outer_lr=0), "outer_lr must be a positive number; got 0"),
         (lambda: diloco(outer_momentum=1.0), "outer_momentum must be in"),
+        (lambda: diloco(outer_momentum="a"), "outer_momentum must be in"),
         (lambda: sbc(density=0), "density must be in"),
         (lambda: federated_averaging(buffers="none"), "buffers must be one of average, own, broadcast; got 'none'"),
         (lambda: sparse_loco(k=0), "k must be"),
@@ -402,3 +407,132 @@ def test_what_a_learning_rate_finder_has_tried_is_forgotten(tmp_path: Path, meth
     if isinstance(method, sbc):
         laws.bit_equal({"weights": seen["state"]}, {"weights": Classifier().state_dict()})
         assert seen["residual"] == 0
+
+
+class Beside(Classifier):
+    """Keeps what no optimizer trains: a constant, a mean that is put in its own place, and a slow copy of a layer."""
+
+    def __init__(self) -> None:
+        super().__init__(batch_norm=True)
+        self.register_buffer("constant", torch.rand(300), persistent=False)
+        self.register_buffer("mean", torch.zeros(FEATURES))
+        self.teacher = nn.Linear(16, 5).requires_grad_(False)
+        self.seen: list[list[Tensor]] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.mean = 0.5 * self.mean + 0.5 * batch[0].mean(0)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            for slow, quick in zip(self.teacher.parameters(), self.head.parameters(), strict=True):
+                slow.lerp_(quick, 0.1)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD((p for p in self.parameters() if p.requires_grad), lr=0.1, momentum=0.9)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        names = ("mean", "teacher.weight", "body.1.running_mean", "constant")
+        self.seen.append([{**self.state_dict(), "constant": self.constant}[name].clone() for name in names])
+
+    def val_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(torch.zeros(2, FEATURES), batch_size=1)  # type: ignore[arg-type]
+
+
+class SeenBeside(Notes):
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        notes = {"seen": pl_module.seen, "constant": pl_module.constant, "weights": pl_module.state_dict()}
+        notes["parameters_bytes"] = trainer.strategy.ledger.handed_bytes("parameters")
+        torch.save(notes, self.folder / f"beside-{trainer.global_rank}.pt")
+
+
+def test_what_no_optimizer_trains_is_shared_too(tmp_path: Path) -> None:
+    options = {"limit_val_batches": 1, "val_check_interval": 1, "num_sanity_val_steps": 0}
+    trained(tmp_path, Scenario(Beside, steps=8), federated_averaging(every=3), SeenBeside(tmp_path), **options)
+    first, second = (torch.load(tmp_path / f"beside-{rank}.pt") for rank in range(2))
+    laws.bit_equal(first, second)
+    # Also between exchanges: but for a parameter before it is known to change, at the first.
+    for step, (ours, theirs) in enumerate(zip(first["seen"], second["seen"], strict=True)):
+        for index, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+            assert torch.equal(a, b) or (index == 1 and step < 2), (step, index)
+    assert torch.equal(first["constant"], Beside().constant)
+    # Three exchanges and one more at the end: who has changed what, and of what was changed, the mean.
+    model = Beside()
+    beside = [b for b in (*model.buffers(), *model.teacher.parameters()) if b.is_floating_point()]
+    changed = sum(tensor.numel() for tensor in beside) - 300
+    asked = 4 * (len(beside) + sum(1 for p in model.parameters() if p.requires_grad))
+    moved_again = changed - sum(p.numel() for p in model.teacher.parameters())
+    assert first["parameters_bytes"] <= 4 * 4 * (changed + len(beside)) + asked
+    assert first["parameters_bytes"] >= 3 * 4 * (moved_again + len(beside)) + asked
+
+
+class Slow(pl.Callback):
+    """As callbacks do that average a rank's weights over time: theirs stand in the model in the end."""
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        with torch.no_grad():
+            pl_module.head.weight.add_(float(trainer.global_rank + 1))
+
+
+@pytest.mark.parametrize("method", [federated_averaging(every=3), gradient_dropping(0.05, local="partial")])
+def test_one_model_stays_whatever_callbacks_put_in_its_place(tmp_path: Path, method: Method) -> None:
+    ranks = trained(tmp_path, Scenario(LastHook, steps=6), method, Slow())
+    laws.replicas_are_equal(ranks)
+    moved = ranks[0]["weights"]["head.weight"] - ranks[0]["last"]["head.weight"]
+    # The module's own hook comes after the first rank's callback has added 1; the mean of both adds 1.5.
+    torch.testing.assert_close(moved, torch.full_like(moved, 0.5))
+
+
+def _one_is_nan(rank: int) -> tuple[str, bool, list[float]]:
+    module = nn.Linear(6, 4)
+    nn.init.constant_(module.weight, 0.5)
+    nn.init.constant_(module.bias, 0.25)
+    synchronizer = Synchronizer(sbc(0.5, every=1, exclude=["bias"]), Wire())
+    synchronizer.add_module(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    module.weight.grad, module.bias.grad = torch.ones(4, 6), torch.full((4,), float("nan") if rank else 1.0)
+    try:
+        with synchronizer.stepping(optimizer):
+            synchronizer.synchronize(optimizer)
+            optimizer.step()
+    except NonFiniteGradientError as error:
+        return str(error), bool(module.bias.isnan().any()), module.weight.detach().flatten().tolist()
+    finally:
+        synchronizer.close()
+    return "", True, []
+
+
+def test_an_error_leaves_the_last_model_that_all_shared(tmp_path: Path) -> None:
+    """Or, of several syncs, what the first has just exchanged."""
+    ranks = run_ranks(tmp_path, 2, _one_is_nan)
+    for text, has_nan, _ in ranks:
+        assert text.startswith("some rank has a weight update that is not finite, for parameter 'bias' in step 0.")
+        assert not has_nan
+    assert ranks[0][2] == ranks[1][2]
+
+
+def test_schedules_must_give_numbers(tmp_path: Path) -> None:
+    for every, text in (
+        (Odd(math.nan), "every must be a number of optimizer steps, at least 1; Odd.* gives nan for step 0"),
+        (Odd(0.2), "gives 0.2"),
+        (Odd("x"), "gives 'x'"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            every_at(every, 0, 0.0)
+    for density in (0, 1.5, math.nan):
+        with pytest.raises(ValueError, match=r"density must be in \(0, 1\]; Odd"):
+            value_at(Odd(density), 0, 0.0)
+    with pytest.raises(ValueError, match="positive numbers"):
+        Exponential(1, math.inf, 10)
+    with pytest.raises(TypeError, match="must be numbers"):
+        Stages(["a"], steps=[0])
+    with pytest.raises(ValueError, match="stages must begin at 0"):
+        Stages([1, 2], steps=[0, 0])
+
+
+@dataclass(frozen=True)
+class Odd(Schedule):
+    number: Any
+
+    def at(self, step: int, epoch: float) -> Any:
+        return self.number
