@@ -1,6 +1,8 @@
 """The laws, for every method, in every way of using DDP, on Gloo with two and three processes."""
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,7 +12,12 @@ from tests import laws
 from tests.distributed.recording import recorded
 from tests.distributed.scenarios import SCENARIOS, fit, without_momentum
 
-every_scenario = pytest.mark.parametrize("name", SCENARIOS)
+# One of each kind; the others run with the slow tests.
+KINDS = ("plain", "accumulation", "batch_norm", "adversarial", "several_backwards", "unused_on_one_rank", "bf16_mixed")
+
+
+def quick_and_slow(names: Iterable[str], quick: Sequence[str] = KINDS) -> list[Any]:
+    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in names]
 
 
 # With three ranks the rest is slow: how many there are matters to what is added up, not to how ddp is used.
@@ -52,7 +59,7 @@ METHODS: dict[str, Method] = {
 NOT_CLIPPING = [name for name in SCENARIOS if name not in ("clip_norm", "clip_value", "several_backwards")]
 
 
-@pytest.mark.parametrize("name", NOT_CLIPPING)
+@pytest.mark.parametrize("name", quick_and_slow(NOT_CLIPPING))
 def test_dgc_at_full_density_equals_ddp(tmp_path: Path, name: str) -> None:
     world_size = 2
     scenario = SCENARIOS[name]
@@ -66,7 +73,7 @@ def test_dgc_at_full_density_equals_ddp(tmp_path: Path, name: str) -> None:
             laws.equal_to_round_off(ours[rank], ddp[rank], scenario.tolerance)
 
 
-@pytest.mark.parametrize("name", [name for name in SCENARIOS if name != "clip_value"])
+@pytest.mark.parametrize("name", quick_and_slow(name for name in SCENARIOS if name != "clip_value"))
 def test_dgc_obeys_the_laws(tmp_path: Path, name: str) -> None:
     """Without momentum, what is sent plus the residual is the sum of the rank's gradients, unless clipped."""
     scenario = SCENARIOS[name]
@@ -79,8 +86,14 @@ def test_dgc_obeys_the_laws(tmp_path: Path, name: str) -> None:
             laws.sent_plus_residual_is_compensated(rank, memory=-1)
 
 
-@every_scenario
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "name"),
+    [
+        pytest.param(method, *each.values, marks=each.marks)
+        for method in METHODS
+        for each in quick_and_slow(SCENARIOS, KINDS if method == "model" else ("plain", "adversarial"))
+    ],
+)
 def test_sparse_methods_obey_the_laws(tmp_path: Path, name: str, method: str) -> None:
     world_size = 3 if method == "model" else 2
     ranks = fit(tmp_path, SCENARIOS[name], world_size, recorded(METHODS[method]))
