@@ -20,10 +20,12 @@ def quick_and_slow(names: Iterable[str], quick: Sequence[str] = KINDS) -> list[A
     return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in names]
 
 
-# With three ranks the rest is slow: how many there are matters to what is added up, not to how ddp is used.
+# How many ranks there are matters to what is added up, not to how ddp is used.
 WITH_THREE = ("plain", "accumulation", "adversarial", "unused_on_one_rank")
-SIZES = [(name, 2) for name in SCENARIOS] + [
-    pytest.param(name, 3, marks=() if name in WITH_THREE else pytest.mark.slow) for name in SCENARIOS
+SIZES = [
+    pytest.param(*each.values, ranks, marks=each.marks)
+    for ranks, quick in ((2, (*KINDS, "clip_norm", "unused_everywhere")), (3, WITH_THREE))
+    for each in quick_and_slow(SCENARIOS, quick)
 ]
 
 

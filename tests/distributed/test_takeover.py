@@ -82,7 +82,13 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+# Each is a part of one of the others.
+SIMPLE = ("plain", "momentum", "dampening", "nesterov", "decay", "decay_only", "foreach")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SIMPLE else ()) for name in OPTIMIZERS]
+)
 def test_full_density_equals_sgd_under_ddp(tmp_path: Path, name: str) -> None:
     scenario = Scenario(lambda: Configured(OPTIMIZERS[name]))
     ddp = fit(tmp_path / "ddp", scenario, 2)

@@ -265,8 +265,15 @@ def run_fabric(package: str, folder: Path, loop: Callable[[Any, int], dict[str, 
     return load(folder)
 
 
-@pytest.mark.parametrize("package", FABRICS)
-@pytest.mark.parametrize("loop", LOOPS)
+# The two packages' Fabrics are the same code under two names: once is enough for most of it.
+@pytest.mark.parametrize(
+    ("package", "loop"),
+    [
+        pytest.param(package, loop, marks=() if package == FABRICS[0] or loop == "closure" else pytest.mark.slow)
+        for package in FABRICS
+        for loop in LOOPS
+    ],
+)
 def test_fabric(package: str, loop: str, tmp_path: Path) -> None:
     def run(strategy: Any) -> Any:
         return run_fabric(package, tmp_path, LOOPS[loop], strategy)
