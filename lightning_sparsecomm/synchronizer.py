@@ -257,8 +257,8 @@ class Synchronizer:
                 with torch.no_grad():
                     exchanged = exchange(index, stream.optimizer, parameters, round, self.wire)
                 untrained |= exchanged and sync.averages_buffers
-        except Exception:
-            # One model, though the last good one, also where several syncs have a part of it.
+        except BaseException:
+            # One model, the last good one, of all syncs: also after an interrupt, for changes may stand in its place.
             for sync, parameters, _ in stream.pieces:
                 sync.restore(index, parameters)
             raise
