@@ -15,6 +15,7 @@ from lightning_sparsecomm.codecs.indices import (
 from lightning_sparsecomm.codecs.one_sided import OneSidedTopK
 from lightning_sparsecomm.codecs.payload import HEADER_BYTES, Envelope, PayloadError, open_envelope, seal, sealed_bytes
 from lightning_sparsecomm.codecs.selectors import Selector, TopK
+from lightning_sparsecomm.codecs.sketch import CountSketch
 from lightning_sparsecomm.codecs.sparse import SparseCodec, decode_sparse
 from lightning_sparsecomm.codecs.values import (
     VALUE_CODECS,
@@ -34,6 +35,7 @@ __all__ = [
     "Bitmap",
     "ChunkTopK",
     "Compressor",
+    "CountSketch",
     "Envelope",
     "Float16",
     "Float32",
