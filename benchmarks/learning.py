@@ -30,9 +30,13 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.nn.functional import cross_entropy
 
 import lightning_sparsecomm
-from lightning_sparsecomm import Method, NonFiniteGradientError, methods
+from lightning_sparsecomm import Channel, GradientSync, Method, NonFiniteGradientError, methods
+from lightning_sparsecomm.codecs import TopK
+from lightning_sparsecomm.exchange import DenseAllReduce, Exchange, Exchanged, Outgoing
+from lightning_sparsecomm.layout import SparseVector
+from lightning_sparsecomm.rounds import Round
 from lightning_sparsecomm.strategies.lightning_fabric import SparseCommStrategy
-from lightning_sparsecomm.wire import link_bytes
+from lightning_sparsecomm.wire import Wire, link_bytes
 
 # The examples are scripts, not a package.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
@@ -172,6 +176,30 @@ class CharacterModel(Learner):
         return float(self(*held_out))
 
 
+class TrueTopK(Exchange):
+    """The k elements of largest sum over ranks: what Sketched-SGD looks for, told by sending everything."""
+
+    def __init__(self, density: float) -> None:
+        self.density = density
+
+    def run(self, outgoing: Outgoing, round: Round, wire: Wire) -> Exchanged:
+        whole = DenseAllReduce().run(outgoing, round, wire)
+        x, shared = self.dense(outgoing), whole.shared
+        assert isinstance(shared, Tensor)
+        found = TopK(self.density).select(shared, round)
+        return Exchanged(
+            SparseVector(found, shared[found], len(x)), SparseVector(found, x[found], len(x)), whole.present
+        )
+
+
+def true_top_k(options: Options) -> Method:
+    """Sketched-SGD without a sketch."""
+    sketched, dense = methods.sketched_sgd(density=options.density, clip=1.0).syncs
+    assert isinstance(sketched, GradientSync)
+    channel = Channel(TrueTopK(options.density), sketched.channel.memories)
+    return Method([GradientSync(channel, min_dimensions=2), dense])
+
+
 class Row(NamedTuple):
     """One way to train.
 
@@ -204,6 +232,8 @@ IMAGE_ROWS = {
         lambda options: methods.dgc(density=options.density, warmup_steps=options.warmup_steps, clip=None)
     ),
     "dgc, no warm-up": Row(lambda options: methods.dgc(density=options.density, warmup_steps=0, clip=1.0)),
+    "true top-k": Row(true_top_k),
+    "sketched_sgd": Row(lambda options: methods.sketched_sgd(density=options.density, clip=1.0)),
 }
 
 

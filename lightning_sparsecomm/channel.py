@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from lightning_sparsecomm.compensation import Contribution
 from lightning_sparsecomm.exchange.base import Exchange, Exchanged, Outgoing
-from lightning_sparsecomm.gradients import first_nonfinite
+from lightning_sparsecomm.gradients import first_nonfinite, sparse_vector
 from lightning_sparsecomm.layout import Layout
 from lightning_sparsecomm.memory import ErrorFeedback, Memory
 from lightning_sparsecomm.rounds import Round
@@ -36,8 +36,9 @@ class Channel:
         for memory in self.memories:
             memory.bind(layout, dtype, device)
 
-    def reduce(self, gradients: Sequence[Tensor | None], round: Round, wire: Wire) -> Exchanged:
-        """Exchanges one gradient per segment of `round.layout`; None where this rank has none.
+    def reduce(self, gradients: Sequence[Tensor | None], round: Round, wire: Wire, sparse: bool = False) -> Exchanged:
+        """Exchanges one gradient per segment of `round.layout`; None where this rank has none. If `sparse`, all are
+        sparse tensors, and no vector is made of the elements that they do not hold.
 
         Raises:
             NonFiniteGradientError, PayloadError: As the exchange says.
@@ -45,7 +46,10 @@ class Channel:
         present = [gradient is not None for gradient in gradients]
         # A finite norm of all of them has said it already.
         nonfinite = None if math.isfinite(round.gradient_norm) else first_nonfinite(gradients)
-        if nonfinite is None:
+        if sparse:
+            held = sparse_vector(gradients, round.layout, self.dtype, self.device)
+            outgoing = Outgoing(held, present, nonfinite)
+        elif nonfinite is None:
             contribution = Contribution(gradients, wanted=self.exchange.wanted(round))
             for memory in self.memories:
                 contribution = memory.compensate(contribution, round)

@@ -83,6 +83,8 @@ class DeltaSync(Sync):
     drifts = True
     shares_gradients = False
 
+    takes_sparse = None
+
     def __init__(
         self,
         channel: Channel,

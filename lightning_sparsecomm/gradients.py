@@ -15,24 +15,91 @@ from lightning_sparsecomm.local_mode import LocalMode
 NamedParameters = Sequence[tuple[str, Parameter]]
 
 
+_SPARSE = "_sparsecomm_sparse_gradient"
+
+
+def note_sparse_gradient(parameter: Tensor) -> None:
+    """Notes that backward passes give this parameter sparse gradients, so that all ranks know it before the first."""
+    setattr(parameter, _SPARSE, True)
+
+
+def has_sparse_gradient(parameter: Parameter) -> bool:
+    """Whether that was noted."""
+    return getattr(parameter, _SPARSE, False)
+
+
 def gradient_of(name: str, parameter: Parameter) -> Tensor | None:
-    """This rank's gradient, or None where the parameter got none.
+    """This rank's gradient, or None where the parameter got none; coalesced where a sparse one is expected.
 
     As for torch's optimizers, only `.grad` counts: a parameter that is frozen after the backward pass still has one.
 
     Raises:
-        TypeError: The gradient is sparse or complex, which no exchange of dense vectors can take.
+        TypeError: The gradient is complex, which no exchange can take, or sparse (or dense), as was not expected.
     """
     gradient = parameter.grad
     if gradient is None:
         return None
-    if gradient.layout != torch.strided or gradient.is_complex():
-        kind = "complex" if gradient.is_complex() else "sparse"
+    if gradient.is_complex():
         raise TypeError(
-            f"the gradient of {name!r} is {kind}, which this method cannot take. Build the layer with dense real"
-            " gradients (nn.Embedding(sparse=False)), or use strategy='ddp'."
+            f"the gradient of {name!r} is complex, which this method cannot take. Build the layer with real"
+            " parameters, or use strategy='ddp'."
         )
-    return gradient.detach()
+    sparse = gradient.layout != torch.strided
+    if sparse != has_sparse_gradient(parameter):
+        raise TypeError(
+            f"the gradient of {name!r} is {'sparse' if sparse else 'dense'}, which was not to be expected of its layer:"
+            " ranks must agree on that before the first step. Use nn.Embedding or nn.EmbeddingBag with sparse=True for"
+            " sparse gradients, and for nothing else than looking up, or build the layer with dense gradients."
+        )
+    return gradient.detach().coalesce() if sparse else gradient.detach()
+
+
+def elements_of(gradient: Tensor) -> Tensor:
+    """All elements of a gradient that may not be zero."""
+    return gradient if gradient.layout == torch.strided else gradient.coalesce().values()
+
+
+def sparse_vector(
+    gradients: Sequence[Tensor | None], layout: Layout, dtype: torch.dtype, device: torch.device
+) -> SparseVector:
+    """The vector over `layout` of gradients that are sparse and coalesced, or None."""
+    indices = [torch.empty(0, dtype=torch.int64, device=device)]
+    values = [torch.empty(0, dtype=dtype, device=device)]
+    for gradient, segment in zip(gradients, layout.segments):
+        if gradient is None or not gradient._nnz():
+            continue
+        held = gradient.values()
+        length = held[0].numel()
+        # Where each row (or whatever its indices point at) begins.
+        starts = torch.zeros_like(gradient.indices()[0])
+        for index, extent in zip(gradient.indices(), segment.shape):
+            starts.mul_(extent).add_(index)
+        starts.mul_(length).add_(segment.offset)
+        indices.append((starts[:, None] + torch.arange(length, device=device)).view(-1))
+        values.append(held.reshape(-1).to(dtype))
+    return SparseVector(torch.cat(indices), torch.cat(values), layout.size)
+
+
+def write_sparse_gradients(parameters: NamedParameters, exchanged: Exchanged, layout: Layout) -> None:
+    """Puts a shared sparse vector into `.grad` as sparse tensors of whole rows, as an embedding's gradient has them.
+
+    A parameter for which no rank has a gradient keeps what it has.
+    """
+    shared = exchanged.shared
+    assert isinstance(shared, SparseVector)
+    counts = layout.counts(shared.indices)
+    parts = zip(layout.segments, shared.indices.split(counts), shared.values.split(counts))
+    for (_, parameter), present, (segment, indices, values) in zip(parameters, exchanged.present, parts):
+        if not present:
+            continue
+        length = segment.size // segment.shape[0]
+        positions = indices - segment.offset
+        rows, slots = torch.unique_consecutive(positions // length, return_inverse=True)
+        content = parameter.new_zeros(rows.numel() * length)
+        content[slots * length + positions % length] = values.to(content.dtype)
+        parameter.grad = torch.sparse_coo_tensor(
+            rows[None], content.view(-1, *segment.shape[1:]), segment.shape, is_coalesced=True, check_invariants=False
+        )
 
 
 def write_gradients(
@@ -104,11 +171,11 @@ def first_nonfinite(gradients: Sequence[Tensor | None]) -> int | None:
 
     A sum finds them at the cost of one read; it can also overflow by itself, so what it finds is looked at again.
     """
-    sums = [gradient.sum(dtype=torch.float32) for gradient in gradients if gradient is not None]
+    sums = [elements_of(gradient).sum(dtype=torch.float32) for gradient in gradients if gradient is not None]
     if not sums or math.isfinite(torch.stack(sums).sum().item()):
         return None
     for index, gradient in enumerate(gradients):
-        if gradient is not None and not bool(gradient.isfinite().all()):
+        if gradient is not None and not bool(elements_of(gradient).isfinite().all()):
             return index
     return None
 
@@ -120,7 +187,8 @@ def norm_of(gradients: Sequence[Tensor]) -> float:
     """
     if not gradients:
         return 0.0
-    norm = float(torch.linalg.vector_norm(torch.stack([n.float() for n in torch._foreach_norm(list(gradients))])))
+    gradients = [elements_of(gradient) for gradient in gradients]
+    norm = float(torch.linalg.vector_norm(torch.stack([n.float() for n in torch._foreach_norm(gradients)])))
     if math.isinf(norm):
         norm = math.hypot(*(float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) for gradient in gradients))
     return norm

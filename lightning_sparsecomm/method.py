@@ -45,7 +45,7 @@ class Method:
                 "a BucketSync must be the only sync of a method, since DDP's buckets hold all parameters;"
                 f" got {len(syncs)} syncs. Use GradientSync(Channel(DenseAllReduce())) for some of the parameters."
             )
-        if sum(sync.rest for sync in syncs) > 1:
+        if len({(sync.within, sync.outside) for sync in syncs if sync.rest}) < sum(sync.rest for sync in syncs):
             raise ValueError("only one sync of a method can take the rest; got several with rest=True.")
         if otherwise is not None and any(isinstance(sync, BucketSync) for sync in (*syncs, *otherwise.syncs)):
             raise ValueError("a BucketSync works inside DDP's hook for all optimizers: it allows of no `otherwise`.")
@@ -61,7 +61,7 @@ class Method:
             piece = [
                 (name, parameter)
                 for name, parameter in parameters
-                if (not claims[name] if sync.rest else sync.claims(name, parameter))
+                if (not claims[name] and sync.may_take(name, parameter) if sync.rest else sync.claims(name, parameter))
             ]
             if piece:
                 parts.append((sync, piece))

@@ -24,12 +24,15 @@ from lightning_sparsecomm.codecs import (
     RunLength16,
     SharedMean,
     SparseCodec,
+    TopBlocks,
     TopK,
     TwoBit,
 )
 from lightning_sparsecomm.delta_sync import Buffers, DeltaSync
-from lightning_sparsecomm.exchange import DenseAllReduce, Gather
+from lightning_sparsecomm.exchange import BlockReduce, DenseAllReduce, Exchange, Gather, SketchedTopK
+from lightning_sparsecomm.exchange.block import SizedBy
 from lightning_sparsecomm.exchange.dense import WireDtype
+from lightning_sparsecomm.exchange.sketched import SketchDtype
 from lightning_sparsecomm.local_mode import LOCAL_MODES, LocalName
 from lightning_sparsecomm.memory import ClipLocalNorm, ErrorFeedback, Memory, Momentum, MomentumCorrection
 from lightning_sparsecomm.method import Method
@@ -169,22 +172,7 @@ class dgc(Method):
         exclude: Sequence[str] = (),
     ) -> None:
         sparse = _gather(warmed(density, warmup_steps, warmup_epochs, "exponential"), scope, values)
-        before: list[Memory] = [ClipLocalNorm(clip)]
-        after: list[Memory] = [ClipLocalNorm(clip)]
-        if momentum_correction:
-            before.append(MomentumCorrection(momentum_masking))
-            after.append(Momentum())
-        super().__init__(
-            [
-                GradientSync(
-                    Channel(sparse, [*before, ErrorFeedback()]),
-                    exclude=exclude,
-                    min_dimensions=2,
-                    mask_momentum=momentum_masking and not momentum_correction,
-                ),
-                GradientSync(Channel(DenseAllReduce(), after), rest=True),
-            ]
-        )
+        super().__init__(_corrected(sparse, clip, momentum_correction, momentum_masking, exclude))
 
 
 class sbc(Method):
@@ -345,6 +333,163 @@ class sparse_loco(Method):
         super().__init__([DeltaSync(channel, every, outer, buffers=buffers)])
 
 
+class sketched_sgd(Method):
+    """The largest elements of the sum over ranks of all momentum that waited, found in a count sketch of it.
+
+    Unlike the largest of each rank, they are as many with any number of ranks, and so are the bytes.
+
+    Bytes per step and rank: 4 for each of rows × columns numbers of the sketch (2 in half precision), 4 for each of the
+    candidates, and for each element of biases and norms, which are sent whole, and for each tensor.
+
+    Source: Ivkin et al. 2019, Communication-efficient distributed SGD with Sketching, algorithm 3, with momentum set to
+    zero where something was sent, and biases apart, as its experiments have it; Nesterov's momentum and clipping as
+    in Deep Gradient Compression.
+
+    Args:
+        density: Fraction of the elements of weights shared, in (0, 1], or a schedule of it.
+        k: How many elements are shared, instead of a density.
+        rows: Rows of the sketch.
+        columns: Its columns; None for ten times k, as in the paper's larger runs.
+        candidates: P, how many times k elements have their exact sums exchanged, of which the k largest are shared.
+        sketch_dtype: Dtype of the sketch on the wire: "same" (float32 or wider), "float16" or "bfloat16".
+        clip: Largest norm of the averaged gradient, which each rank's own is clipped for. None takes over the Trainer's
+            gradient_clip_val, if there is one.
+        momentum_correction: Whether momentum is applied before the exchange; else by the optimizer, which may then be
+            any.
+        momentum_masking: Whether momentum is set to zero wherever something was sent.
+        exclude: Patterns of more parameter names that are sent whole, such as "head.*".
+
+    Raises:
+        ValueError: A density outside (0, 1]; k, rows, columns or candidates below 1; k greater than what there is; a
+            clip that is not positive; an unknown dtype.
+    """
+
+    def __init__(
+        self,
+        density: Density = 0.001,
+        k: int | None = None,
+        rows: int = 5,
+        columns: int | None = None,
+        candidates: float = 36,
+        sketch_dtype: SketchDtype = "same",
+        clip: float | None = None,
+        momentum_correction: bool = True,
+        momentum_masking: bool = True,
+        exclude: Sequence[str] = (),
+    ) -> None:
+        sketched = SketchedTopK(density, k, rows, columns, candidates, sketch_dtype)
+        super().__init__(_corrected(sketched, clip, momentum_correction, momentum_masking, exclude))
+
+
+class s2_reducer(Method):
+    """Blocks of which most are zero, such as an embedding's rows, or made so by taking the largest: in a sketch.
+
+    Of weights each rank takes the blocks of largest norm, and what remains waits in the residual; where a gradient's
+    blocks are mostly zero by themselves, as an embedding's are, it takes all that are not. Ranks agree on the union of
+    their blocks, whose elements are then summed in a count sketch. Embeddings with `sparse=True` go the same way, and
+    their gradients stay sparse.
+
+    Bytes per step and rank: a bit for each block, then 4·λ for each element of the union's blocks; 4 for each element
+    of biases and norms, which are sent whole.
+
+    Source: S2 Reducer: High-Performance Sparse Communication to Accelerate Distributed Deep Learning, algorithm 1. The
+    paper takes the sketch's size of what one rank sends, and keeps its hashes; here it is of the union, and they change
+    in every step.
+
+    Args:
+        block_density: Fraction of each weight's blocks that a rank sends, in (0, 1], or a schedule of it; at least one.
+        block_size: The most elements of a block: rows of a weight are cut into blocks where they are longer.
+        sketch_ratio: λ, the sketch's size by that of what it holds. None, and 1 and more, send that itself, exactly.
+        rows: The sketch's rows; the estimate is their median.
+        sized_by: What λ is taken of: the elements of the union, or of the rank that has most, as in the paper.
+        always_sketch: Whether the sketch is used even where it is longer than what it holds.
+        sparse_below: The fraction of non-zero blocks below which all of them are sent, in [0, 1].
+        error_feedback: Whether blocks that are not sent are kept and added to the next gradient.
+        exclude: Patterns of more parameter names that are sent whole, such as "head.*".
+
+    Raises:
+        ValueError: A density outside (0, 1], `block_size` or `rows` below 1, or a ratio that is not positive.
+    """
+
+    def __init__(
+        self,
+        block_density: Density = 1 / 32,
+        block_size: int = 256,
+        sketch_ratio: float | None = 0.5,
+        rows: int = 1,
+        sized_by: SizedBy = "union",
+        always_sketch: bool = False,
+        sparse_below: float = 0.5,
+        error_feedback: bool = True,
+        exclude: Sequence[str] = (),
+    ) -> None:
+        def reduce(density: Density) -> BlockReduce:
+            return BlockReduce(
+                TopBlocks(density, block_size, sparse_below), sketch_ratio, rows, sized_by, always_sketch
+            )
+
+        top = Channel(reduce(block_density), [ErrorFeedback()] if error_feedback else [])
+        super().__init__(
+            [
+                GradientSync(top, exclude=exclude, min_dimensions=2),
+                GradientSync(Channel(reduce(1.0)), sparse=True),
+                GradientSync(Channel(DenseAllReduce()), rest=True),
+            ]
+        )
+
+
+class split(Method):
+    """One method for some of the parameters, such as embeddings, and another for the rest.
+
+    >>> split(["embedding.*"], s2_reducer(sketch_ratio=None), dgc(density=0.001))
+    split([GradientSync(Channel(BlockReduce(...
+
+    Where one of them takes over the optimizer's momentum (dgc), the other applies it to what it shares.
+
+    Args:
+        parameters: Shell-style patterns of the parameters' names.
+        method: Theirs.
+        rest: That of all others.
+
+    Raises:
+        ValueError: Both average parameters, or one is different for different optimizers.
+    """
+
+    def __init__(self, parameters: Sequence[str], method: Method, rest: Method) -> None:
+        for option, each in (("method", method), ("rest", rest)):
+            if each.otherwise is not None:
+                raise ValueError(f"{option} must be one method for all optimizers; got {each!r}. Name one of the two.")
+        if method.averaging is not None and rest.averaging is not None:
+            raise ValueError("method and rest both average all parameters. Leave it to one, with average_every=None.")
+        super().__init__(
+            [
+                *(sync.limited(within=parameters) for sync in method.syncs),
+                *(sync.limited(outside=parameters) for sync in rest.syncs),
+            ],
+            method.averaging or rest.averaging,
+        )
+
+
+def _corrected(
+    exchange: Exchange, clip: float | None, correction: bool, masking: bool, exclude: Sequence[str]
+) -> list[Sync]:
+    """Weights through an exchange, their momentum and residual before it; all else whole, its momentum after it."""
+    before: list[Memory] = [ClipLocalNorm(clip)]
+    after: list[Memory] = [ClipLocalNorm(clip)]
+    if correction:
+        before.append(MomentumCorrection(masking))
+        after.append(Momentum())
+    return [
+        GradientSync(
+            Channel(exchange, [*before, ErrorFeedback()]),
+            exclude=exclude,
+            min_dimensions=2,
+            mask_momentum=masking and not correction,
+        ),
+        GradientSync(Channel(DenseAllReduce(), after), rest=True),
+    ]
+
+
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
@@ -371,6 +516,8 @@ RECIPES: dict[str, Callable[[], Method]] = {
     "federated_averaging": federated_averaging,
     "diloco": diloco,
     "sparse_loco": sparse_loco,
+    "sketched_sgd": sketched_sgd,
+    "s2_reducer": s2_reducer,
 }
 """Methods that have a strategy name of their own, `sparsecomm_` and the key."""
 

@@ -55,16 +55,17 @@ class Stream:
         """The gradients with their version counters: equal lists mean that nothing has written to them."""
         return [(p.grad, -1 if p.grad is None else p.grad._version) for _, p in self.parameters()]
 
-    def choose(self, methods: Sequence[Method], parameters: NamedParameters) -> None:
+    def choose(self, index: int, methods: Sequence[Method], parameters: NamedParameters) -> None:
         """Finds the first method that is defined for the optimizer, and takes over from it what the method needs.
 
         Args:
+            index: Which stream this is.
             methods: In order of preference.
             parameters: The optimizer's.
 
         Raises:
             TypeError: None of them is.
-            ValueError: The optimizer's momentum is one that the method cannot take over.
+            ValueError: The optimizer's momentum is one that the method cannot take over, or not for all parameters.
         """
         objection = None
         for method in methods:
@@ -77,11 +78,15 @@ class Stream:
         else:
             raise TypeError(f"the method is not defined for {type(self.optimizer).__name__}: {objection}")
         correcting = [sync.corrects_momentum for sync, _ in parts]
-        if any(correcting) and not all(correcting):
-            raise ValueError(
-                "an optimizer's momentum is either taken over for all its parameters or for none; this method's syncs"
-                " do both. Give the others the memory Momentum(), as methods.dgc does."
-            )
+        if any(correcting):
+            # An optimizer's momentum is taken over for all its parameters or for none.
+            for sync, piece in parts:
+                problem = None if sync.corrects_momentum else sync.take_momentum(index)
+                if problem is not None:
+                    raise ValueError(
+                        f"the method takes over the momentum of {type(self.optimizer).__name__}, which also holds"
+                        f" {piece[0][0]!r}: {problem}"
+                    )
         if isinstance(self.optimizer, SGD) and any(correcting):
             self.takeover = MomentumTakeover(self.optimizer, self.members)
             momentum_rules(self.optimizer, [])

@@ -16,9 +16,16 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_sparsecomm.channel import Channel
 from lightning_sparsecomm.exchange.dense import WIRE_DTYPES, DenseAllReduce, WireDtype, check_wire_dtype
-from lightning_sparsecomm.gradients import NamedParameters, gradient_of, write_gradients
+from lightning_sparsecomm.gradients import (
+    NamedParameters,
+    gradient_of,
+    has_sparse_gradient,
+    write_gradients,
+    write_sparse_gradients,
+)
 from lightning_sparsecomm.layout import Layout, SparseVector
 from lightning_sparsecomm.local_mode import LOCAL_MODES
+from lightning_sparsecomm.memory import Momentum
 from lightning_sparsecomm.rounds import Round
 from lightning_sparsecomm.takeover import mask_momentum_, momentum_rules
 from lightning_sparsecomm.wire import DDP_UNUSED, GradBucket, Wire
@@ -38,6 +45,9 @@ class Sync(ABC):
     Raises:
         TypeError: A string is given where a list of patterns is meant.
     """
+
+    takes_sparse: bool | None = False
+    """Whether it takes the parameters whose gradients are sparse tensors, and no others; None takes both kinds."""
 
     drifts = False
     """Whether the gradients it leaves differ between ranks, so that replicas go apart."""
@@ -61,15 +71,31 @@ class Sync(ABC):
         self.exclude = tuple(exclude)
         self.min_dimensions = min_dimensions
         self.rest = rest
+        self.within: tuple[str, ...] = ("*",)
+        self.outside: tuple[str, ...] = ()
+
+    def limited(self, within: Sequence[str] = ("*",), outside: Sequence[str] = ()) -> "Sync":
+        """The same sync for only those of its parameters that the patterns `within` match, and none of `outside`."""
+        sync = copy.copy(self)
+        sync.within, sync.outside = tuple(within), (*self.outside, *outside)
+        return sync
+
+    def may_take(self, name: str, parameter: Parameter) -> bool:
+        """Whether it could take this parameter, were it the only sync."""
+        if self.takes_sparse is not None and self.takes_sparse != has_sparse_gradient(parameter):
+            return False
+        return matches(name, self.within) and not matches(name, self.outside)
 
     def claims(self, name: str, parameter: Parameter) -> bool:
         """Whether this parameter belongs to this sync, of itself; the same on all ranks."""
-        if self.rest or parameter.dim() < self.min_dimensions:
+        if self.rest or parameter.dim() < self.min_dimensions or not self.may_take(name, parameter):
             return False
         return matches(name, self.parameters) and not matches(name, self.exclude)
 
     def _patterns(self) -> str:
-        parts = [] if self.parameters == ("*",) else [f"parameters={list(self.parameters)!r}"]
+        parts = [] if self.within == ("*",) else [f"within={list(self.within)!r}"]
+        parts += [f"outside={list(self.outside)!r}"] if self.outside else []
+        parts += [] if self.parameters == ("*",) else [f"parameters={list(self.parameters)!r}"]
         parts += [f"exclude={list(self.exclude)!r}"] if self.exclude else []
         parts += [f"min_dimensions={self.min_dimensions}"] if self.min_dimensions else []
         parts += ["rest=True"] if self.rest else []
@@ -86,6 +112,14 @@ class Sync(ABC):
         """Whether it applies the optimizer's momentum in the optimizer's place."""
         return False
 
+    def take_momentum(self, stream: int) -> str | None:
+        """Asks it to apply momentum to what this stream shares, since another sync takes the optimizer's momentum over.
+
+        Returns:
+            Why it cannot, and what to do; None where it will.
+        """
+        return "momentum is the optimizer's own there. Give its parameters an optimizer of their own."
+
     @property
     def clips(self) -> bool:
         """Whether it clips each rank's own gradient, in the place of clipping the shared one."""
@@ -94,6 +128,13 @@ class Sync(ABC):
     def objection(self, optimizer: Optimizer) -> str | None:
         """Why it is not defined for an optimizer, and what to use instead; None where it is."""
         return None
+
+    def check(self, parameters: NamedParameters) -> None:  # noqa: B027
+        """Refuses parameters that it cannot take, all of which belong to it.
+
+        Raises:
+            ValueError: As said.
+        """
 
     @abstractmethod
     def synchronize(
@@ -145,6 +186,12 @@ class Sync(ABC):
         return 0.0
 
 
+def _gathered_bytes(gradient: Tensor) -> int:
+    """What DDP hands to an all-gather for a sparse gradient: its indices and its values."""
+    values, indices = gradient.values(), gradient.indices()
+    return values.numel() * values.element_size() + indices.numel() * indices.element_size()
+
+
 def wide_dtype(parameters: NamedParameters) -> torch.dtype:
     """The dtype of what is held for parameters: float32, or wider where one of them is."""
     dtype = torch.float32
@@ -173,9 +220,11 @@ class GradientSync(Sync):
         local: What the optimizer sees of a rank's own gradient; see `LocalMode`. All but "none" let replicas drift.
         mask_momentum: Whether the momentum that the optimizer itself keeps (SGD's `momentum_buffer`, Adam's
             `exp_avg`) is set to zero wherever the shared gradient holds something that was sent.
+        sparse: Whether it takes, of the parameters that match, exactly those whose gradients are sparse tensors (of
+            layers with `sparse=True`), which stay sparse for the optimizer. Else it takes exactly the others.
 
     Raises:
-        ValueError: Unknown `local`.
+        ValueError: Unknown `local`; or `sparse` with memories, a local mode, or an exchange of dense vectors only.
     """
 
     def __init__(
@@ -187,6 +236,7 @@ class GradientSync(Sync):
         rest: bool = False,
         local: Literal["none", "sum", "partial"] = "none",
         mask_momentum: bool = False,
+        sparse: bool = False,
     ) -> None:
         super().__init__(parameters, exclude, min_dimensions, rest)
         if local not in LOCAL_MODES:
@@ -194,15 +244,31 @@ class GradientSync(Sync):
                 f"local must be one of {', '.join(LOCAL_MODES)}; got {local!r}."
                 " The paper's 'error' is 'partial' in a channel without ErrorFeedback."
             )
+        if sparse and (channel.memories or not channel.exchange.takes_sparse or local != "none"):
+            raise ValueError(
+                "sparse=True needs a channel without memories, which are dense, an exchange that takes sparse vectors,"
+                f" such as BlockReduce(), and local='none'; got {channel!r} and local={local!r}."
+            )
+        self.takes_sparse = sparse
         self.channel = channel
         self.local = local
         self.mask_momentum = mask_momentum
         self.drifts = LOCAL_MODES[local].drifts
         self._streams: dict[int, tuple[Layout, Channel]] = {}
+        self._with_momentum: set[int] = set()
 
     @property
     def corrects_momentum(self) -> bool:
         return self.channel.corrects_momentum
+
+    def take_momentum(self, stream: int) -> str | None:
+        if self.takes_sparse or self.local != "none" or self.mask_momentum:
+            return (
+                "a sync of sparse gradients, with a local mode, or that masks the optimizer's momentum, leaves momentum"
+                " to the optimizer. Give its parameters an optimizer of their own."
+            )
+        self._with_momentum.add(stream)
+        return None
 
     @property
     def clips(self) -> bool:
@@ -217,6 +283,11 @@ class GradientSync(Sync):
             )
         return self.channel.objection(optimizer)
 
+    def check(self, parameters: NamedParameters) -> None:
+        objection = self.channel.exchange.objection(Layout.of(parameters))
+        if objection is not None:
+            raise ValueError(objection)
+
     def synchronize(
         self, stream: int, optimizer: Optimizer, parameters: NamedParameters, round: Round, wire: Wire
     ) -> None:
@@ -225,22 +296,30 @@ class GradientSync(Sync):
             round = replace(round, momentum=momentum_rules(optimizer, parameters))
         gradients = [gradient_of(name, parameter) for name, parameter in parameters]
         begin = time.perf_counter()
-        exchanged = channel.reduce(gradients, round, wire)
+        exchanged = channel.reduce(gradients, round, wire, bool(self.takes_sparse))
         ledger = wire.ledger
         ledger.exchange_seconds += time.perf_counter() - begin
-        ledger.ddp_bytes += sum(p.numel() * p.element_size() for _, p in parameters if p.requires_grad)
+        if self.takes_sparse:
+            ledger.ddp_gathered_bytes += sum(_gathered_bytes(each) for each in gradients if each is not None)
+        else:
+            ledger.ddp_bytes += sum(p.numel() * p.element_size() for _, p in parameters if p.requires_grad)
         ledger.elements += round.layout.size
         sent = exchanged.sent
         ledger.sent_elements += sent.indices.numel() if isinstance(sent, SparseVector) else sent.numel()
         if self.mask_momentum:
             # Where replicas stay equal, so must their momentum: at what anyone has sent. Else at what this rank has.
             mask_momentum_(optimizer, parameters, exchanged.sent if self.drifts else exchanged.shared, round.layout)
-        write_gradients(parameters, exchanged, round.layout, LOCAL_MODES[self.local], wire.world_size)
+        if self.takes_sparse:
+            write_sparse_gradients(parameters, exchanged, round.layout)
+        else:
+            write_gradients(parameters, exchanged, round.layout, LOCAL_MODES[self.local], wire.world_size)
 
     def _bound(self, stream: int, parameters: NamedParameters, layout: Layout) -> Channel:
         known, channel = self._streams.get(stream, (None, None))
         if channel is None:
             channel = copy.deepcopy(self.channel)
+            if stream in self._with_momentum:
+                channel = Channel(channel.exchange, [*channel.memories, Momentum()])
         if known != layout:
             channel.bind(layout, wide_dtype(parameters), parameters[0][1].device)
             self._streams[stream] = (layout, channel)
@@ -255,6 +334,7 @@ class GradientSync(Sync):
     def __repr__(self) -> str:
         options = f", local={self.local!r}" if self.local != "none" else ""
         options += ", mask_momentum=True" if self.mask_momentum else ""
+        options += ", sparse=True" if self.takes_sparse else ""
         return f"GradientSync({self.channel!r}{self._patterns()}{options})"
 
     def state_dict(self) -> dict[int, list[dict[str, Tensor]]]:
@@ -282,6 +362,10 @@ class BucketSync(Sync):
         self.wire_dtype = wire_dtype
         self._in_buckets: set[int] = set()
         self._late = GradientSync(Channel(DenseAllReduce(wire_dtype)))
+
+    def limited(self, within: Sequence[str] = ("*",), outside: Sequence[str] = ()) -> Sync:
+        """At the step instead of in DDP's buckets, which hold all parameters."""
+        return GradientSync(Channel(DenseAllReduce(self.wire_dtype))).limited(within, outside)
 
     def attach(self, in_buckets: Sequence[Parameter], finds_unused: bool, wire: Wire) -> None:
         """Says what DDP reduces in buckets, and where to communicate.

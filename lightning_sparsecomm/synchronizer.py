@@ -16,7 +16,14 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_sparsecomm.delta_sync import DeltaSync
-from lightning_sparsecomm.gradients import NamedParameters, gradient_of, norm_of
+from lightning_sparsecomm.gradients import (
+    NamedParameters,
+    elements_of,
+    gradient_of,
+    has_sparse_gradient,
+    norm_of,
+    note_sparse_gradient,
+)
 from lightning_sparsecomm.layout import Layout
 from lightning_sparsecomm.memory import ClipLocalNorm
 from lightning_sparsecomm.method import Method, parts_in
@@ -95,20 +102,14 @@ class Synchronizer:
         """
         self._modules.append(module)
         self._scan()
-        if not any(sync.shares_gradients for sync in self.syncs):
-            return
-        for name, part in module.named_modules():
-            if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse:
-                raise TypeError(
-                    f"embedding {name!r} has sparse=True, and this method cannot take sparse gradients."
-                    " Build it with sparse=False, or use strategy='ddp' or a method that exchanges weights, such as"
-                    " methods.sbc()."
-                )
 
     def _scan(self) -> None:
         for index, module in enumerate(self._modules):
             prefix = f"module_{index}." if index else ""
             left_out = ignored_by_ddp(module)
+            for part in module.modules():
+                if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse:
+                    note_sparse_gradient(part.weight)
             for name, parameter in module.named_parameters():
                 if name in left_out:
                     self._ignored.add(id(parameter))
@@ -128,7 +129,8 @@ class Synchronizer:
         """
         names = [name for name, _ in self._known.values()]
         for sync in self.syncs:
-            for option, patterns in (("parameters", sync.parameters), ("exclude", sync.exclude)):
+            both = (*sync.within, *sync.outside)
+            for option, patterns in (("parameters", (*sync.parameters, *both)), ("exclude", sync.exclude)):
                 for pattern in patterns:
                     if not any(matches(name, (pattern,)) for name in names):
                         raise ValueError(
@@ -138,11 +140,20 @@ class Synchronizer:
         for method in self.methods:
             for name, parameter in self._known.values():
                 claiming = [sync for sync in method.syncs if sync.claims(name, parameter)]
-                if len(claiming) > 1 or (not claiming and not any(sync.rest for sync in method.syncs)):
+                rest = any(sync.rest and sync.may_take(name, parameter) for sync in method.syncs)
+                if not claiming and not rest and has_sparse_gradient(parameter):
+                    raise TypeError(
+                        f"the gradient of {name!r} is sparse (sparse=True), which this method cannot take. Use"
+                        f" methods.split([{name!r}], methods.s2_reducer(), ...) with this method for the rest, a method"
+                        " that exchanges weights, such as methods.sbc(), or a layer with sparse=False."
+                    )
+                if len(claiming) > 1 or (not claiming and not rest):
                     raise ValueError(
                         f"each parameter must belong to exactly one sync; {name!r} belongs to {len(claiming)}."
                         " Change the `parameters` and `exclude` patterns of the method's syncs."
                     )
+            for sync, parameters in method.parts(list(self._known.values())):
+                sync.check(parameters)
 
     def register(self, optimizer: Optimizer) -> None:
         """Takes in an optimizer; all ranks must register theirs in the same order.
@@ -160,7 +171,7 @@ class Synchronizer:
         """Chooses the optimizer's method, once the module that it trains is known."""
         if stream.method is not None or not (held := self._held(stream.optimizer)):
             return
-        stream.choose(self.methods, held)
+        stream.choose(self._streams.index(stream), self.methods, held)
         parameters = [parameter for group in stream.optimizer.param_groups for parameter in group["params"]]
         if stream.takeover is not None and any(id(parameter) in self._ignored for parameter in parameters):
             raise ValueError(
@@ -435,7 +446,7 @@ class Synchronizer:
             return
         shared = [stream for stream in self._streams if stream.shared and stream.shares_gradients]
         waiting = [(stream, stream.gradients()) for stream in shared]
-        cleared = [all(g is None or not g.any() for g, _ in before) for _, before in waiting]
+        cleared = [all(g is None or not elements_of(g).any() for g, _ in before) for _, before in waiting]
         yield
         for (stream, before), empty in zip(waiting, cleared):
             if same(before, stream.gradients()):

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket as GradBucket
 
-Collective = Literal["all_reduce", "all_gather", "broadcast"]
+Collective = Literal["all_reduce", "all_gather", "broadcast", "send"]
 
 # Ledger rows. The first three are ours; a ratio is computed from them alone.
 GRADIENTS = "gradients"
@@ -27,8 +27,11 @@ def link_bytes(collective: Collective, handed_bytes: float, world_size: int) -> 
     """Bytes that one rank puts on the link, averaged over ranks, for `handed_bytes` that each rank hands over.
 
     A model, by the collective's published algorithm: a ring all-reduce sends every byte 2(W-1)/W times (Patarasuk &
-    Yuan 2009), an all-gather sends it to W-1 others, and a broadcast crosses the network W-1 times in all.
+    Yuan 2009), an all-gather sends it to W-1 others, and a broadcast crosses the network W-1 times in all. What is
+    sent to one other rank crosses once.
     """
+    if collective == "send":
+        return handed_bytes
     if collective == "all_reduce":
         return handed_bytes * 2 * (world_size - 1) / world_size
     if collective == "all_gather":
@@ -64,6 +67,7 @@ class Ledger:
         self.world_size = world_size
         self.rows: dict[str, dict[Collective, Traffic]] = {}
         self.ddp_bytes = 0
+        self.ddp_gathered_bytes = 0
         self.sent_elements = 0
         self.elements = 0
         self.exchange_seconds = 0.0
@@ -90,8 +94,10 @@ class Ledger:
 
     @property
     def ddp_link_bytes(self) -> float:
-        """Bytes that DDP's all-reduce of the same gradients, in their own dtype, would have put on the link."""
-        return link_bytes("all_reduce", self.ddp_bytes, self.world_size)
+        """Bytes that DDP's all-reduce of the same gradients, in their own dtype, would have put on the link, and its
+        all-gather of those that are sparse."""
+        gathered = link_bytes("all_gather", self.ddp_gathered_bytes, self.world_size)
+        return link_bytes("all_reduce", self.ddp_bytes, self.world_size) + gathered
 
     @property
     def sent_link_bytes(self) -> float:
@@ -154,6 +160,46 @@ class Wire:
         assert work is not None
         future: torch.futures.Future[list[Tensor]] = work.get_future()
         return future
+
+    def all_reduce_or_(self, tensor: Tensor, row: str | None = None) -> Tensor:
+        """The bitwise OR of `tensor` (uint8) over ranks. In place on Gloo; NCCL has none, so all are gathered there."""
+        if self.backend != "gloo":
+            gathered = self.all_gather(tensor, row)
+            for other in gathered[1:]:
+                gathered[0].bitwise_or_(other)
+            return gathered[0]
+        self.ledger.record(row or self.row, "all_reduce", tensor.numel() * tensor.element_size())
+        dist.all_reduce(tensor, op=dist.ReduceOp.BOR, group=self.group)
+        return tensor
+
+    def send(self, payload: Tensor, rank: int, row: str | None = None) -> None:
+        """Sends `payload` (`[bytes]` uint8) to one rank, which calls `receive`; before it its length, 8 bytes."""
+        self._meet(rank, payload, None, row)
+
+    def receive(self, rank: int, device: torch.device) -> Tensor:
+        """The payload that one rank sends."""
+        return self._meet(rank, None, device, None)
+
+    def swap(self, payload: Tensor, rank: int, row: str | None = None) -> Tensor:
+        """Sends `payload` (`[bytes]` uint8) to a rank that does the same, and gives what that sent."""
+        return self._meet(rank, payload, payload.device, row)
+
+    def _meet(self, rank: int, payload: Tensor | None, device: torch.device | None, row: str | None) -> Tensor:
+        peer = rank if self.group is None else dist.get_global_rank(self.group, rank)
+        received = torch.zeros(1, dtype=torch.int64, device=device)
+        for part in ("length", "payload"):
+            operations = []
+            if payload is not None:
+                going = payload if part == "payload" else torch.tensor([payload.numel()], device=payload.device)
+                self.ledger.record(row or self.row, "send", going.numel() * going.element_size())
+                operations.append(dist.P2POp(dist.isend, going, peer, self.group))
+            if device is not None:
+                if part == "payload":
+                    received = torch.empty(int(received), dtype=torch.uint8, device=device)
+                operations.append(dist.P2POp(dist.irecv, received, peer, self.group))
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+        return received
 
     def all_gather(self, tensor: Tensor, row: str | None = None) -> Tensor:
         """Every rank's `tensor`, `[W, *tensor.shape]`; shapes must be equal on all ranks."""

@@ -18,6 +18,7 @@ from lightning_sparsecomm.methods import default, dgc, gradient_dropping
 from lightning_sparsecomm.schedules import DensityWarmup
 from lightning_sparsecomm.strategies.lightning_fabric import SparseCommStrategy as FabricStrategy
 from lightning_sparsecomm.sync import GradientSync
+from tests import laws
 from tests.distributed.launch import run_ranks
 from tests.distributed.scenarios import Classifier, Scenario, fit
 
@@ -99,11 +100,16 @@ def sparse(*memories: Any, **options: Any) -> GradientSync:
 
 
 def test_momentum_is_taken_over_for_all_parameters_or_none(tmp_path: Path) -> None:
-    half = Method([sparse(MomentumCorrection(), ErrorFeedback(), min_dimensions=2), sparse(ErrorFeedback(), rest=True)])
-    with pytest.raises(Exception, match="momentum is either taken over for all its parameters or for none"):
-        fit(tmp_path, Scenario(Classifier, steps=3), 2, half)
-    whole = Method([half.syncs[0], GradientSync(Channel(DenseAllReduce(), [Momentum()]), rest=True)])
-    fit(tmp_path, Scenario(Classifier, steps=3), 2, whole)
+    """Where one sync corrects momentum, the others apply it to what they share, as if they had been told to."""
+    corrected = sparse(MomentumCorrection(), ErrorFeedback(), min_dimensions=2)
+    ends = []
+    for i, memories in enumerate(([], [Momentum()])):
+        method = Method([corrected, GradientSync(Channel(DenseAllReduce(), memories), rest=True)])
+        ends.append(fit(tmp_path / str(i), Scenario(Classifier, steps=5), 2, method)[0])
+    laws.bit_equal(*ends)
+    drifting = GradientSync(Channel(DenseAllReduce()), rest=True, local="partial")
+    with pytest.raises(Exception, match="takes over the momentum of RecordingSGD, which also holds '.*bias': a sync of"):
+        fit(tmp_path, Scenario(Classifier, steps=3), 2, Method([corrected, drifting]))
 
 
 @pytest.mark.parametrize(

@@ -253,8 +253,9 @@ REFUSED_AT_SETUP: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     ),
     "sparse embedding": (
         lambda: {"model": Model(Looking(sparse=True))},
-        "TypeError: embedding 'network.table' has sparse=True, and this method cannot take sparse gradients. Build it"
-        " with sparse=False, or use strategy='ddp' or a method that exchanges weights, such as methods.sbc().",
+        "TypeError: the gradient of 'network.table.weight' is sparse (sparse=True), which this method cannot take. Use"
+        " methods.split(['network.table.weight'], methods.s2_reducer(), ...) with this method for the rest, a method"
+        " that exchanges weights, such as methods.sbc(), or a layer with sparse=False.",
     ),
     "complex parameter": (
         lambda: {"model": Model(Complex())},
@@ -435,7 +436,7 @@ def _train_by_hand(rank: int, case: str) -> str:
         ("nothing wrong", ""),
         ("exclude matches nothing", "ValueError: exclude: the pattern '2.bais' matches no parameter"),
         ("loss scaler", "ValueError: precision='16-mixed' is not supported yet"),
-        ("sparse embedding", "TypeError: embedding '3' has sparse=True"),
+        ("sparse embedding", "TypeError: the gradient of '3.weight' is sparse (sparse=True), which this method cannot"),
         ("LBFGS", "TypeError: the method is not defined for LBFGS: it evaluates the gradient several times per step"),
         ("parameter that the model lacks", "ValueError: the optimizer holds 1 parameter(s) that the model lacks"),
         ("backward after clipping", "RuntimeError: a backward pass added to gradients of SGD"),

@@ -1,5 +1,6 @@
 """From vectors to bytes: what is selected, how it is written, and the envelope it travels in."""
 
+from lightning_sparsecomm.codecs.blocks import TopBlocks
 from lightning_sparsecomm.codecs.chunks import ChunkTopK
 from lightning_sparsecomm.codecs.compressor import Compressor
 from lightning_sparsecomm.codecs.indices import (
@@ -11,12 +12,13 @@ from lightning_sparsecomm.codecs.indices import (
     IndexCoding,
     Raw32,
     RunLength16,
+    Runs,
 )
 from lightning_sparsecomm.codecs.one_sided import OneSidedTopK
 from lightning_sparsecomm.codecs.payload import HEADER_BYTES, Envelope, PayloadError, open_envelope, seal, sealed_bytes
 from lightning_sparsecomm.codecs.selectors import Selector, TopK
 from lightning_sparsecomm.codecs.sketch import CountSketch
-from lightning_sparsecomm.codecs.sparse import SparseCodec, decode_sparse
+from lightning_sparsecomm.codecs.sparse import SparseCodec, decode_sparse, encode_sparse
 from lightning_sparsecomm.codecs.values import (
     VALUE_CODECS,
     Float16,
@@ -47,13 +49,16 @@ __all__ = [
     "PayloadError",
     "Raw32",
     "RunLength16",
+    "Runs",
     "Selector",
     "SharedMean",
     "SparseCodec",
+    "TopBlocks",
     "TopK",
     "TwoBit",
     "ValueCodec",
     "decode_sparse",
+    "encode_sparse",
     "open_envelope",
     "seal",
     "sealed_bytes",

@@ -13,7 +13,7 @@ from lightning_sparsecomm.codecs.payload import PayloadError
 from lightning_sparsecomm.codecs.selectors import Selector
 from lightning_sparsecomm.codecs.values import VALUE_CODECS, Float32, ValueCodec
 from lightning_sparsecomm.compensation import Wanted
-from lightning_sparsecomm.layout import MAX_SIZE, SparseVector
+from lightning_sparsecomm.layout import MAX_SIZE, Layout, SparseVector
 from lightning_sparsecomm.rounds import Round
 
 _HEAD = struct.Struct("<BBBBIII")
@@ -63,18 +63,7 @@ class SparseCodec(Compressor):
             raise ValueError(f"x must have the layout's {round.layout.size} elements; got {x.numel()}.")
         indices = self.selector.select(x, round, candidates)
         values = x if indices.numel() == x.numel() else x[indices]
-        codec = self.indices.chosen(indices, x.numel())
-        index_section = codec.encode(indices, x.numel())
-        if index_section.numel() > MAX_SIZE:
-            raise ValueError(
-                f"an index section can have at most {MAX_SIZE:,} bytes; got {index_section.numel():,}."
-                " Send a lower density, or give the parameters to more than one optimizer or sync."
-            )
-        parameters = (codec.parameter(indices.numel(), x.numel()), self.values.parameter)
-        numbers = (x.numel(), indices.numel(), index_section.numel())
-        head = bytearray(_HEAD.pack(codec.code, self.values.code, *parameters, *numbers))
-        value_section = self.values.encode(values, indices, round.layout)
-        return torch.cat([torch.frombuffer(head, dtype=torch.uint8).to(x.device), index_section, value_section])
+        return encode_sparse(SparseVector(indices, values, x.numel()), round.layout, self.values, self.indices)
 
     def decode(self, payload: Tensor, size: int) -> SparseVector:
         """What any `SparseCodec` encoded: the payload itself names its codecs. See `decode_sparse`."""
@@ -85,6 +74,26 @@ class SparseCodec(Compressor):
         index_bytes = self.indices.bound_bytes(count, round.layout.size)
         value_bytes = self.values.bound_bytes(count, round.layout)
         return None if index_bytes is None or value_bytes is None else _HEAD.size + index_bytes + value_bytes
+
+
+def encode_sparse(vector: SparseVector, layout: Layout, values: ValueCodec, indices: IndexCoding) -> Tensor:
+    """The sparse body for these very elements of a vector over `layout`; `[bytes]` uint8 on their device.
+
+    Raises:
+        ValueError: The index section has 4 GiB or more.
+    """
+    count, size, device = vector.indices.numel(), vector.size, vector.indices.device
+    codec = indices.chosen(vector.indices, size)
+    index_section = codec.encode(vector.indices, size)
+    if index_section.numel() > MAX_SIZE:
+        raise ValueError(
+            f"an index section can have at most {MAX_SIZE:,} bytes; got {index_section.numel():,}."
+            " Send a lower density, or give the parameters to more than one optimizer or sync."
+        )
+    parameters = (codec.parameter(count, size), values.parameter)
+    head = bytearray(_HEAD.pack(codec.code, values.code, *parameters, size, count, index_section.numel()))
+    value_section = values.encode(vector.values, vector.indices, layout)
+    return torch.cat([torch.frombuffer(head, dtype=torch.uint8).to(device), index_section, value_section])
 
 
 def decode_sparse(body: Tensor, size: int) -> SparseVector:

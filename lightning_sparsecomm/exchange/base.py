@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from lightning_sparsecomm.compensation import Wanted
-from lightning_sparsecomm.layout import SparseVector
+from lightning_sparsecomm.layout import Layout, SparseVector
 from lightning_sparsecomm.rounds import Round
 from lightning_sparsecomm.wire import Wire
 
@@ -15,19 +15,29 @@ from lightning_sparsecomm.wire import Wire
 class NonFiniteGradientError(RuntimeError):
     """A gradient holds an infinity or a NaN. Raised on all ranks in the same step, before any weight changes."""
 
+    @classmethod
+    def of(cls, segment: int, round: Round, whose: str = "some rank") -> "NonFiniteGradientError":
+        """The error for one segment of the round's layout."""
+        return cls(
+            f"{whose} has a {round.quantity} that is not finite, for parameter"
+            f" {round.layout.segments[segment].name!r} in step {round.step}."
+            " Lower the learning rate, clip gradients, or look for a division by zero in the loss."
+        )
+
 
 class Outgoing(NamedTuple):
     """What one rank brings to a round.
 
     Attributes:
-        x: `[n]` float32 or wider; zero in the segments that are not present. Not to be changed.
+        x: `[n]` float32 or wider; zero in the segments that are not present. Not to be changed. Sparse where the
+            gradients themselves are, which only an exchange with `takes_sparse` is given.
         present: For each segment of the layout, whether this rank has a gradient for it.
         nonfinite_segment: The first segment whose gradient is not finite; then `x` is meaningless, and the others must
             learn of it. None where all are.
         candidates: As `Exchange.wanted` asked for; they make selection quicker, and change nothing.
     """
 
-    x: Tensor
+    x: Tensor | SparseVector
     present: Sequence[bool]
     nonfinite_segment: int | None = None
     candidates: Sequence[Tensor | None] = ()
@@ -50,9 +60,25 @@ class Exchanged(NamedTuple):
 class Exchange(ABC):
     """Selects, encodes, communicates, decodes and reduces. All ranks call it in the same rounds."""
 
+    takes_sparse = False
+    """Whether it also exchanges vectors of which only some elements are held, and then gives such back."""
+
+    def objection(self, layout: Layout) -> str | None:
+        """Why it cannot exchange vectors of this layout, and what to do; None where it can."""
+        return None
+
     def wanted(self, round: Round) -> Sequence[Wanted]:
         """What will be selected by magnitude, in order; whoever computes the vector may note candidates for it."""
         return ()
+
+    def dense(self, outgoing: Outgoing) -> Tensor:
+        """What this rank brings, where it cannot be sparse."""
+        if isinstance(outgoing.x, SparseVector):
+            raise TypeError(
+                f"{type(self).__name__} cannot take sparse gradients. Use BlockReduce for them, or build the layer with"
+                " nn.Embedding(sparse=False)."
+            )
+        return outgoing.x
 
     @abstractmethod
     def run(self, outgoing: Outgoing, round: Round, wire: Wire) -> Exchanged:

@@ -48,7 +48,8 @@ class DenseAllReduce(Exchange):
         self.wire_dtype = wire_dtype
 
     def run(self, outgoing: Outgoing, round: Round, wire: Wire) -> Exchanged:
-        x, present, nonfinite_segment, _ = outgoing
+        _, present, nonfinite_segment, _ = outgoing
+        x = self.dense(outgoing)
         n = x.numel()
         buffer = x.new_empty(n + len(present), dtype=WIRE_DTYPES[self.wire_dtype])
         # Divided before the sum, so that float16 does not overflow where the mean would not.
@@ -61,11 +62,7 @@ class DenseAllReduce(Exchange):
         wire.all_reduce_(buffer)
         unusable = buffer[n:].isnan().nonzero()
         if unusable.numel():
-            raise NonFiniteGradientError(
-                f"some rank has a {round.quantity} that is not finite, for parameter"
-                f" {round.layout.segments[int(unusable[0])].name!r} in step {round.step}."
-                " Lower the learning rate, clip gradients, or look for a division by zero in the loss."
-            )
+            raise NonFiniteGradientError.of(int(unusable[0]), round)
         return Exchanged(buffer[:n].to(x.dtype), sent, (buffer[n:] > 0).tolist())
 
     def __repr__(self) -> str:

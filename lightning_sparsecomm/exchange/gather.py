@@ -32,7 +32,8 @@ class Gather(Exchange):
         return self.compressor.wanted(round)
 
     def run(self, outgoing: Outgoing, round: Round, wire: Wire) -> Exchanged:
-        x, present, nonfinite_segment, candidates = outgoing
+        _, present, nonfinite_segment, candidates = outgoing
+        x = self.dense(outgoing)
         body = x.new_empty(0, dtype=torch.uint8)
         if nonfinite_segment is None:
             body = self.compressor.encode(x, round, candidates)
@@ -45,11 +46,7 @@ class Gather(Exchange):
         envelopes = [open_envelope(gathered[rank], round.layout, rank) for rank in range(wire.world_size)]
         for rank, received in enumerate(envelopes):
             if received.nonfinite_segment is not None:
-                raise NonFiniteGradientError(
-                    f"rank {rank} has a {round.quantity} that is not finite, for parameter"
-                    f" {round.layout.segments[received.nonfinite_segment].name!r} in step {round.step}."
-                    " Lower the learning rate, clip gradients, or look for a division by zero in the loss."
-                )
+                raise NonFiniteGradientError.of(received.nonfinite_segment, round, f"rank {rank}")
         decoded = [self._decode(received.body, round, rank, x.device) for rank, received in enumerate(envelopes)]
         anyone = [received.present or [True] * len(present) for received in envelopes]
         return Exchanged(

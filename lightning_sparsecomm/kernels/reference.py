@@ -134,3 +134,22 @@ class Reference:
             chosen = ordinals == ordinal
             sums[slots[chosen]] += values[chosen]
         return unique, sums
+
+    def energies(self, x: Tensor, bounds: Tensor) -> Tensor:
+        """The sum of squares of each stretch of `x` (`[n]`), in float64.
+
+        Not the same bits on each device, since the order of the sums is not. Only a stretch of zeros has 0.
+
+        Args:
+            x: What to sum up.
+            bounds: `[stretches + 1]` int64, not decreasing, from 0 to n.
+
+        Returns:
+            `[stretches]` float64.
+        """
+        if bounds.numel() == 1:
+            return x.new_empty(0, dtype=torch.float64)
+        energies = torch.segment_reduce(x.to(torch.float64).square(), "sum", offsets=bounds)
+        # The square of a float64 may be too small for one.
+        lost = (energies == 0) & (torch.segment_reduce(x.abs(), "max", offsets=bounds, initial=0) > 0)
+        return energies.masked_fill_(lost, torch.finfo(torch.float64).tiny)

@@ -23,6 +23,7 @@ from lightning_sparsecomm.codecs import (
     PayloadError,
     Raw32,
     RunLength16,
+    Runs,
     SharedMean,
     SparseCodec,
     TopK,
@@ -56,6 +57,7 @@ INDICES: dict[str, IndexCoding] = {
     "RunLength16": RunLength16(),
     "Golomb": Golomb(),
     "Bitmap": Bitmap(),
+    "Runs": Runs(),
     "Auto": Auto(),
 }
 FORMATS = (Path(__file__).parents[2] / "docs" / "formats.md").read_text(encoding="utf-8")
@@ -162,12 +164,13 @@ def test_refuses_codecs_that_receivers_do_not_know():
 @pytest.mark.parametrize(
     ("head", "message"),
     [
-        ((0, 1, 0, 0, 8, 0, 0), r"index codec at byte 0 is 0, expected one of \[1, 2, 3, 4\]"),
+        ((0, 1, 0, 0, 8, 0, 0), r"index codec at byte 0 is 0, expected one of \[1, 2, 3, 4, 5\]"),
         ((1, 9, 0, 0, 8, 0, 0), r"value codec at byte 1 is 9, expected one of \[1, 2, 3, 4, 5\]"),
         ((1, 1, 7, 0, 8, 1, 0), "index codec parameter at byte 2 is 7, expected 0 for Raw32"),
         ((2, 1, 1, 0, 8, 1, 0), "index codec parameter at byte 2 is 1, expected 0 for RunLength16"),
         ((3, 1, 32, 0, 8, 1, 0), "index codec parameter at byte 2 is 32, expected 0 to 31 for Golomb"),
         ((4, 1, 3, 0, 8, 1, 0), "index codec parameter at byte 2 is 3, expected 0 for Bitmap"),
+        ((5, 1, 3, 0, 8, 1, 0), "index codec parameter at byte 2 is 3, expected 0 for Runs"),
         ((1, 1, 0, 7, 8, 0, 0), "value codec parameter at byte 3 is 7, expected 0 for Float32"),
         ((1, 4, 0, 7, 8, 0, 0), "value codec parameter at byte 3 is 7, expected 0 for SharedMean"),
         ((1, 5, 0, 0, 8, 0, 0), "value codec parameter at byte 3 is 0, expected 1 to 255 for TwoBit"),

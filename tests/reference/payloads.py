@@ -90,7 +90,7 @@ def sparse_body(
 
 def index_section(indices: Sequence[int], size: int, codec: str) -> tuple[int, int, bytes]:
     """Code, parameter and bytes of positions."""
-    code = {"Raw32": 1, "RunLength16": 2, "Golomb": 3, "Bitmap": 4}[codec]
+    code = {"Raw32": 1, "RunLength16": 2, "Golomb": 3, "Bitmap": 4, "Runs": 5}[codec]
     runs = [index - before - 1 for before, index in zip([-1, *indices], indices)]
     if len(indices) == size:
         return code, 0, b""
@@ -100,6 +100,10 @@ def index_section(indices: Sequence[int], size: int, codec: str) -> tuple[int, i
         return code, 0, b"".join(b"\xff\xff" * (run // 65535) + struct.pack("<H", run % 65535) for run in runs)
     if codec == "Bitmap":
         return code, 0, sum(1 << index for index in indices).to_bytes(-(-size // 8), "little")
+    if codec == "Runs":
+        firsts = [index for index, run in zip(indices, [1, *runs[1:]]) if run]
+        lasts = [index for index, run in zip(indices, [*runs[1:], 1]) if run]
+        return code, 0, b"".join(struct.pack("<II", first, last - first + 1) for first, last in zip(firsts, lasts))
     if not indices:
         return code, 0, b""
     golden = (math.sqrt(5) + 1) / 2

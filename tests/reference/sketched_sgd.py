@@ -42,9 +42,12 @@ class SketchedSGD:
         self.shared_velocities = [np.zeros_like(w) for w in weights]
 
     def step(
-        self, gradients: list[list[Vector]], lr: float, momentum: float, insert: Insert, query: Query
+        self, gradients: list[list[Vector]], lr: float, momentum: float, insert: Insert, query: Query, seed: int = 0
     ) -> list[int]:
-        """One optimizer step; `gradients[rank][tensor]`. The positions that were kept, in order."""
+        """One optimizer step; `gradients[rank][tensor]`. The positions that were kept, in order.
+
+        Estimates tie where elements share their columns; the seed settles who is asked for.
+        """
         f = self.residuals[0].dtype.type
         for rank, own in enumerate(gradients):
             g = np.concatenate([g for g, whole in zip(own, self.dense) if not whole])
@@ -52,12 +55,11 @@ class SketchedSGD:
             u[:] = f(momentum) * u + g
             v[:] = v + u
         table = sum(insert(v) for v in self.residuals[1:]) + insert(self.residuals[0])
-        # No two magnitudes are equal here, so the seed that breaks ties does not matter.
-        asked = top_k(query(table), self.asked, seed=0)
+        asked = top_k(query(table), self.asked, seed)
         exact = np.zeros_like(self.residuals[0])
         for v in self.residuals:
             exact[asked] += v[asked]
-        kept = top_k(exact, self.k, seed=0)
+        kept = top_k(exact, self.k, seed)
         update = np.zeros_like(exact)
         update[kept] = exact[kept] / f(self.ranks)
         for u, v in zip(self.velocities, self.residuals):

@@ -81,6 +81,11 @@ def model_of(package: str, folder: Path) -> Any:
 
 
 def fit(package: str, folder: Path, strategy: Any) -> list[dict[str, Any]]:
+    train(package, folder, strategy)
+    return load(folder)
+
+
+def train(package: str, folder: Path, strategy: Any) -> None:
     trainer = importlib.import_module(package).Trainer(
         strategy=strategy,
         accelerator="cpu",
@@ -92,7 +97,6 @@ def fit(package: str, folder: Path, strategy: Any) -> list[dict[str, Any]]:
         enable_model_summary=False,
     )
     trainer.fit(model_of(package, folder), DataLoader(torch.cat(batches() + batches(1)), batch_size=8))
-    return load(folder)
 
 
 def load(folder: Path) -> list[dict[str, Any]]:
@@ -139,10 +143,10 @@ from pathlib import Path
 
 import lightning.pytorch
 import lightning_sparsecomm
-from tests.strategies.test_front_ends import fit
+from tests.strategies.test_front_ends import train
 
 if __name__ == "__main__":
-    fit("lightning.pytorch", Path(sys.argv[1]), "sparsecomm_gradient_dropping")
+    train("lightning.pytorch", Path(sys.argv[1]), "sparsecomm_gradient_dropping")
 """
 
 

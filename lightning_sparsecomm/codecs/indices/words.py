@@ -23,10 +23,7 @@ class Raw32(IndexCodec):
     def encode(self, indices: Tensor, size: int) -> Tensor:
         if indices.numel() == size:
             return indices.new_empty(0, dtype=torch.uint8)
-        # The low half of each int64: a cast of positions from 2^31 on to int32 would be out of range. Cloned, since
-        # contiguous() leaves one position, or none, with a stride that view() refuses.
-        halves = indices.clone(memory_format=torch.contiguous_format).view(torch.int32)[::2]
-        return halves.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+        return write_words(indices)
 
     def decode(self, section: Tensor, count: int, size: int, parameter: int) -> Tensor:
         self.check_parameter(parameter)
@@ -36,8 +33,7 @@ class Raw32(IndexCodec):
             raise PayloadError(
                 f"raw index section: has {section.numel()} bytes, expected {4 * count} for {count} of {size} positions."
             )
-        # The copy is aligned, wherever in the payload the section begins.
-        indices = section.clone().view(torch.int32).to(torch.int64).bitwise_and_(0xFFFFFFFF)
+        indices = read_words(section)
         wrong = indices >= size
         wrong[1:] |= indices[1:] <= indices[:-1]
         if bool(wrong.any()):
@@ -97,3 +93,17 @@ class RunLength16(IndexCodec):
     def bound_bytes(self, count: int, size: int) -> int | None:
         # As for Raw32, all cost nothing.
         return 2 * (count + (size - count) // 0xFFFF) if count < size else None if size > 1 else 0
+
+
+def write_words(numbers: Tensor) -> Tensor:
+    """Each of `numbers` (`[k]` int64, from 0 to 2^32 - 1) as 4 bytes, the lowest first."""
+    # The low half of each int64: a cast of numbers from 2^31 on to int32 would be out of range. Cloned, since
+    # contiguous() leaves one number, or none, with a stride that view() refuses.
+    halves = numbers.clone(memory_format=torch.contiguous_format).view(torch.int32)[::2]
+    return halves.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+
+
+def read_words(section: Tensor) -> Tensor:
+    """What `write_words` was given; the length of `section` (`[bytes]` uint8) must be a multiple of 4."""
+    # The copy is aligned, wherever in the payload the section begins.
+    return section.clone().view(torch.int32).to(torch.int64).bitwise_and_(0xFFFFFFFF)

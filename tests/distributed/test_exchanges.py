@@ -1,0 +1,252 @@
+"""Whole rounds of communication, exchange by exchange: what is shared, what is sent, how many bytes that takes."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_sparsecomm.channel import Channel
+from lightning_sparsecomm.codecs import Float32, Runs, SparseCodec, TopBlocks, TopK
+from lightning_sparsecomm.exchange import (
+    BlockReduce,
+    Exchange,
+    Gather,
+    NonFiniteGradientError,
+    RecursiveDoubling,
+    SketchedTopK,
+)
+from lightning_sparsecomm.layout import Layout, SparseVector
+from lightning_sparsecomm.rounds import Round
+from lightning_sparsecomm.wire import Wire
+from tests.distributed.launch import run_ranks
+
+SHAPES = [("table", (40, 6)), ("weight", (8, 25)), ("bias", (5,))]
+LAYOUT = Layout(SHAPES)
+
+# With these, what is shared is the mean of what is sent.
+EXACT: dict[str, Exchange] = {
+    "blocks": BlockReduce(),
+    "top_blocks": BlockReduce(TopBlocks(0.2, 6)),
+    "gathered_blocks": Gather(SparseCodec(TopBlocks(0.2, 6), Float32(), Runs())),
+    "recursive_doubling": RecursiveDoubling(TopK(0.05)),
+    "recursive_doubling_of_all": RecursiveDoubling(TopK(1.0)),
+    "sketched_top_k": SketchedTopK(0.05, columns=2000),
+    "sketched_top_k_float16": SketchedTopK(0.05, columns=2000, wire_dtype="float16"),
+    "sketched_top_k_bfloat16": SketchedTopK(k=20, rows=4, columns=2000, wire_dtype="bfloat16"),
+}
+ESTIMATED: dict[str, Exchange] = {
+    "sketched_blocks": BlockReduce(TopBlocks(0.2, 6), sketch_ratio=0.5),
+    "sketched_blocks_by_rank": BlockReduce(TopBlocks(0.2, 6), sketch_ratio=0.5, rows=3, sized_by="rank"),
+    "sketched_blocks_always": BlockReduce(TopBlocks(0.2, 6), sketch_ratio=2.0, always_sketch=True),
+}
+ALL = {**EXACT, **ESTIMATED}
+
+
+class Outcome(NamedTuple):
+    """What a rank has after a round, as arrays."""
+
+    x: np.ndarray
+    shared: np.ndarray
+    sent: np.ndarray
+    present: list[bool]
+    handed_bytes: int
+
+
+def gradients_of(rank: int, kind: str) -> list[Tensor | None]:
+    generator = torch.Generator().manual_seed(rank)
+    table = torch.zeros(40, 6)
+    # Few rows, some of them of several ranks.
+    table[[rank, rank + 1, 3 * rank + 7, 39]] = torch.randn(4, 6, generator=generator)
+    weight, bias = torch.randn(8, 25, generator=generator), torch.randn(5, generator=generator)
+    if kind == "zeros":
+        return [torch.zeros(40, 6), torch.zeros(8, 25), torch.zeros(5)]
+    if kind == "one_rank_empty" and rank == 1:
+        return [torch.zeros(40, 6), torch.zeros(8, 25), torch.zeros(5)]
+    if kind == "some_absent":
+        return [None, weight if rank == 0 else None, bias]
+    if kind == "nan" and rank == 1:
+        weight[3, 4] = float("nan")
+    return [table, weight, bias]
+
+
+def dense(vector: SparseVector | Tensor) -> np.ndarray:
+    return (vector.dense() if isinstance(vector, SparseVector) else vector).numpy().copy()
+
+
+def _round(rank: int, exchange: Exchange, kind: str, step: int = 3) -> Outcome:
+    channel, wire = Channel(exchange), Wire()
+    channel.bind(LAYOUT, torch.float32, torch.device("cpu"))
+    gradients = gradients_of(rank, kind)
+    exchanged = channel.reduce(gradients, Round(LAYOUT, step, world_size=wire.world_size, rank=rank), wire)
+    x = torch.cat([torch.zeros(s.size) if g is None else g.view(-1) for s, g in zip(LAYOUT.segments, gradients)])
+    shared, sent = dense(exchanged.shared), dense(exchanged.sent)
+    return Outcome(x.numpy(), shared, sent, list(exchanged.present), wire.ledger.handed_bytes())
+
+
+KINDS = ("plain", "zeros", "one_rank_empty", "some_absent")
+
+
+def _rounds(rank: int, exchange: Exchange) -> tuple[dict[str, Outcome], str]:
+    outcomes = {kind: _round(rank, exchange, kind) for kind in KINDS}
+    with pytest.raises(NonFiniteGradientError) as raised:
+        _round(rank, exchange, "nan")
+    return outcomes, str(raised.value)
+
+
+WORLDS = [pytest.param(size, marks=() if size == 3 else pytest.mark.slow) for size in (2, 3, 4, 5)]
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("name", ALL)
+def test_what_is_shared_and_what_is_sent(tmp_path: Path, name: str, world_size: int) -> None:
+    results = run_ranks(tmp_path, world_size, _rounds, ALL[name])
+    of = {kind: [outcomes[kind] for outcomes, _ in results] for kind in KINDS}
+    for kind, ranks in of.items():
+        for rank in ranks:
+            assert rank.shared.tobytes() == ranks[0].shared.tobytes(), "not bit-equal"
+            # What is sent is the rank's own, to the bit: memories forget just that.
+            assert np.array_equal(rank.sent, np.where(rank.sent != 0, rank.x, 0))
+        mean = np.mean([rank.sent for rank in ranks], axis=0)
+        if name in EXACT:
+            np.testing.assert_allclose(ranks[0].shared, mean, rtol=1e-6, atol=1e-7)
+        elif kind == "plain":
+            assert not np.allclose(ranks[0].shared, mean), "no sketch was used"
+    for kind, present in (("plain", True), ("zeros", True), ("some_absent", False)):
+        for rank in of[kind]:
+            assert rank.present == [present, True, True]
+    assert all(rank.sent.any() for rank in of["plain"])
+    assert not of["zeros"][0].shared.any()
+    assert not of["one_rank_empty"][1].sent.any()
+    assert of["one_rank_empty"][0].shared.any()
+    assert not of["some_absent"][0].shared[:240].any()
+    for _, message in results:
+        assert "gradient that is not finite, for parameter 'weight' in step 3" in message
+
+
+@pytest.mark.parametrize(
+    ("exchange", "expected"),
+    [
+        (SketchedTopK(0.05, columns=50, candidates=4), 4 * (5 * 50 + 3 + 4 * 22)),
+        (SketchedTopK(k=10, rows=2, candidates=2.5), 4 * (2 * 100 + 3 + 25)),
+        (SketchedTopK(k=10, rows=2, candidates=2, wire_dtype="bfloat16"), 2 * (2 * 100 + 3) + 4 * 20),
+    ],
+)
+def test_a_sketch_costs_the_same_with_any_number_of_ranks(tmp_path: Path, exchange: Any, expected: int) -> None:
+    for world_size in (2, 3, 4):
+        for rank in run_ranks(tmp_path, world_size, _round, exchange, "plain"):
+            assert rank.handed_bytes == expected
+
+
+def test_bytes_of_blocks(tmp_path: Path) -> None:
+    """A bit for each block and two for each tensor, 240 of a count; then what the union holds, or half as much."""
+    bitmap = -(-(40 + 8 * 5 + 1 + 2 * 3 + 240) // 8)
+    for ratio in (None, 0.5, 1.0):
+        exchange = BlockReduce(TopBlocks(0.2, 6), ratio)
+        ranks = run_ranks(tmp_path, 3, _round, exchange, "plain")
+        union = int(np.any([rank.sent != 0 for rank in ranks], axis=0).sum())
+        for rank in ranks:
+            assert rank.handed_bytes == bitmap + 4 * (-(-union // 2) if ratio == 0.5 else union)
+    # Of the rank that has most, whose elements are counted up to an eighth too high.
+    exchange = BlockReduce(TopBlocks(0.2, 6), 0.5, sized_by="rank")
+    ranks = run_ranks(tmp_path, 3, _round, exchange, "plain")
+    most = max(int((rank.sent != 0).sum()) for rank in ranks)
+    assert bitmap + 2 * most <= ranks[0].handed_bytes <= bitmap + 4 * (0.5 * most * 9 / 8 + 1)
+    assert len({rank.handed_bytes for rank in ranks}) == 1
+
+
+def test_bytes_of_recursive_doubling(tmp_path: Path) -> None:
+    """Sums are sent as positions and values until half of the elements are held, and then whole."""
+    head = 16 + 16 + 8  # of the envelope, of the body, and the length before it
+    n = LAYOUT.size
+    (first, second) = run_ranks(tmp_path, 2, _round, RecursiveDoubling(TopK(0.05)), "plain")
+    assert first.handed_bytes == second.handed_bytes == head + 8 * 22
+    ranks = run_ranks(tmp_path, 4, _round, RecursiveDoubling(TopK(0.2)), "plain")
+    sent = [rank.sent != 0 for rank in ranks]
+    for rank, pair in zip(ranks, (sent[0] | sent[1], sent[0] | sent[1], sent[2] | sent[3], sent[2] | sent[3])):
+        assert rank.handed_bytes == 2 * head + 8 * 89 + 8 * int(pair.sum())
+    ranks = run_ranks(tmp_path, 4, _round, RecursiveDoubling(TopK(0.45)), "plain")
+    # The union of two ranks is more than half of all, so the second round is dense.
+    assert all(rank.handed_bytes == 2 * head + 8 * int((rank.sent != 0).sum()) + 4 * n for rank in ranks)
+
+
+def _search(rank: int, sketch: Exchange, oracle: bool) -> np.ndarray:
+    outcome = _round(rank, sketch, "plain")
+    if not oracle:
+        return outcome.shared
+    total = torch.from_numpy(outcome.x)
+    Wire().all_reduce_(total)
+    total /= 3
+    total[total.abs() < total.abs().topk(22).values.min()] = 0
+    return total.numpy()
+
+
+def test_a_sketch_large_enough_finds_the_true_top_k(tmp_path: Path) -> None:
+    found = run_ranks(tmp_path, 3, _search, SketchedTopK(0.05, columns=5000), False)
+    expected = run_ranks(tmp_path, 3, _search, SketchedTopK(0.05), True)
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-6, atol=0)
+
+
+def _huge(rank: int, wire_dtype: Any) -> np.ndarray:
+    x = torch.zeros(LAYOUT.size)
+    x[7], x[100] = 3e4, 6e4
+    exchange = SketchedTopK(k=1, columns=50, wire_dtype=wire_dtype)
+    channel = Channel(exchange)
+    channel.bind(LAYOUT, torch.float32, torch.device("cpu"))
+    return dense(channel.reduce(LAYOUT.views(x), Round(LAYOUT, world_size=3, rank=rank), Wire()).shared)
+
+
+@pytest.mark.parametrize("wire_dtype", ["float16", "bfloat16", "same"])
+def test_half_precision_does_not_overflow(tmp_path: Path, wire_dtype: str) -> None:
+    for shared in run_ranks(tmp_path, 3, _huge, wire_dtype):
+        assert np.isfinite(shared).all()
+        assert shared.sum() in (np.float32(6e4), np.float32(3e4))
+
+
+def _estimates(rank: int, steps: int) -> np.ndarray:
+    total = np.zeros(LAYOUT.size)
+    for step in range(steps):
+        total += _round(rank, BlockReduce(TopBlocks(1.0), 0.5), "plain", step).shared
+    return total / steps
+
+
+def test_estimates_are_unbiased_since_hashes_change(tmp_path: Path) -> None:
+    """Half as many columns as elements: each estimate is off by twice the mean energy, and their mean is right."""
+    steps = 400
+    (exact, _) = run_ranks(tmp_path, 2, _round, BlockReduce(), "plain")
+    (mean, _) = run_ranks(tmp_path, 2, _estimates, steps)
+    energy = float((exact.shared**2).sum())
+    columns = 0.5 * int((exact.shared != 0).sum())
+    deviations = (mean - exact.shared)[exact.shared != 0] / np.sqrt(energy / columns / steps)
+    # Some two hundred of them, of unit variance, hardly dependent.
+    assert abs(deviations.mean()) < 3 / np.sqrt(len(deviations)) * 2
+    assert 0.7 < deviations.std() < 1.2
+    assert np.abs(deviations).max() < 5
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: BlockReduce(sketch_ratio=0), "sketch_ratio must be a positive number.*got 0.*None sends the blocks"),
+        (lambda: BlockReduce(sketch_ratio=float("inf")), "sketch_ratio must be a positive number.*got inf"),
+        (lambda: BlockReduce(rows=0), "rows must be .*at least 1.*got 0"),
+        (lambda: BlockReduce(sized_by="all"), "sized_by must be 'union'.*or 'rank'.*got 'all'"),
+        (lambda: SketchedTopK(0.0), "density must be in .*got 0.0"),
+        (lambda: SketchedTopK(k=0), "k must be a whole number, at least 1.*got 0"),
+        (lambda: SketchedTopK(rows=0), "rows must be .*at least 1.*got 0"),
+        (lambda: SketchedTopK(columns=0), "columns must be .*at least 1.*got 0"),
+        (lambda: SketchedTopK(candidates=0.5), "candidates must be at least 1.*got 0.5.*16 to 36"),
+        (lambda: SketchedTopK(wire_dtype="int8"), "wire_dtype must be one of same.*got 'int8'"),
+    ],
+)
+def test_refuses(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_no_more_elements_than_there_are() -> None:
+    assert SketchedTopK(k=LAYOUT.size).objection(LAYOUT) is None
+    objection = SketchedTopK(k=LAYOUT.size + 1).objection(LAYOUT) or ""
+    assert objection.startswith("k must be at most the 445 elements that are exchanged with it; got 446. Give a dens")

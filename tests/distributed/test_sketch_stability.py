@@ -1,0 +1,84 @@
+"""A sketch's error is noise that passes; fed back, it grows from step to step."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_sparsecomm.channel import Channel
+from lightning_sparsecomm.codecs import TopBlocks
+from lightning_sparsecomm.exchange import BlockReduce, Exchanged, Outgoing
+from lightning_sparsecomm.memory import ErrorFeedback
+from lightning_sparsecomm.method import Method
+from lightning_sparsecomm.rounds import Round
+from lightning_sparsecomm.sync import GradientSync
+from lightning_sparsecomm.synchronizer import Synchronizer
+from lightning_sparsecomm.wire import Wire
+from tests.distributed.launch import run_ranks
+
+STEPS = 300
+
+
+class FeedsBack(BlockReduce):
+    """As one must not do it: the memory forgets the estimate, and keeps what the sketch got wrong."""
+
+    def run(self, outgoing: Outgoing, round: Round, wire: Wire) -> Exchanged:
+        exchanged = super().run(outgoing, round, wire)
+        return exchanged._replace(sent=exchanged.shared)
+
+
+class Course(NamedTuple):
+    """Of 300 steps: the distance from the minimum, and the residual's norm."""
+
+    distance: list[float]
+    residual: list[float]
+
+
+def _descend(rank: int, exchange: BlockReduce) -> Course:
+    """Gradient descent on a quadratic with gradient noise; a matrix, and a table of which a step touches few rows."""
+    generator = torch.Generator().manual_seed(rank)
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.full((16, 40), 1.0))
+    module.table = nn.Parameter(torch.full((100, 16), 1.0))
+    synchronizer = Synchronizer(Method([GradientSync(Channel(exchange, [ErrorFeedback()]))]), Wire())
+    synchronizer.add_module(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+    course = Course([], [])
+    for _ in range(STEPS):
+        touched = torch.zeros(100, 1)
+        touched[torch.randperm(100, generator=generator)[:20]] = 1
+        for parameter, mask in ((module.weight, 1.0), (module.table, touched)):
+            noise = 0.1 * torch.randn(parameter.shape, generator=generator)
+            parameter.grad = mask * (parameter.detach() + noise)
+        with synchronizer.stepping(optimizer):
+            synchronizer.synchronize(optimizer)
+            optimizer.step()
+        course.distance.append(float(torch.cat([p.detach().flatten() for p in module.parameters()]).norm()))
+        course.residual.append(synchronizer.residual_norm())
+        if course.residual[-1] > 1e6:
+            break
+    synchronizer.close()
+    return course
+
+
+@pytest.mark.parametrize("sketch_ratio", [2.0, pytest.param(1.0, marks=pytest.mark.slow), 0.5])
+def test_training_stays_bounded(tmp_path: Path, sketch_ratio: float) -> None:
+    blocks = TopBlocks(0.25, 40)
+    (exact, _) = run_ranks(tmp_path, 2, _descend, BlockReduce(blocks))
+    (course, other) = run_ranks(tmp_path, 2, _descend, BlockReduce(blocks, sketch_ratio, always_sketch=True))
+    assert course.distance == other.distance
+    assert len(course.distance) == STEPS
+    start = (16 * 40 + 100 * 16) ** 0.5
+    assert exact.distance[-1] < 0.1 * start
+    assert course.distance[-1] < 0.1 * start
+    assert max(course.distance) < 1.5 * start
+    assert max(course.residual) < 2 * max(exact.residual)
+
+
+def test_fed_back_the_error_grows(tmp_path: Path) -> None:
+    blocks = TopBlocks(0.25, 40)
+    (course, _) = run_ranks(tmp_path, 2, _descend, FeedsBack(blocks, 0.5, always_sketch=True))
+    (sound, _) = run_ranks(tmp_path, 2, _descend, BlockReduce(blocks, 0.5, always_sketch=True))
+    assert max(course.residual) > 1000 * max(sound.residual)

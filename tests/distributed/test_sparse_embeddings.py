@@ -1,0 +1,140 @@
+"""Embeddings whose gradients are sparse tensors: exact without a sketch, and sparse for the optimizer."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from lightning_sparsecomm.method import Method
+from lightning_sparsecomm.methods import dense, dgc, gradient_dropping, s2_reducer, sketched_sgd, split
+from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
+from tests import laws
+from tests.distributed.recording import recorded
+from tests.distributed.scenarios import CLASSES, Scenario, fit
+
+WORDS, WIDTH = 300, 12
+EXACT = s2_reducer(block_density=1.0, sketch_ratio=None)
+
+
+class Bag(pl.LightningModule):
+    """Words drawn from the batch's numbers. With two optimizers, the table has one of its own."""
+
+    def __init__(self, sparse: bool, optimizer: str = "sgd", unused: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.table = nn.Embedding(WORDS, WIDTH, sparse=sparse)
+        self.tags = nn.EmbeddingBag(WORDS, 4, sparse=sparse)
+        self.head = nn.Linear(WIDTH + 4, CLASSES)
+        self.optimizer, self.unused = optimizer, unused
+        self.automatic_optimization = optimizer != "two"
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
+        words = batch[0].mul(50).long().remainder(WORDS)
+        tags = self.tags(words)
+        if self.unused and self.global_rank == 1 and batch_idx % 2:
+            tags = tags.detach()
+        loss = cross_entropy(self.head(torch.cat([self.table(words).mean(1), tags], 1)), batch[1])
+        if self.automatic_optimization:
+            return loss
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            optimizer.step()
+        return None
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        for part in (self.table, self.tags):
+            gradient = part.weight.grad
+            if gradient is not None:
+                assert (gradient.layout == torch.sparse_coo) == part.sparse
+
+    def configure_optimizers(self) -> Any:
+        if self.optimizer == "two":
+            tables = [*self.table.parameters(), *self.tags.parameters()]
+            sgd = torch.optim.SGD(self.head.parameters(), lr=0.1, momentum=0.9)
+            return [torch.optim.SparseAdam(tables, lr=0.01), sgd]
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+def scenario(sparse: bool, optimizer: str = "sgd", unused: bool = False, **trainer: Any) -> Scenario:
+    return Scenario(lambda: Bag(sparse, optimizer, unused), trainer, {"find_unused_parameters": unused})
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("one optimizer", {"sparse": True}),
+        ("SparseAdam", {"sparse": True, "optimizer": "two"}),
+        ("accumulation", {"sparse": True, "accumulate_grad_batches": 2}),
+        ("dense gradients", {"sparse": False}),
+    ],
+)
+def test_exact_blocks_equal_ddp(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
+    ddp = fit(tmp_path / "ddp", scenario(**options), 3)
+    ours = fit(tmp_path / "ours", scenario(**options), 3, EXACT)
+    laws.trained(Bag(True).state_dict(), ours[0])
+    laws.replicas_are_equal(ours)
+    laws.equal_to_round_off(ours[0], ddp[0], 2e-6)
+
+
+@pytest.mark.parametrize("rest", [dense(), dgc(1.0, warmup_steps=0, momentum_masking=False)], ids=["dense", "dgc"])
+def test_one_method_for_tables_and_another_for_the_rest(tmp_path: Path, rest: Method) -> None:
+    options: dict[str, Any] = {"sparse": True, "optimizer": "two"}
+    ddp = fit(tmp_path / "ddp", scenario(**options), 2)
+    ours = fit(tmp_path / "ours", scenario(**options), 2, split(["table.*", "tags.*"], EXACT, rest))
+    laws.replicas_are_equal(ours)
+    laws.equal_to_round_off(ours[0], ddp[0], 2e-6)
+
+
+def test_momentum_is_taken_over_for_both_parts(tmp_path: Path) -> None:
+    """Tables with dense gradients, in one optimizer with the weights whose momentum dgc corrects."""
+
+    class WithMomentum(Bag):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3, nesterov=True)
+
+    with_momentum = Scenario(lambda: WithMomentum(sparse=False))
+    method = split(["table.*", "tags.*"], EXACT, dgc(1.0, warmup_steps=0, momentum_masking=False))
+    ddp = fit(tmp_path / "ddp", with_momentum, 2)
+    ours = fit(tmp_path / "ours", with_momentum, 2, method)
+    laws.replicas_are_equal(ours)
+    laws.equal_to_round_off(ours[0], ddp[0], 2e-6)
+
+
+def test_a_table_that_one_rank_does_not_use(tmp_path: Path) -> None:
+    """DDP's reducer does not know of sparse gradients that are missing; dense ones give the same training."""
+    ddp = fit(tmp_path / "ddp", scenario(False, unused=True), 2)
+    ours = fit(tmp_path / "ours", scenario(True, unused=True), 2, recorded(EXACT))
+    laws.replicas_are_equal(ours)
+    laws.shared_is_bit_equal(ours)
+    laws.equal_to_round_off(ours[0], ddp[0], 2e-6)
+
+
+def test_bytes_count_against_what_ddp_gathers(tmp_path: Path) -> None:
+    ranks = fit(tmp_path, scenario(True), 2, EXACT)
+    ledger = ranks[0]["ledger"]
+    # The head, in an all-reduce; rows of two tables, as index and values.
+    assert ledger.ddp_bytes == 20 * 4 * (CLASSES * (WIDTH + 4) + CLASSES)
+    rows, rest = divmod(ledger.ddp_gathered_bytes, 1)
+    assert rest == 0
+    assert 20 * 10 * (8 + 4 * WIDTH + 8 + 4 * 4) < rows < 20 * 120 * (8 + 4 * WIDTH + 8 + 4 * 4)
+    assert ledger.ddp_link_bytes == ledger.ddp_bytes + ledger.ddp_gathered_bytes
+
+
+@pytest.mark.parametrize(
+    "method", [dense(), dgc(), gradient_dropping(), sketched_sgd(), split(["head.*"], EXACT, dgc())], ids=repr
+)
+def test_methods_that_cannot_take_them_say_what_can(method: Method) -> None:
+    trainer = pl.Trainer(
+        strategy=SparseCommStrategy(method=method, start_method="fork"), accelerator="cpu", devices=1, logger=False,
+        max_steps=1, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    with pytest.raises(
+        Exception, match=r"the gradient of 'table.weight' is sparse .*methods.split\(\['table.weight'\]"
+    ):
+        trainer.fit(Bag(True), torch.utils.data.DataLoader([(torch.zeros(6), 0)]))
