@@ -214,12 +214,12 @@ class ClientImages(ClientData):
 
 
 class Text(NamedTuple):
-    """A text in memory, as the numbers of its characters, int64.
+    """A text in memory, as the numbers of its characters, or of its words, int64.
 
     Attributes:
         train: What is trained on.
         held_out: `[HELD_OUT_STREAMS, n]`, the text's end, what quality is measured on.
-        symbols: Distinct characters.
+        symbols: Distinct characters, or words.
     """
 
     train: Tensor
@@ -234,23 +234,24 @@ class ClientText(ClientData):
         text: The text.
         seed: Of the places where reading begins.
         batch_size: Places per client.
+        length: Of the windows that are read, through which gradients go back.
     """
 
-    def __init__(self, text: Text, seed: int, batch_size: int = 5) -> None:
+    def __init__(self, text: Text, seed: int, batch_size: int = 5, length: int = CHARACTERS) -> None:
         super().__init__(seed)
-        self.text, self.batch_size = text, batch_size
+        self.text, self.batch_size, self.length = text, batch_size, length
 
     def train_batches(self) -> Iterator[Batch]:
-        """Windows of `CHARACTERS` and one more, since what follows the last is predicted too."""
+        """Windows of `length` and one more, since what follows the last is predicted too."""
         size = len(self.text.train) // self.clients
         length = size // self.batch_size
         part = self.text.train[self.client * size :][: length * self.batch_size].view(self.batch_size, length)
         generator = torch.Generator().manual_seed(self.seed)
         start = int(torch.randint(length, (1,), generator=generator))
-        window = torch.arange(CHARACTERS + 1)
+        window = torch.arange(self.length + 1)
         while True:
             yield (part[:, (start + window) % length],)
-            start = (start + CHARACTERS) % length
+            start = (start + self.length) % length
 
     def val_batches(self) -> Iterator[Batch]:
         """Long windows of one client's share of the held-out streams, one after the other."""

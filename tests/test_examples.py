@@ -101,6 +101,53 @@ def test_sparse_binary_compression_on_text_goes_on_where_it_was_left(tmp_path: P
     assert "seed 0, SBC (1)" in output
 
 
+def test_word_language_model(tmp_path: Path) -> None:
+    """Rows differ in how the embedding table is shared, whose bytes are told apart from the others."""
+    numbers = tmp_path / "out" / "word_language_model.json"
+    arguments = ["--clients=2", "--iterations=11", "--output=out"]
+    output = run_example("word_language_model.py", *arguments, "--rows", "ddp", "dense", folder=tmp_path)
+
+    ddp, dense = json.loads(numbers.read_text())["runs"]
+    # 1,451 words and 256 dimensions.
+    table_bytes = 4 * 1451 * 256
+    steps = [2, 4, 6, 8, 10, 11]
+    assert [point["iteration"] for point in ddp["points"]] == [point["iteration"] for point in dense["points"]] == steps
+    assert [point["table"]["handed"] for point in ddp["points"]] == [step * table_bytes for step in steps]
+    # Of each of 10 tensors, the table being one, also how many clients have a gradient for it.
+    assert [point["table"]["handed"] for point in dense["points"]] == [step * (table_bytes + 4) for step in steps]
+    assert dense["points"][-1]["sent"]["handed"] == ddp["points"][-1]["sent"]["handed"] + 11 * 4 * 10
+    assert ddp["ddp"] == dense["ddp"] == ddp["points"][-1]["sent"]
+    # With two clients an all-reduce is bit-equal to ddp's.
+    assert [point["quality"] for point in dense["points"]] == [point["quality"] for point in ddp["points"]]
+    assert ddp["points"][-1]["quality"] < 1451  # as if all words were equally likely
+    assert [line.split("    ")[0].strip() for line in output.splitlines() if "1.0 x" in line] == [
+        "ddp",
+        "all-reduce of its own",
+    ]
+    assert numbers.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_word_language_model_with_sparse_gradients_trains_as_with_dense_ones(tmp_path: Path) -> None:
+    arguments = ["--clients=2", "--iterations=3", "--rows", "ddp"]
+    run_example("word_language_model.py", *arguments, "--output=dense", folder=tmp_path)
+    output = run_example("word_language_model.py", *arguments, "--output=sparse", "--sparse", folder=tmp_path)
+
+    files = [tmp_path / folder / "word_language_model.json" for folder in ("dense", "sparse")]
+    ((dense,), (sparse,)) = (json.loads(path.read_text())["runs"] for path in files)
+    ours, theirs = (run["points"][-1] for run in (sparse, dense))
+    assert ours["quality"] == pytest.approx(theirs["quality"], rel=1e-4)
+    assert ours["sent"]["handed"] - ours["table"]["handed"] == theirs["sent"]["handed"] - theirs["table"]["handed"]
+    # A client reads 140 words in a step, not all of them distinct.
+    assert 3 * 50 * (256 * 4 + 8) < ours["table"]["handed"] < 3 * 140 * (256 * 4 + 8)
+    assert "Sparse: " in output
+
+    # What is there already is not run again.
+    again = run_example("word_language_model.py", *arguments, "--output=dense", "--resume", folder=tmp_path)
+    assert "seed 0, ddp" in output and "seed 0, ddp" not in again
+    assert json.loads(files[0].read_text())["runs"] == [dense]
+
+
 # Each takes ten seconds or more, most of them to import Lightning; what YAML may say is tested in tests/strategies.
 QUICK = ("diloco.yaml",)
 CONFIGS = sorted(path.name for path in (EXAMPLES / "configs").glob("*.yaml"))

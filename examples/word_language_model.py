@@ -1,0 +1,481 @@
+"""Trains a language model with a large embedding table, whose gradient is zero but for the words that were just read.
+
+The model predicts the next word of Shakespeare by an LSTM. Rows differ in how the gradient of the embedding table is
+shared; all other parameters are all-reduced in each. ddp sends the whole table in every step. all-gather sends the rows
+of the table that are not zero, with their numbers, to every other client, as torch does with sparse gradients. Block
+reduce agrees on the rows that are not zero anywhere, and all-reduces those, packed. S2 Reducer all-reduces a count
+sketch of them instead, whose size is some ratio of what one client has that is not zero.
+
+The text that comes along is All's Well That Ends Well: a text of Project Gutenberg in the public domain, as collected
+by Open Shakespeare (Open Knowledge Foundation, CC BY 2.5). It has 31,000 words, and is there for a first look: all rows
+take about two minutes on two cores. The more words, the smaller the part of the table that a step reads. For a result,
+take all works of Shakespeare (1.2 million words, six times 20 minutes) or WikiText-2, as the paper does, in one file:
+
+    python examples/word_language_model.py --text FILE --batch-size 16 --iterations 3000
+
+Prints a table, and writes a plot of perplexity against bytes sent and all numbers as JSON. Every run of a seed starts
+from the same weights and sees the same batches. Runs are written as they end: --resume goes on after the last one.
+"""
+
+import argparse
+import json
+import math
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import NamedTuple, get_args
+
+import pytorch_lightning as pl
+import torch
+from clients import HELD_OUT_STREAMS, Batch, ClientText
+from matplotlib.figure import Figure
+from pytorch_lightning.strategies import DDPStrategy
+from sparse_binary_compression import EXCERPT, POINTS, at_least, quieten, times
+from torch.multiprocessing.spawn import ProcessRaisedException
+from torch.utils.data import DataLoader
+from words import DIMENSIONS, TABLE, WORDS, OptimizerName, WordLSTM, Words, read_words
+
+import lightning_sparsecomm
+from lightning_sparsecomm import Channel, GradientSync, Method, NonFiniteGradientError, exchange, methods
+from lightning_sparsecomm.compensation import Wanted
+from lightning_sparsecomm.exchange import DenseAllReduce, Exchange, Exchanged, Outgoing
+from lightning_sparsecomm.rounds import Round
+from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
+from lightning_sparsecomm.wire import Ledger, Wire, link_bytes
+
+CLIP = 0.25  # largest norm of a gradient
+
+
+class Row(NamedTuple):
+    """One way to share the gradient of the embedding table.
+
+    Attributes:
+        title: In table and plot.
+        channel: Makes what it goes through; None is ddp.
+    """
+
+    title: str
+    channel: Callable[[], Channel] | None
+
+
+def sketched(ratio: float) -> Channel:
+    """S2 Reducer's, with rows of the table as blocks."""
+    recipe = methods.s2_reducer(block_size=DIMENSIONS, sketch_ratio=ratio, reduce="sketch")  # type: ignore[attr-defined]
+    channel: Channel = recipe.syncs[0].channel
+    return channel
+
+
+ROWS = {
+    "ddp": Row("ddp", None),
+    "gather": Row("all-gather of rows", lambda: Channel(exchange.GatherBlocks())),  # type: ignore[attr-defined]
+    "blocks": Row("block reduce", lambda: Channel(exchange.BlockReduce())),  # type: ignore[attr-defined]
+    "s2_2": Row("S2 Reducer, ratio 2", lambda: sketched(2.0)),
+    "s2_1": Row("S2 Reducer, ratio 1", lambda: sketched(1.0)),
+    "s2_05": Row("S2 Reducer, ratio 0.5", lambda: sketched(0.5)),
+    # To see what it costs to share the table apart from the rest.
+    "dense": Row("all-reduce of its own", lambda: Channel(DenseAllReduce())),
+}
+DEFAULT_ROWS = [row for row in ROWS if row != "dense"]
+
+
+class Separately(Exchange):
+    """Enters what another exchange communicates on a row of its own in the ledger.
+
+    Args:
+        exchange: The other.
+    """
+
+    row = "embedding table"
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.exchange = exchange
+
+    def wanted(self, round: Round) -> Sequence[Wanted]:
+        """As the other says."""
+        return self.exchange.wanted(round)
+
+    def run(self, outgoing: Outgoing, round: Round, wire: Wire) -> Exchanged:
+        """As the other does."""
+        return self.exchange.run(outgoing, round, Wire(wire.ledger, wire.group, self.row))
+
+    def __repr__(self) -> str:
+        return f"Separately({self.exchange!r})"
+
+
+def method_of(channel: Channel) -> Method:
+    """The table goes through a channel, and all else through an all-reduce."""
+    separate = Channel(Separately(channel.exchange), channel.memories)
+    return Method(
+        [GradientSync(separate, parameters=[TABLE]), GradientSync(Channel(DenseAllReduce()), rest=True)],
+    )
+
+
+class Options(NamedTuple):
+    """What the command line asks for."""
+
+    rows: list[str]
+    clients: int
+    iterations: int
+    batch_size: int
+    optimizer: OptimizerName
+    sparse: bool
+    seeds: int
+    text: Path
+    output: Path
+    resume: bool
+
+
+class Sent(NamedTuple):
+    """Bytes that one client has sent.
+
+    Attributes:
+        handed: Handed over to a collective, headers included.
+        link: Put on the link thereby.
+    """
+
+    handed: float
+    link: float
+
+
+class Point(NamedTuple):
+    """What was reached at some point of a run.
+
+    Attributes:
+        iteration: Optimizer steps done by each client.
+        quality: Perplexity on held-out words; None where it is no number.
+        sent: Of all gradients.
+        table: Of these, for the embedding table.
+    """
+
+    iteration: int
+    quality: float | None
+    sent: Sent
+    table: Sent
+
+
+class Run(NamedTuple):
+    """One training run.
+
+    Attributes:
+        row: Its name.
+        seed: Of the first weights, and of the places where reading begins.
+        points: The last one is the end; none where training ran out of finite numbers.
+        ddp: Sent under ddp, for all gradients.
+        ddp_table: Of these, for the embedding table.
+        step_seconds: Of one training step, the median.
+        seconds: Of all training steps.
+    """
+
+    row: str
+    seed: int
+    points: list[Point]
+    ddp: Sent
+    ddp_table: Sent
+    step_seconds: float
+    seconds: float
+
+    @property
+    def quality(self) -> float | None:
+        """At the end."""
+        return self.points[-1].quality if self.points else None
+
+
+class Recorder(pl.Callback):
+    """Measures along the run and at its end, and writes the run to a file, since the strategy starts processes.
+
+    Args:
+        row: Its name.
+        seed: The run's.
+        path: Where rank 0 writes, as JSON.
+    """
+
+    def __init__(self, row: str, seed: int, path: Path) -> None:
+        self.row, self.seed, self.path = row, seed, path
+        self.points: list[Point] = []
+        self.seconds: list[float] = []
+        self.sparse_bytes = 0
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        torch.set_num_threads(1)
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Batch, batch_idx: int
+    ) -> None:
+        assert isinstance(pl_module, WordLSTM)
+        # What torch hands over of a sparse gradient: the distinct rows, and a 64-bit number for each.
+        weight = pl_module.embedding.weight
+        self.sparse_bytes += batch[0][:, :-1].unique().numel() * (weight[0].nbytes + 8)
+        self.begin = time.perf_counter()
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: object, batch: Batch, batch_idx: int
+    ) -> None:
+        self.seconds.append(time.perf_counter() - self.begin)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        assert isinstance(pl_module, WordLSTM)
+        self.add(trainer, pl_module, pl_module.quality())
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        assert isinstance(pl_module, WordLSTM)
+        if not self.points or self.points[-1].iteration != trainer.global_step:
+            assert isinstance(trainer.val_dataloaders, DataLoader)
+            self.add(trainer, pl_module, pl_module.measure(trainer.val_dataloaders))
+        if trainer.is_global_zero:
+            ddp, ddp_table = under_ddp(pl_module, trainer)
+            median = statistics.median(self.seconds)
+            run = Run(self.row, self.seed, self.points, ddp, ddp_table, median, sum(self.seconds))
+            self.path.write_text(json.dumps(written(run)))
+
+    def add(self, trainer: pl.Trainer, module: WordLSTM, quality: float) -> None:
+        """Adds a point."""
+        ledger: Ledger | None = getattr(trainer.strategy, "ledger", None)
+        if ledger is not None:
+            table = Sent(ledger.handed_bytes(Separately.row), ledger.link_bytes(Separately.row))
+            others = Sent(ledger.sent_bytes, ledger.sent_link_bytes)
+        else:
+            whole, table = under_ddp(module, trainer)
+            others = Sent(whole.handed - table.handed, whole.link - table.link)
+            if module.embedding.sparse:
+                table = Sent(self.sparse_bytes, link_bytes("all_gather", self.sparse_bytes, trainer.world_size))
+        sent = Sent(others.handed + table.handed, others.link + table.link)
+        self.points.append(Point(trainer.global_step, quality if math.isfinite(quality) else None, sent, table))
+
+
+def under_ddp(module: WordLSTM, trainer: pl.Trainer) -> tuple[Sent, Sent]:
+    """What ddp sends until now where no gradient is sparse: of all parameters, and of the embedding table."""
+    steps, ranks = trainer.global_step, trainer.world_size
+    whole = steps * sum(parameter.nbytes for parameter in module.parameters())
+    table = steps * module.embedding.weight.nbytes
+    return Sent(whole, link_bytes("all_reduce", whole, ranks)), Sent(table, link_bytes("all_reduce", table, ranks))
+
+
+def train(row: str, seed: int, words: Words, options: Options) -> Run:
+    """One run from its beginning to its last measurement."""
+    channel = ROWS[row].channel
+    strategy: DDPStrategy = (
+        DDPStrategy(start_method="fork")
+        if channel is None
+        else SparseCommStrategy(method=method_of(channel()), seed=seed, start_method="fork")
+    )
+    pl.seed_everything(seed, verbose=False)
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "run.json"
+        trainer = pl.Trainer(
+            strategy=strategy,
+            accelerator="cpu",
+            devices=options.clients,
+            max_steps=options.iterations,
+            max_epochs=-1,
+            gradient_clip_val=CLIP,
+            val_check_interval=math.ceil(options.iterations / POINTS),
+            check_val_every_n_epoch=None,
+            callbacks=[Recorder(row, seed, path)],
+            use_distributed_sampler=False,
+            num_sanity_val_steps=0,
+            logger=False,
+            enable_checkpointing=False,
+            enable_model_summary=False,
+            enable_progress_bar=False,
+        )
+        network = WordLSTM(words.text.symbols, options.iterations, options.optimizer, options.sparse)
+        try:
+            trainer.fit(network, ClientText(words.text, seed, options.batch_size, WORDS))
+        except ProcessRaisedException as error:
+            # To diverge is a result; everything else is not.
+            if NonFiniteGradientError.__name__ not in str(error):
+                raise
+            return Run(row, seed, [], Sent(0, 0), Sent(0, 0), step_seconds=0, seconds=0)
+        return read(json.loads(path.read_text()))
+
+
+def written(run: Run) -> dict[str, object]:
+    """What JSON holds of a run."""
+    points = [point._asdict() | {"sent": point.sent._asdict(), "table": point.table._asdict()} for point in run.points]
+    return run._asdict() | {"points": points, "ddp": run.ddp._asdict(), "ddp_table": run.ddp_table._asdict()}
+
+
+def read(content: dict[str, object]) -> Run:
+    """A run from what JSON holds of it."""
+    run = Run(**content)  # type: ignore[arg-type]
+    points = [Point(**point) for point in run.points]  # type: ignore[arg-type]
+    return run._replace(
+        points=[point._replace(sent=Sent(**point.sent), table=Sent(**point.table)) for point in points],  # type: ignore[arg-type]
+        ddp=Sent(**run.ddp),  # type: ignore[arg-type]
+        ddp_table=Sent(**run.ddp_table),  # type: ignore[arg-type]
+    )
+
+
+def settings(options: Options) -> dict[str, str | int]:
+    """All that the result of a run depends on, besides row and seed. Runs go together where it is equal."""
+    return {
+        "text": options.text.name,
+        "clients": options.clients,
+        "iterations": options.iterations,
+        "batch_size": options.batch_size,
+        "optimizer": options.optimizer,
+        "sparse": options.sparse,
+        "lightning_sparsecomm": lightning_sparsecomm.__version__,
+        "torch": torch.__version__,
+        "pytorch_lightning": version("pytorch-lightning"),
+        "python": platform.python_version(),
+        "architecture": platform.machine(),
+    }
+
+
+def load(path: Path, options: Options) -> list[Run]:
+    """The runs that an earlier call has finished.
+
+    Raises:
+        FileExistsError: There are some, and the command line does not say to go on from them.
+        ValueError: They were made with other settings.
+    """
+    if not path.exists():
+        return []
+    if not options.resume:
+        raise FileExistsError(f"{path} holds runs already. Go on with --resume, or name another --output.")
+    stored, now = json.loads(path.read_text()), settings(options)
+    differ = [name for name in now if now[name] != stored["settings"].get(name)]
+    if differ:
+        raise ValueError(f"{path} holds runs with other settings: {', '.join(differ)}. Name another --output.")
+    return [read(run) for run in stored["runs"]]
+
+
+def save(runs: list[Run], path: Path, options: Options) -> None:
+    """Writes all runs; a call that is cut off here leaves the file as it was."""
+    content = {"settings": settings(options), "runs": [written(run) for run in runs]}
+    partial = path.with_name(f"{path.name}.{os.getpid()}.part")
+    partial.write_text(json.dumps(content, indent=1) + "\n")
+    partial.replace(path)
+
+
+def report(runs: list[Run], words: Words, options: Options) -> str:
+    """The table, and what its columns mean."""
+    header = ["embedding table", "perplexity", "MB sent", "of the table", "fewer on the link", "of the table", "s/step"]
+    lines = [header]
+    for row in options.rows:
+        finished = [run for run in runs if run.row == row]
+        whole = [run for run in finished if run.quality is not None]
+        if not whole:
+            lines.append([ROWS[row].title, "diverged", *("—" for _ in header[2:])])
+            continue
+        qualities = [run.quality for run in whole if run.quality is not None]
+        spread = f" ± {statistics.stdev(qualities):.2f}" if len(qualities) > 1 else ""
+        lost = f", {len(finished) - len(whole)} diverged" if len(finished) > len(whole) else ""
+        lines.append(
+            [
+                ROWS[row].title,
+                f"{statistics.mean(qualities):.2f}{spread}{lost}",
+                f"{statistics.mean(run.points[-1].sent.handed for run in whole) / 1e6:,.1f}",
+                f"{statistics.mean(run.points[-1].table.handed for run in whole) / 1e6:,.1f}",
+                times(run.ddp.link / run.points[-1].sent.link for run in whole),
+                times(run.ddp_table.link / run.points[-1].table.link for run in whole),
+                f"{statistics.median(run.step_seconds for run in whole):.3f}",
+            ]
+        )
+    widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
+    table = "\n".join(
+        "    ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))])
+        for line in lines
+    )
+    seeds = f"{options.seeds} seeds: mean ± standard deviation" if options.seeds > 1 else "1 seed"
+    symbols, held_out = words.text.symbols, words.text.held_out
+    predicted, unknown = held_out.numel() - len(held_out), f"{words.unknown:.1%}"
+    sparse = "\nSparse: ddp's bytes are those of the rows that are not zero, and of their numbers."
+    return f"""
+{table}
+
+{options.text.name}: {len(words.text.train):,} words to train on, {symbols:,} distinct; {options.clients} clients,
+    {options.batch_size} x {WORDS} words each in {options.iterations:,} iterations; {options.optimizer}, {seeds}.
+Perplexity: per word, of {predicted:,} held-out words; {unknown} are not in the vocabulary, and count as one word.
+MB sent: 10^6 bytes of gradients that one client hands over in the whole training, headers included.
+Fewer on the link: against ddp's all-reduce of float32 gradients, by the collectives' published algorithms (a ring
+    all-reduce sends 2(W-1)/W times its tensor, an all-gather W-1 times). 'Of the table': the embedding's alone.
+s/step: the median, all clients on this machine, where sending costs next to nothing.{sparse * options.sparse}"""
+
+
+def draw(runs: list[Run], options: Options, path: Path) -> None:
+    """Perplexity against bytes sent: a colour per row, a line per seed."""
+    figure = Figure(figsize=(8, 5.5), layout="constrained")
+    axes = figure.subplots()
+    colors = {row: f"C{index}" for index, row in enumerate(ROWS)}
+    for row in options.rows:
+        label: str | None = ROWS[row].title
+        for run in runs:
+            measured = [(point.sent.link / 1e6, point.quality) for point in run.points if point.quality is not None]
+            if run.row == row and measured:
+                axes.plot(*zip(*measured, strict=True), ".-", color=colors[row], label=label)
+                label = None
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_xlabel("gradients that one client has put on the link, MB")
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
+    axes.set_ylabel("perplexity per held-out word")
+    axes.set_title(f"{options.text.name}, {options.clients} clients, {options.iterations:,} iterations")
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside lower center", ncols=3)
+    figure.savefig(path, dpi=150)
+
+
+def parse() -> Options:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    rows = f"of {', '.join(ROWS)} (default: all but dense)"
+    add("--rows", nargs="+", choices=list(ROWS), default=DEFAULT_ROWS, metavar="NAME", help=rows)
+    add("--clients", type=at_least(2), default=4, metavar="N", help="processes on this machine's CPU (default: 4)")
+    add("--iterations", type=at_least(1), default=200, metavar="N", help="of each client (default: 200)")
+    batch_size = f"places where a client reads at once, {WORDS} words in each iteration (default: 4)"
+    add("--batch-size", type=at_least(1), default=4, metavar="N", help=batch_size)
+    optimizer = "sgd (learning rate 20, no momentum) or adam (0.003); the rate falls to 0 (default: sgd)"
+    add("--optimizer", choices=get_args(OptimizerName), default="sgd", help=optimizer)
+    add("--sparse", action="store_true", help="nn.Embedding(sparse=True), where a row can take it; needs sgd")
+    add("--seeds", type=at_least(1), default=1, metavar="N", help="runs of each row, with seeds 0 to N-1 (default: 1)")
+    text = "in UTF-8, the last 10%% is held out (default: an excerpt of Shakespeare)"
+    add("--text", type=Path, default=EXCERPT, metavar="FILE", help=text)
+    output = "for a plot and numbers as JSON (default: comparison)"
+    add("--output", type=Path, default=Path("comparison"), metavar="DIR", help=output)
+    add("--resume", action="store_true", help="skip runs that are in the JSON file already")
+    options = Options(**vars(parser.parse_args()))
+    if options.clients > HELD_OUT_STREAMS:
+        parser.error(f"--clients must be at most {HELD_OUT_STREAMS}; got {options.clients}")
+    if options.sparse and options.optimizer != "sgd":
+        parser.error(f"--sparse needs --optimizer sgd; torch's {options.optimizer} takes no sparse gradients")
+    return options
+
+
+def main() -> None:
+    options = parse()
+    quieten()
+    torch.set_num_threads(1)
+    numbers = options.output / "word_language_model.json"
+    try:
+        words = read_words(options.text)
+        runs = load(numbers, options)
+    except (OSError, ValueError) as error:
+        sys.exit(str(error))
+    options.output.mkdir(parents=True, exist_ok=True)
+    wanted = [(row, seed) for seed in range(options.seeds) for row in options.rows]
+    for row, seed in wanted:
+        if any((run.row, run.seed) == (row, seed) for run in runs):
+            continue
+        run = train(row, seed, words, options)
+        runs.append(run)
+        save(runs, numbers, options)
+        quality = "diverged" if run.quality is None else f"perplexity {run.quality:.2f}"
+        print(f"seed {seed}, {ROWS[row].title}: {quality}, {run.seconds:,.1f} s", file=sys.stderr, flush=True)
+    shown = [run for run in runs if (run.row, run.seed) in wanted]
+    plot = numbers.with_suffix(".png")
+    draw(shown, options, plot)
+    print(f"{report(shown, words, options)}\n\nPlot: {plot}\nNumbers: {numbers}")
+
+
+if __name__ == "__main__":
+    main()

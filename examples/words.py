@@ -1,0 +1,135 @@
+"""What the word language model is made of: the words of a text, and the network that predicts them."""
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+from clients import HELD_OUT_STREAMS, Batch, Network, Text
+from pytorch_lightning.utilities.types import OptimizerLRSchedulerConfig
+from torch import Tensor, nn
+
+OptimizerName = Literal["sgd", "adam"]
+
+HELD_OUT = 0.1  # of a text
+UNKNOWN = 0  # the number of all words that are not in the vocabulary
+WORDS = 35  # through which gradients go back
+DIMENSIONS = 256  # of the embedding
+UNITS = 128
+TABLE = "embedding.weight"
+
+
+class Words(NamedTuple):
+    """A text as the numbers of its words.
+
+    Attributes:
+        text: Numbers in `[0, symbols)`; but for `UNKNOWN`, the most frequent words first.
+        unknown: Fraction of the held-out words that are not in the vocabulary.
+    """
+
+    text: Text
+    unknown: float
+
+
+def read_words(path: Path) -> Words:
+    """Words and punctuation marks of a text in UTF-8, in lower case.
+
+    The vocabulary has those that the training part has twice or more; all others are one word, `<unk>`.
+
+    Raises:
+        ValueError: The text is too short.
+    """
+    words = re.findall(r"\w+(?:['’]\w+)*|[^\w\s]", path.read_text(encoding="utf-8").lower())
+    length = int(HELD_OUT * len(words)) // HELD_OUT_STREAMS
+    if length < WORDS:
+        raise ValueError(f"{path} is too short: {len(words):,} words.")
+    end = len(words) - length * HELD_OUT_STREAMS
+    known = [word for word, count in Counter(words[:end]).most_common() if count > 1]
+    numbers = {word: number for number, word in enumerate(known, UNKNOWN + 1)}
+    text = torch.tensor([numbers.get(word, UNKNOWN) for word in words])
+    held_out = text[end:].view(HELD_OUT_STREAMS, length)
+    return Words(Text(text[:end], held_out, len(known) + 1), float((held_out == UNKNOWN).float().mean()))
+
+
+class WordLSTM(Network):
+    """An embedding of 256 dimensions, 128 LSTM units and an adaptive softmax. Its quality is the perplexity per word.
+
+    The adaptive softmax (Grave et al. 2017) gives exact probabilities. Rarer words have fewer dimensions in it, so that
+    it is smaller than the embedding, and takes less time than the LSTM. The learning rate falls to 0, in equal steps.
+
+    Args:
+        vocabulary: Distinct words.
+        iterations: Of the whole training.
+        optimizer: sgd, with a learning rate of 20 at first, or adam, with one of 0.003.
+        sparse: Whether the gradient of the embedding is one of torch's sparse tensors. Needs sgd.
+    """
+
+    def __init__(self, vocabulary: int, iterations: int, optimizer: OptimizerName, sparse: bool) -> None:
+        super().__init__()
+        self.iterations, self.optimizer = iterations, optimizer
+        self.embedding = nn.Embedding(vocabulary, DIMENSIONS, sparse=sparse)
+        self.lstm = nn.LSTM(DIMENSIONS, UNITS, batch_first=True)
+        self.dropout = nn.Dropout(0.2)
+        self.output = nn.AdaptiveLogSoftmaxWithLoss(UNITS, vocabulary, [vocabulary // 10, vocabulary // 3])
+        nn.init.uniform_(self.embedding.weight, -0.1, 0.1)
+        self.state: tuple[Tensor, Tensor] | None = None
+        self.measured_state: tuple[Tensor, Tensor] | None = None
+
+    def loss(self, windows: Tensor, state: tuple[Tensor, Tensor] | None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Mean cross-entropy in nats of all words but the first of each window, and the state after them."""
+        outputs, (hidden, cell) = self.lstm(self.dropout(self.embedding(windows[:, :-1])), state)
+        loss = self.output(self.dropout(outputs).flatten(0, 1), windows[:, 1:].flatten()).loss
+        return loss, (hidden.detach(), cell.detach())
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Cross-entropy of a batch of windows; the state is carried on."""
+        loss, self.state = self.loss(batch[0], self.state)
+        # Where no word of a batch is rare, the softmax leaves out its part for rare words; ddp waits for all gradients.
+        nothing = [0 * parameter.sum() for parameter in self.output.tail.parameters()]
+        return loss + torch.stack(nothing).sum()
+
+    def on_validation_epoch_start(self) -> None:
+        """Begins the held-out text in an empty state."""
+        super().on_validation_epoch_start()
+        self.measured_state = None
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Adds up the cross-entropy of all words."""
+        windows = batch[0]
+        loss, self.measured_state = self.loss(windows, self.measured_state)
+        self.mean.update(loss, weight=windows[:, 1:].numel())
+
+    def quality(self) -> float:
+        """Perplexity per word."""
+        return float(self.mean.compute().exp())
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: int | float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clips the norm as Lightning does, also where torch cannot: with a sparse gradient."""
+        if not self.embedding.sparse:
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+            return
+        assert gradient_clip_val is not None
+        values = []
+        for parameter in self.parameters():
+            assert parameter.grad is not None
+            if parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.coalesce()
+            values.append(parameter.grad.values() if parameter.grad.is_sparse else parameter.grad)
+        norm = nn.utils.get_total_norm(values)
+        torch._foreach_mul_(values, (gradient_clip_val / (norm + 1e-6)).clamp(max=1.0))
+
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
+        """SGD without momentum leaves words that are not read where they are; Adam's averages move them."""
+        optimizer: torch.optim.Optimizer = (
+            torch.optim.SGD(self.parameters(), lr=20)
+            if self.optimizer == "sgd"
+            else torch.optim.Adam(self.parameters(), lr=3e-3)
+        )
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / self.iterations)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
