@@ -35,6 +35,7 @@ import pytorch_lightning as pl
 import torch
 from clients import HELD_OUT_STREAMS, Batch, ClientText
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
 from pytorch_lightning.strategies import DDPStrategy
 from sparse_binary_compression import EXCERPT, POINTS, at_least, quieten, times
 from torch.multiprocessing.spawn import ProcessRaisedException
@@ -357,7 +358,8 @@ def save(runs: list[Run], path: Path, options: Options) -> None:
 
 def report(runs: list[Run], words: Words, options: Options) -> str:
     """The table, and what its columns mean."""
-    header = ["embedding table", "perplexity", "MB sent", "of the table", "fewer on the link", "of the table", "s/step"]
+    header = ["embedding table", "perplexity", "MB sent", "for the table", "fewer on the link", "for the table"]
+    header.append("seconds/step")
     lines = [header]
     for row in options.rows:
         finished = [run for run in runs if run.row == row]
@@ -396,8 +398,8 @@ def report(runs: list[Run], words: Words, options: Options) -> str:
 Perplexity: per word, of {predicted:,} held-out words; {unknown} are not in the vocabulary, and count as one word.
 MB sent: 10^6 bytes of gradients that one client hands over in the whole training, headers included.
 Fewer on the link: against ddp's all-reduce of float32 gradients, by the collectives' published algorithms (a ring
-    all-reduce sends 2(W-1)/W times its tensor, an all-gather W-1 times). 'Of the table': the embedding's alone.
-s/step: the median, all clients on this machine, where sending costs next to nothing.{sparse * options.sparse}"""
+    all-reduce sends 2(W-1)/W times its tensor, an all-gather W-1 times). For the table: the embedding's gradient alone.
+Seconds/step: the median, all clients on this machine, where sending costs next to nothing.{sparse * options.sparse}"""
 
 
 def draw(runs: list[Run], options: Options, path: Path) -> None:
@@ -413,11 +415,12 @@ def draw(runs: list[Run], options: Options, path: Path) -> None:
                 axes.plot(*zip(*measured, strict=True), ".-", color=colors[row], label=label)
                 label = None
     axes.set_xscale("log")
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.set_xlabel("gradients that one client has put on the link, MB")
     axes.set_yscale("log")
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter("{x:g}")
+    for axis, steps in ((axes.xaxis, (1, 2, 5)), (axes.yaxis, (1, 1.2, 1.5, 2, 3, 4, 5, 7))):
+        axis.set_major_locator(LogLocator(subs=steps))
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_locator(NullLocator())
+    axes.set_xlabel("gradients that one client has put on the link, MB")
     axes.set_ylabel("perplexity per held-out word")
     axes.set_title(f"{options.text.name}, {options.clients} clients, {options.iterations:,} iterations")
     axes.grid(alpha=0.3)
