@@ -4,12 +4,12 @@ The model predicts the next word of Shakespeare by an LSTM. Rows differ in how t
 shared; all other parameters are all-reduced in each. ddp sends the whole table in every step. all-gather sends the rows
 of the table that are not zero, with their numbers, to every other client, as torch does with sparse gradients. Block
 reduce agrees on the rows that are not zero anywhere, and all-reduces those, packed. S2 Reducer all-reduces a count
-sketch of them instead, whose size is some ratio of what one client has that is not zero.
+sketch of them instead, whose size is some ratio of what is not zero.
 
 The text that comes along is All's Well That Ends Well: a text of Project Gutenberg in the public domain, as collected
 by Open Shakespeare (Open Knowledge Foundation, CC BY 2.5). It has 31,000 words, and is there for a first look: all rows
-take about two minutes on two cores. The more words, the smaller the part of the table that a step reads. For a result,
-take all works of Shakespeare (1.2 million words, six times 20 minutes) or WikiText-2, as the paper does, in one file:
+take two or three minutes on two cores. The more words, the smaller the part of the table that a step reads. For a
+result, take all works of Shakespeare (1.2 million words; some 20 minutes for a row) or WikiText-2, which the paper has:
 
     python examples/word_language_model.py --text FILE --batch-size 16 --iterations 3000
 
@@ -72,6 +72,17 @@ def sketched(ratio: float) -> Channel:
     return channel
 
 
+class Nothing(Exchange):
+    """Shares nothing: the table stays as it was at first. What is no better than this has not trained the table."""
+
+    def run(self, outgoing: Outgoing, round: Round, wire: Wire) -> Exchanged:
+        """Zeros."""
+        return Exchanged(torch.zeros_like(outgoing.x), outgoing.x, outgoing.present)
+
+    def __repr__(self) -> str:
+        return "Nothing()"
+
+
 ROWS = {
     "ddp": Row("ddp", None),
     "gather": Row("all-gather of rows", lambda: Channel(exchange.GatherBlocks())),  # type: ignore[attr-defined]
@@ -79,10 +90,11 @@ ROWS = {
     "s2_2": Row("S2 Reducer, ratio 2", lambda: sketched(2.0)),
     "s2_1": Row("S2 Reducer, ratio 1", lambda: sketched(1.0)),
     "s2_05": Row("S2 Reducer, ratio 0.5", lambda: sketched(0.5)),
-    # To see what it costs to share the table apart from the rest.
+    # To see what it costs to share the table apart from the rest, and what it is worth to share it at all.
     "dense": Row("all-reduce of its own", lambda: Channel(DenseAllReduce())),
+    "none": Row("not trained", lambda: Channel(Nothing())),
 }
-DEFAULT_ROWS = [row for row in ROWS if row != "dense"]
+DEFAULT_ROWS = ["ddp", "gather", "blocks", "s2_2", "s2_1", "s2_05"]
 
 
 class Separately(Exchange):
@@ -370,6 +382,7 @@ def report(runs: list[Run], words: Words, options: Options) -> str:
         qualities = [run.quality for run in whole if run.quality is not None]
         spread = f" ± {statistics.stdev(qualities):.2f}" if len(qualities) > 1 else ""
         lost = f", {len(finished) - len(whole)} diverged" if len(finished) > len(whole) else ""
+        shared = all(run.points[-1].table.link for run in whole)
         lines.append(
             [
                 ROWS[row].title,
@@ -377,7 +390,7 @@ def report(runs: list[Run], words: Words, options: Options) -> str:
                 f"{statistics.mean(run.points[-1].sent.handed for run in whole) / 1e6:,.1f}",
                 f"{statistics.mean(run.points[-1].table.handed for run in whole) / 1e6:,.1f}",
                 times(run.ddp.link / run.points[-1].sent.link for run in whole),
-                times(run.ddp_table.link / run.points[-1].table.link for run in whole),
+                times(run.ddp_table.link / run.points[-1].table.link for run in whole) if shared else "—",
                 f"{statistics.median(run.step_seconds for run in whole):.3f}",
             ]
         )
@@ -431,7 +444,7 @@ def draw(runs: list[Run], options: Options, path: Path) -> None:
 def parse() -> Options:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    rows = f"of {', '.join(ROWS)} (default: all but dense)"
+    rows = f"of {', '.join(ROWS)} (default: all but dense and none)"
     add("--rows", nargs="+", choices=list(ROWS), default=DEFAULT_ROWS, metavar="NAME", help=rows)
     add("--clients", type=at_least(2), default=4, metavar="N", help="processes on this machine's CPU (default: 4)")
     add("--iterations", type=at_least(1), default=200, metavar="N", help="of each client (default: 200)")

@@ -105,9 +105,9 @@ def test_word_language_model(tmp_path: Path) -> None:
     """Rows differ in how the embedding table is shared, whose bytes are told apart from the others."""
     numbers = tmp_path / "out" / "word_language_model.json"
     arguments = ["--clients=2", "--iterations=11", "--output=out"]
-    output = run_example("word_language_model.py", *arguments, "--rows", "ddp", "dense", folder=tmp_path)
+    output = run_example("word_language_model.py", *arguments, "--rows", "ddp", "dense", "none", folder=tmp_path)
 
-    ddp, dense = json.loads(numbers.read_text())["runs"]
+    ddp, dense, none = json.loads(numbers.read_text())["runs"]
     # 1,451 words and 256 dimensions.
     table_bytes = 4 * 1451 * 256
     steps = [2, 4, 6, 8, 10, 11]
@@ -116,9 +116,11 @@ def test_word_language_model(tmp_path: Path) -> None:
     # Of each of 10 tensors, the table being one, also how many clients have a gradient for it.
     assert [point["table"]["handed"] for point in dense["points"]] == [step * (table_bytes + 4) for step in steps]
     assert dense["points"][-1]["sent"]["handed"] == ddp["points"][-1]["sent"]["handed"] + 11 * 4 * 10
-    assert ddp["ddp"] == dense["ddp"] == ddp["points"][-1]["sent"]
+    assert none["points"][-1]["table"]["handed"] == 0
+    assert ddp["ddp"] == dense["ddp"] == none["ddp"] == ddp["points"][-1]["sent"]
     # With two clients an all-reduce is bit-equal to ddp's.
     assert [point["quality"] for point in dense["points"]] == [point["quality"] for point in ddp["points"]]
+    assert ddp["points"][-1]["quality"] != none["points"][-1]["quality"]
     assert ddp["points"][-1]["quality"] < 1451  # as if all words were equally likely
     assert [line.split("    ")[0].strip() for line in output.splitlines() if "1.0 x" in line] == [
         "ddp",
