@@ -4,7 +4,8 @@ The model predicts the next word of Shakespeare by an LSTM. Rows differ in how t
 shared; all other parameters are all-reduced in each. ddp sends the whole table in every step. all-gather sends the rows
 of the table that are not zero, with their numbers, to every other client, as torch does with sparse gradients. Block
 reduce agrees on the rows that are not zero anywhere, and all-reduces those, packed. S2 Reducer all-reduces a count
-sketch of them instead, whose size is some ratio of what is not zero.
+sketch of them instead, whose size is some ratio of what is not zero in one client. Recursive doubling adds up values
+and their positions in pairs of clients, as SparCML does.
 
 The text that comes along is All's Well That Ends Well: a text of Project Gutenberg in the public domain, as collected
 by Open Shakespeare (Open Knowledge Foundation, CC BY 2.5). It has 31,000 words, and is there for a first look: all rows
@@ -43,9 +44,18 @@ from torch.utils.data import DataLoader
 from words import DIMENSIONS, TABLE, WORDS, OptimizerName, WordLSTM, Words, read_words
 
 import lightning_sparsecomm
-from lightning_sparsecomm import Channel, GradientSync, Method, NonFiniteGradientError, exchange, methods
+from lightning_sparsecomm import Channel, GradientSync, Method, NonFiniteGradientError
+from lightning_sparsecomm.codecs import Float32, Runs, SparseCodec, TopBlocks, TopK
 from lightning_sparsecomm.compensation import Wanted
-from lightning_sparsecomm.exchange import DenseAllReduce, Exchange, Exchanged, Outgoing
+from lightning_sparsecomm.exchange import (
+    BlockReduce,
+    DenseAllReduce,
+    Exchange,
+    Exchanged,
+    Gather,
+    Outgoing,
+    RecursiveDoubling,
+)
 from lightning_sparsecomm.rounds import Round
 from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
 from lightning_sparsecomm.wire import Ledger, Wire, link_bytes
@@ -66,10 +76,8 @@ class Row(NamedTuple):
 
 
 def sketched(ratio: float) -> Channel:
-    """S2 Reducer's, with rows of the table as blocks."""
-    recipe = methods.s2_reducer(block_size=DIMENSIONS, sketch_ratio=ratio, reduce="sketch")  # type: ignore[attr-defined]
-    channel: Channel = recipe.syncs[0].channel
-    return channel
+    """S2 Reducer's, with rows of the table as blocks, and a sketch of what one client has, as in the paper."""
+    return Channel(BlockReduce(TopBlocks(1.0, DIMENSIONS), ratio, sized_by="rank", always_sketch=True))
 
 
 class Nothing(Exchange):
@@ -77,7 +85,7 @@ class Nothing(Exchange):
 
     def run(self, outgoing: Outgoing, round: Round, wire: Wire) -> Exchanged:
         """Zeros."""
-        return Exchanged(torch.zeros_like(outgoing.x), outgoing.x, outgoing.present)
+        return Exchanged(torch.zeros_like(self.dense(outgoing)), outgoing.x, outgoing.present)
 
     def __repr__(self) -> str:
         return "Nothing()"
@@ -85,8 +93,9 @@ class Nothing(Exchange):
 
 ROWS = {
     "ddp": Row("ddp", None),
-    "gather": Row("all-gather of rows", lambda: Channel(exchange.GatherBlocks())),  # type: ignore[attr-defined]
-    "blocks": Row("block reduce", lambda: Channel(exchange.BlockReduce())),  # type: ignore[attr-defined]
+    "gather": Row("all-gather of rows", lambda: Channel(Gather(SparseCodec(TopBlocks(1.0), Float32(), Runs())))),
+    "doubling": Row("recursive doubling", lambda: Channel(RecursiveDoubling(TopK(1.0)))),
+    "blocks": Row("block reduce", lambda: Channel(BlockReduce(TopBlocks(1.0, DIMENSIONS)))),
     "s2_2": Row("S2 Reducer, ratio 2", lambda: sketched(2.0)),
     "s2_1": Row("S2 Reducer, ratio 1", lambda: sketched(1.0)),
     "s2_05": Row("S2 Reducer, ratio 0.5", lambda: sketched(0.5)),
@@ -94,7 +103,7 @@ ROWS = {
     "dense": Row("all-reduce of its own", lambda: Channel(DenseAllReduce())),
     "none": Row("not trained", lambda: Channel(Nothing())),
 }
-DEFAULT_ROWS = ["ddp", "gather", "blocks", "s2_2", "s2_1", "s2_05"]
+DEFAULT_ROWS = ["ddp", "gather", "doubling", "blocks", "s2_2", "s2_1", "s2_05"]
 
 
 class Separately(Exchange):
@@ -108,6 +117,7 @@ class Separately(Exchange):
 
     def __init__(self, exchange: Exchange) -> None:
         self.exchange = exchange
+        self.takes_sparse = exchange.takes_sparse
 
     def wanted(self, round: Round) -> Sequence[Wanted]:
         """As the other says."""
@@ -121,12 +131,11 @@ class Separately(Exchange):
         return f"Separately({self.exchange!r})"
 
 
-def method_of(channel: Channel) -> Method:
+def method_of(channel: Channel, sparse: bool) -> Method:
     """The table goes through a channel, and all else through an all-reduce."""
     separate = Channel(Separately(channel.exchange), channel.memories)
-    return Method(
-        [GradientSync(separate, parameters=[TABLE]), GradientSync(Channel(DenseAllReduce()), rest=True)],
-    )
+    table = GradientSync(separate, parameters=[TABLE], sparse=sparse)
+    return Method([table, GradientSync(Channel(DenseAllReduce()), rest=True)])
 
 
 class Options(NamedTuple):
@@ -275,7 +284,7 @@ def train(row: str, seed: int, words: Words, options: Options) -> Run:
     strategy: DDPStrategy = (
         DDPStrategy(start_method="fork")
         if channel is None
-        else SparseCommStrategy(method=method_of(channel()), seed=seed, start_method="fork")
+        else SparseCommStrategy(method=method_of(channel(), options.sparse), seed=seed, start_method="fork")
     )
     pl.seed_everything(seed, verbose=False)
     with tempfile.TemporaryDirectory() as directory:
@@ -464,6 +473,9 @@ def parse() -> Options:
         parser.error(f"--clients must be at most {HELD_OUT_STREAMS}; got {options.clients}")
     if options.sparse and options.optimizer != "sgd":
         parser.error(f"--sparse needs --optimizer sgd; torch's {options.optimizer} takes no sparse gradients")
+    dense = [row for row in options.rows if (make := ROWS[row].channel) and not make().exchange.takes_sparse]
+    if options.sparse and dense:
+        parser.error(f"--sparse: {', '.join(dense)} takes dense gradients only; name others with --rows")
     return options
 
 

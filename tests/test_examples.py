@@ -130,6 +130,21 @@ def test_word_language_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_word_language_model_with_every_row(tmp_path: Path) -> None:
+    rows = ["ddp", "gather", "doubling", "blocks", "s2_2", "s2_1", "s2_05"]
+    run_example("word_language_model.py", "--clients=3", "--iterations=5", "--output=out", folder=tmp_path)
+    runs = json.loads((tmp_path / "out" / "word_language_model.json").read_text())["runs"]
+    ends = {run["row"]: run["points"][-1] for run in runs}
+    assert list(ends) == rows
+    for row in ("gather", "doubling", "blocks"):
+        assert ends[row]["quality"] == pytest.approx(ends["ddp"]["quality"], rel=1e-3)
+    assert ends["s2_05"]["quality"] != pytest.approx(ends["ddp"]["quality"], rel=1e-5)
+    sent = {row: end["table"]["handed"] for row, end in ends.items()}
+    assert sent["s2_05"] < sent["gather"] < sent["blocks"] < sent["ddp"] / 5
+    assert sent["s2_2"] == pytest.approx(2 * sent["s2_1"], rel=0.02) == pytest.approx(4 * sent["s2_05"], rel=0.04)
+
+
+@pytest.mark.slow
 def test_word_language_model_with_sparse_gradients_trains_as_with_dense_ones(tmp_path: Path) -> None:
     arguments = ["--clients=2", "--iterations=3", "--rows", "ddp"]
     run_example("word_language_model.py", *arguments, "--output=dense", folder=tmp_path)
