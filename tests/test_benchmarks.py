@@ -54,3 +54,13 @@ def test_coding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     # Five ways to write, at two densities; in two directions, by two kernels.
     assert (len(written["bits"]), len(written["seconds"])) == (10, 40)
     assert "| Golomb() | 0.01 |" in capsys.readouterr().out
+
+
+def test_sketch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--elements=100000", "--count=2000", "--rounds=2", "--shapes", "5x10000", "2x1000"]
+    monkeypatch.setattr("sys.argv", ["sketch.py", *arguments, f"--output={tmp_path}/out.json"])
+    runpy.run_path(str(BENCHMARKS / "sketch.py"), run_name="__main__")
+    written = json.loads((tmp_path / "out.json").read_text())
+    # A copy, four steps in two shapes, and the reference in one.
+    assert (len(written["ms"]), len(written["peak_bytes"])) == (11, 9)
+    assert "| insert + largest | 5x10000 |" in capsys.readouterr().out

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_sparsecomm.kernels import Candidates, kernels_for, sketch_kernels_for
+from lightning_sparsecomm.kernels import Candidates, SketchKernels, kernels_for, sketch_kernels_for
 
 _DTYPES = (torch.float32, torch.float64)
 
@@ -101,7 +101,7 @@ class CountSketch:
         """
         self._check_table(table)
         _check_values("x", x, table)
-        sketch_kernels_for(table.device, table.dtype).insert_(table, x, seed)
+        self._kernels(table).insert_(table, x, seed)
 
     def insert_at_(self, table: Tensor, positions: Tensor, values: Tensor, seed: int) -> None:
         """Adds a vector that is `values` (`[m]` in the table's dtype) at `positions` (`[m]` int64, sorted), else zero.
@@ -120,7 +120,7 @@ class CountSketch:
                 f"values must be as many as positions, {positions.numel()}: one for each; got {values.numel()}."
                 " Give values = x[positions]."
             )
-        sketch_kernels_for(table.device, table.dtype).insert_at_(table, positions, values, seed)
+        self._kernels(table).insert_at_(table, positions, values, seed)
 
     def query(self, table: Tensor, size: int, seed: int) -> Tensor:
         """Estimates of all elements of a vector of `size` elements, `[size]` in the table's dtype; a zero is +0.
@@ -130,7 +130,7 @@ class CountSketch:
         """
         self._check_table(table)
         _check_count("size", size)
-        return sketch_kernels_for(table.device, table.dtype).query(table, size, seed)
+        return self._kernels(table).query(table, size, seed)
 
     def query_at(self, table: Tensor, positions: Tensor, seed: int) -> Tensor:
         """Estimates of the elements at `positions` (`[m]` int64), `[m]` in the table's dtype: the bits of `query`'s.
@@ -140,7 +140,7 @@ class CountSketch:
         """
         self._check_table(table)
         _check_positions(positions, table)
-        return sketch_kernels_for(table.device, table.dtype).query_at(table, positions, seed)
+        return self._kernels(table).query_at(table, positions, seed)
 
     def largest(self, table: Tensor, size: int, count: int, seed: int) -> Tensor:
         """Positions of the largest estimates by magnitude: exactly min(count, those that are not zero).
@@ -183,7 +183,7 @@ class CountSketch:
         room = count + count // 4 + 4096
         if room >= size:
             return None
-        kernels, ranking = sketch_kernels_for(table.device, table.dtype), kernels_for(table.device, table.dtype)
+        kernels, ranking = self._kernels(table), kernels_for(table.device, table.dtype)
         sample = kernels.query(table, size, seed, _STRIDE).abs_()
         least = torch.finfo(table.dtype).smallest_normal * torch.finfo(table.dtype).eps
         expected = count * sample.numel() / size
@@ -206,6 +206,9 @@ class CountSketch:
                 too_few = rank
             rank = (too_few + too_many) / 2 if too_many else 2 * rank
         return None
+
+    def _kernels(self, table: Tensor) -> SketchKernels:
+        return sketch_kernels_for(table.device, table.dtype)
 
     def _check_table(self, table: Tensor) -> None:
         if table.shape != (self.rows, self.columns) or table.dtype not in _DTYPES or not table.is_contiguous():

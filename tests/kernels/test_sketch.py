@@ -1,5 +1,7 @@
 """The kernels for count sketches: numba and torch against the definition, bit for bit."""
 
+from importlib.util import find_spec
+
 import numpy as np
 import pytest
 import torch
@@ -8,8 +10,9 @@ from torch import Tensor
 from lightning_sparsecomm.kernels import SketchKernels, sketch_kernels_for
 from lightning_sparsecomm.kernels.sketch import sampled
 from lightning_sparsecomm.kernels.sketch_cpu import CpuSketchKernels
+from tests.kernels.test_cuda_interpreted import run
 from tests.kernels.test_kernels import DTYPES, numbers, same_bits
-from tests.reference.count_sketch import insert, query
+from tests.reference.count_sketch import insert, place, query
 
 KERNELS = [SketchKernels(), CpuSketchKernels()]
 # Around the blocks of 64.
@@ -80,7 +83,7 @@ def test_numba_is_as_the_reference(columns, dtype):
 @each_dtype
 @pytest.mark.parametrize("columns", [1, 3, 64, 1009])
 def test_sampled_blocks(columns, dtype):
-    (table,) = (torch.randn(3, columns, dtype=dtype) for _ in range(1))
+    table = torch.randn(3, columns, dtype=dtype)
     width = 1 << min(columns, 64).bit_length() - 1
     for size in (*SIZES, 64 * 61 + 5):
         for stride in (1, 2, 3, 61):
@@ -109,6 +112,14 @@ def test_reaching(columns, dtype):
                     else:
                         assert same_bits(found.positions, expected.to(torch.int32))
                         assert same_bits(found.estimates, estimates[expected])
+
+
+def test_worked_example():
+    # That of docs/formats.md.
+    signs = 0xA65305FD338EC8FE, 0x9AAF21D8296E1E3D
+    for block, start in enumerate((72, 54)):
+        for i in range(64):
+            assert place(64 * block + i, 0, 100, 7) == ((start + i) % 100, bool(signs[block] >> i & 1))
 
 
 def test_estimates_of_zeros_are_positive_zeros():
@@ -140,3 +151,49 @@ def test_as_many_columns_as_there_may_be():
     CpuSketchKernels().insert_at_(table, positions, expected, 2)
     assert CpuSketchKernels().query_at(table, positions, 2).tolist() == expected.tolist()
     assert SketchKernels().query_at(table, positions, 2).tolist() == expected.tolist()
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed: pip install triton")
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")),
+    ],
+)
+def test_triton(device, tmp_path):
+    call = f"from tests.kernels.test_sketch import compare_triton; compare_triton({device!r})"
+    run(call, tmp_path, **({"TRITON_INTERPRET": "1"} if device == "cpu" else {}))
+
+
+def compare_triton(device: str) -> None:
+    """CudaSketchKernels on `device` give the bits that the reference gives on the CPU, of sums that are exact."""
+    from lightning_sparsecomm.kernels.sketch_cuda import CudaSketchKernels
+
+    reference, kernels = SketchKernels(), CudaSketchKernels()
+    # Few, as the interpreter takes its time.
+    shapes = [(5, 100, 130, 2**64 - 5), (2, 3, 70, -3)]
+    for (rows, columns, size, seed), dtype in zip(shapes, DTYPES):
+        x, at = torch.randint(-9, 9, (size,)).to(dtype), torch.arange(0, size, 3)
+        expected = torch.zeros(rows, columns, dtype=dtype)
+        actual = expected.clone().to(device)
+        reference.insert_(expected, x, seed)
+        reference.insert_at_(expected, at, x[at], seed)
+        kernels.insert_(actual, x.to(device), seed)
+        kernels.insert_at_(actual, at.to(device), x[at].to(device), seed)
+        assert same_bits(actual + 0.0, expected + 0.0)
+
+        expected += torch.randn(rows, columns, dtype=dtype)
+        actual = expected.to(device)
+        estimates = reference.query(expected, size, seed)
+        assert same_bits(kernels.query(actual, size, seed), estimates)
+        assert same_bits(kernels.query(actual, size, seed, 3), reference.query(expected, size, seed, 3))
+        assert same_bits(kernels.query_at(actual, at.to(device), seed), estimates[at])
+        threshold = float(estimates.abs().median())
+        found = reference.reaching(expected, size, threshold, size, seed)
+        count = found.positions.numel()
+        ours = kernels.reaching(actual, size, threshold, count, seed)
+        assert same_bits(ours.positions, found.positions) and same_bits(ours.estimates, found.estimates)
+        assert kernels.reaching(actual, size, threshold, count - 1, seed) is None
+    nothing = torch.empty(0, dtype=torch.int64, device=device)
+    assert kernels.query(actual, 0, 0).numel() == kernels.query_at(actual, nothing, 0).numel() == 0
