@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -91,6 +92,10 @@ class CountSketch:
         """
         if dtype not in _DTYPES:
             raise ValueError(f"dtype must be torch.float32 or torch.float64; got {dtype}. Convert what is inserted.")
+        if device.type == "cpu":
+            # numpy asks for huge pages, torch does not: columns are read all over the table, and more than small pages
+            # are at hand for.
+            return torch.from_numpy(np.zeros((self.rows, self.columns), np.float32 if dtype == _DTYPES[0] else float))
         return torch.zeros(self.rows, self.columns, dtype=dtype, device=device)
 
     def insert_(self, table: Tensor, x: Tensor, seed: int) -> None:
@@ -171,11 +176,14 @@ class CountSketch:
         found = self._candidates(table, size, count, seed)
         if found is None:
             return kernels.largest(self.query(table, size, seed), count, start)
+        # Each is let go as soon as it has served.
         positions, estimates = found
         del found
         chosen = kernels.largest(estimates, count, start)
         del estimates
-        return positions[chosen].to(torch.int64)
+        positions = positions[chosen]
+        del chosen
+        return positions.to(torch.int64)
 
     def _candidates(self, table: Tensor, size: int, count: int, seed: int) -> Candidates | None:
         """Elements that hold the `count` largest estimates or all that are not zero, and not many more; None where no

@@ -343,9 +343,11 @@ class CpuSketchKernels(SketchKernels):
 
     def query(self, table: Tensor, size: int, seed: int, stride: int = 1) -> Tensor:
         keys, width = _parameters(table, seed)
-        estimates = table.new_empty(sampled(size, width, stride))
-        _query(table.numpy(), keys, width, stride, _network(table.shape[0]), estimates.numpy())
-        return estimates
+        # Not torch's memory: numpy asks for huge pages, so that fewer have to be made on the way.
+        values = table.numpy()
+        estimates = np.empty(sampled(size, width, stride), values.dtype)
+        _query(values, keys, width, stride, _network(table.shape[0]), estimates)
+        return torch.from_numpy(estimates)
 
     def query_at(self, table: Tensor, positions: Tensor, seed: int) -> Tensor:
         estimates = table.new_empty(positions.numel())
