@@ -33,6 +33,7 @@ def steps(sketch: CountSketch, x: Tensor, count: int) -> dict[str, Callable[[], 
     return {
         "insert": inserted,
         "query": lambda: sketch.query(full, x.numel(), 1),
+        "largest": lambda: sketch.largest(full, x.numel(), count, 1),
         "insert + query": lambda: sketch.query(inserted(), x.numel(), 1),
         "insert + largest": lambda: sketch.largest(inserted(), x.numel(), count, 1),
     }
@@ -96,7 +97,7 @@ def main() -> None:
     peaks = {name: peak_bytes(call) for name, call in rows.items() if "torch" not in name}
 
     print(f"{options.elements:,} float32, the {options.count:,} largest, one thread; ms, median of {options.rounds}.")
-    print("Memory is the most in use during a call, table and result included, in % of the vector's.\n")
+    print("Memory is the most in use during a call, with its result and the table it makes, in % of the vector's.\n")
     print("| row | shape | median | least | most | memory |\n|---|---|---|---|---|---|")
     for name, several in times.items():
         peak = peaks.get(name)

@@ -77,10 +77,15 @@ def _hash(key: np.uint64, first: int, stride: int, row: Floats, starts: Words, s
         state = key + (_TWO * np.uint64(first + i * stride) + _ONE) * _GOLDEN
         starts[i] = (_mixed(state) >> np.uint64(32)) * columns >> np.uint64(32)
         signs[i] = _mixed(state + _GOLDEN)
-    line = 64 // row.itemsize
-    for i in range(count):
-        for offset in range(0, BLOCK + line, line):
-            _prefetch(row, starts[i] + np.uint64(offset))
+    # Lines of 64 bytes, in loops that are unrolled.
+    if row.itemsize == 4:
+        for i in range(count):
+            for line in range(BLOCK // 16 + 1):
+                _prefetch(row, starts[i] + np.uint64(16 * line))
+    else:
+        for i in range(count):
+            for line in range(BLOCK // 8 + 1):
+                _prefetch(row, starts[i] + np.uint64(8 * line))
 
 
 # Below, indices have no sign, so that they need not be looked at for a negative one that counts from the end; and no
