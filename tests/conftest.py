@@ -2,6 +2,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from lightning_sparsecomm.codecs import CountSketch
 from lightning_sparsecomm.kernels import Update, kernels_for, position_kernels_for
 
 # Tests fork their ranks. A thread pool started before a fork is dead in the child, so none is ever started here.
@@ -22,10 +23,15 @@ def _kernels() -> None:
     kernels.kth_largest(x, 1)
     kernels.largest(x, 1, 0)
     kernels.add_up(torch.tensor([0, 1]), x)
+    kernels.energies(x, torch.tensor([0, 2]))
     positions, indices = position_kernels_for(x.device), torch.tensor([0, 3])
     positions.read_golomb(positions.write_golomb(indices, 1), 2, 4, 1)
     positions.read_run_lengths(positions.write_run_lengths(indices), 2)
     positions.read_bitmap(positions.write_bitmap(indices, 4), 2)
+    sketch = CountSketch(1, 2)
+    sketch.insert_(table := sketch.empty(x.device, x.dtype), x, 0)
+    sketch.query(table, 2, 0)
+    sketch.largest(table, 2, 1, 0)
 
 
 @pytest.fixture(autouse=True)
