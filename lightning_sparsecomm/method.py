@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
+from torch.nn import Parameter
+
 from lightning_sparsecomm.averaging import Averaging
 from lightning_sparsecomm.channel import Channel
 from lightning_sparsecomm.codecs import Compressor, Selector
@@ -52,6 +54,10 @@ class Method:
         self.syncs: tuple[Sync, ...] = tuple(syncs)
         self.averaging = averaging
         self.otherwise = otherwise
+
+    def takes(self, name: str, parameter: Parameter) -> bool:
+        """Whether some sync takes this parameter, of itself or with the rest."""
+        return any(sync.may_take(name, parameter) if sync.rest else sync.claims(name, parameter) for sync in self.syncs)
 
     def parts(self, parameters: NamedParameters) -> list[tuple[Sync, NamedParameters]]:
         """Which sync takes which of the parameters; syncs that take none are left out."""

@@ -102,6 +102,13 @@ class Synchronizer:
         """
         self._modules.append(module)
         self._scan()
+        for name, parameter in self._known.values():
+            if has_sparse_gradient(parameter) and not all(method.takes(name, parameter) for method in self.methods):
+                raise TypeError(
+                    f"the gradient of {name!r} is sparse (sparse=True), which this method cannot take. Use"
+                    f" methods.split([{name!r}], methods.s2_reducer(), ...) with this method for the rest, a method"
+                    " that exchanges weights, such as methods.sbc(), or a layer with sparse=False."
+                )
 
     def _scan(self) -> None:
         for index, module in enumerate(self._modules):
@@ -140,14 +147,7 @@ class Synchronizer:
         for method in self.methods:
             for name, parameter in self._known.values():
                 claiming = [sync for sync in method.syncs if sync.claims(name, parameter)]
-                rest = any(sync.rest and sync.may_take(name, parameter) for sync in method.syncs)
-                if not claiming and not rest and has_sparse_gradient(parameter):
-                    raise TypeError(
-                        f"the gradient of {name!r} is sparse (sparse=True), which this method cannot take. Use"
-                        f" methods.split([{name!r}], methods.s2_reducer(), ...) with this method for the rest, a method"
-                        " that exchanges weights, such as methods.sbc(), or a layer with sparse=False."
-                    )
-                if len(claiming) > 1 or (not claiming and not rest):
+                if len(claiming) > 1 or not method.takes(name, parameter):
                     raise ValueError(
                         f"each parameter must belong to exactly one sync; {name!r} belongs to {len(claiming)}."
                         " Change the `parameters` and `exclude` patterns of the method's syncs."

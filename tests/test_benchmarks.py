@@ -52,7 +52,7 @@ def test_coding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     runpy.run_path(str(BENCHMARKS / "coding.py"), run_name="__main__")
     written = json.loads((tmp_path / "out.json").read_text())
     # Five ways to write, at two densities; in two directions, by two kernels.
-    assert (len(written["bits"]), len(written["seconds"])) == (10, 40)
+    assert (len(written["bits"]), len(written["seconds"])) == (12, 48)
     assert "| Golomb() | 0.01 |" in capsys.readouterr().out
 
 

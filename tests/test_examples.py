@@ -101,6 +101,7 @@ def test_sparse_binary_compression_on_text_goes_on_where_it_was_left(tmp_path: P
     assert "seed 0, SBC (1)" in output
 
 
+@pytest.mark.slow
 def test_word_language_model(tmp_path: Path) -> None:
     """Rows differ in how the embedding table is shared, whose bytes are told apart from the others."""
     numbers = tmp_path / "out" / "word_language_model.json"

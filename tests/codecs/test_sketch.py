@@ -102,7 +102,7 @@ KINDS = ["normal", "heavy-tailed", "constant", "zero", "one", "sparse", "cluster
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)], ids=str)
 def test_largest(kind, dtype):
     for rows, columns, size in [(3, 1000, 30_000), (1, 3, 9000), (4, 20_000, 9000), (5, 200, 100)]:
         sketch, x = CountSketch(rows, columns), values(kind, size).to(dtype)

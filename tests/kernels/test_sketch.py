@@ -20,7 +20,10 @@ SIZES = [0, 1, 63, 64, 65, 1000]
 COLUMNS = [1, 2, 3, 31, 63, 64, 65, 100, 1009]
 SEEDS = [0, 7, 2**63, 2**64 - 1, -3]
 
-each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+# Kernels for float64 take as long to compile as those for float32, and are the same code.
+each_dtype = pytest.mark.parametrize(
+    "dtype", [pytest.param(each, marks=() if each == torch.float32 else pytest.mark.slow) for each in DTYPES], ids=str
+)
 
 
 def tables(rows: int, columns: int, dtype: torch.dtype) -> list[Tensor]:

@@ -131,6 +131,7 @@ def test_trainer(package: str, tmp_path: Path) -> None:
     assert 0 < warming[0]["link_bytes"] < dense[0]["link_bytes"] / 2
 
 
+@pytest.mark.slow
 def test_spawn(tmp_path: Path) -> None:
     ranks = fit("pytorch_lightning", tmp_path, "sparsecomm_gradient_dropping_spawn")
     assert_trained_alike(ranks, model_of("pytorch_lightning", tmp_path).state_dict())
