@@ -25,7 +25,15 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sparsecomm.codecs import SparseCodec, TopK
-from lightning_sparsecomm.exchange import DenseAllReduce, Exchange, Gather, Outgoing
+from lightning_sparsecomm.exchange import (
+    BlockReduce,
+    DenseAllReduce,
+    Exchange,
+    Gather,
+    Outgoing,
+    RecursiveDoubling,
+    SketchedTopK,
+)
 from lightning_sparsecomm.layout import Layout
 from lightning_sparsecomm.method import Method
 from lightning_sparsecomm.methods import dense
@@ -186,6 +194,7 @@ def _unexplained(spans: list[Span]) -> float:
         "all_reduce": 2 * (world_size - 1),
         "all_gather": world_size - 1,
         "broadcast": (world_size - 1) / world_size,
+        "send": 1,
     }
     message_count = sum(count * messages[name] for span in spans for name, count in span.sent.calls.items())
     payload_bytes = max(span.counted.payload_bytes for span in spans) - MESSAGE_BYTES * message_count
@@ -267,6 +276,7 @@ class Traffic(NamedTuple):
     sender: Callable[[Wire, Tensor], object] | Exchange
     handed_bytes: int
     gathers: bool = False
+    pairs: bool = False
 
     def send(self, wire: Wire, vector: Tensor, step: int) -> None:
         if isinstance(self.sender, Exchange):
@@ -277,6 +287,9 @@ class Traffic(NamedTuple):
 
     def link_bytes(self, world_size: int) -> float:
         """What all ranks put on the link together in one round."""
+        if self.pairs:
+            # Two swap, three hand over and give back besides, four swap twice each.
+            return {2: 2, 3: 4, 4: 8}[world_size] * self.handed_bytes
         factor = world_size if self.gathers else 2
         return factor * (world_size - 1) * self.handed_bytes
 
@@ -297,7 +310,13 @@ TRAFFIC = {
     "dense_float16": Traffic(DenseAllReduce("float16"), 2 * DENSE),
     "dense_bfloat16": Traffic(DenseAllReduce("bfloat16"), 2 * DENSE),
     "top_k": Traffic(Gather(SparseCodec(TopK(0.5))), PADDED_BYTES, gathers=True),
+    "sketched_top_k": Traffic(SketchedTopK(0.1, columns=6000, candidates=2), 4 * (5 * 6000 + 2 + 12_000)),
+    # No block of 90 elements is zero; 240 bits count them.
+    "blocks": Traffic(BlockReduce(), 4 * ELEMENTS + (600 + 24 + 2 * 2 + 240 + 7) // 8),
+    # All ranks hold the same positions. Before each payload its length.
+    "recursive_doubling": Traffic(RecursiveDoubling(TopK(0.5)), 8 + PAYLOAD_HEADER_BYTES + 8 * NON_ZERO, pairs=True),
 }
+NOT_QUICK = ("sketched_top_k", "blocks", "recursive_doubling")
 
 
 def _send_rounds(rank: int, name: str, barrier: Barrier) -> Span:
@@ -321,7 +340,9 @@ def _ranks(tmp_path: Path, world_size: int, name: str) -> list[list[Span]]:
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("name", TRAFFIC)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in NOT_QUICK else ()) for name in TRAFFIC]
+)
 def test_a_round_sends_what_the_ledger_says(tmp_path: Path, namespaces: bool, name: str, world_size: int) -> None:
     (spans,) = _measure(namespaces, _ranks, tmp_path, world_size, name)
     if namespaces:
