@@ -1,3 +1,5 @@
+import os
+
 import pytest
 import torch
 from hypothesis import settings
@@ -13,9 +15,7 @@ settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _kernels() -> None:
-    """Compiles the kernels, or loads them, once for all the ranks that tests fork."""
+def _compile_updates() -> None:
     x = torch.ones(2)
     kernels = kernels_for(x.device, x.dtype)
     kernels.update_(Update(x.clone(), x, x.clone()), 0.5, 2)
@@ -24,14 +24,31 @@ def _kernels() -> None:
     kernels.largest(x, 1, 0)
     kernels.add_up(torch.tensor([0, 1]), x)
     kernels.energies(x, torch.tensor([0, 2]))
-    positions, indices = position_kernels_for(x.device), torch.tensor([0, 3])
+
+
+def _compile_positions() -> None:
+    indices = torch.tensor([0, 3])
+    positions = position_kernels_for(indices.device)
     positions.read_golomb(positions.write_golomb(indices, 1), 2, 4, 1)
     positions.read_run_lengths(positions.write_run_lengths(indices), 2)
     positions.read_bitmap(positions.write_bitmap(indices, 4), 2)
+
+
+def _compile_sketches() -> None:
+    x = torch.ones(2)
     sketch = CountSketch(1, 2)
     sketch.insert_(table := sketch.empty(x.device, x.dtype), x, 0)
     sketch.query(table, 2, 0)
     sketch.largest(table, 2, 1, 0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _kernels() -> None:
+    """Compiles the kernels, or loads them, once for all the ranks that tests fork."""
+    parts = [_compile_updates, _compile_positions, _compile_sketches]
+    # What one of two workers has compiled, the other finds on disk, if they begin at different ends.
+    for part in parts if os.environ.get("PYTEST_XDIST_WORKER") != "gw1" else reversed(parts):
+        part()
 
 
 @pytest.fixture(autouse=True)

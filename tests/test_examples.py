@@ -28,6 +28,8 @@ def run_example(script: str, *arguments: str, folder: Path) -> str:
     return finished.stdout
 
 
+# The README's first command runs the same, and CI runs that.
+@pytest.mark.slow
 def test_compare_writes_a_table_a_plot_and_the_numbers(tmp_path: Path) -> None:
     # Forked, so that Lightning is imported once; .ci/run starts the processes as the README does.
     strategies = ["ddp_fork", "sparsecomm_fork"]

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_sparsecomm.codecs import TopBlocks
@@ -54,6 +54,7 @@ def test_blocks_of_nothing():
 vectors = st.lists(st.sampled_from([0.0, 0.0, -0.0, 1.0, -1.0, 3.0, 1e-30]), min_size=70, max_size=70)
 
 
+@settings(max_examples=40)
 @given(vectors, st.sampled_from([1, 2, 3, 7]), st.sampled_from([0.1, 0.5, 1.0]), st.sampled_from([0.0, 0.4, 1.0]))
 def test_selection_is_what_it_says(elements, size, density, sparse_below):
     layout = layout_of(SHAPES)
@@ -115,6 +116,7 @@ def test_density_follows_its_schedule():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@settings(max_examples=30)
 @given(st.lists(st.integers(0, 9), max_size=12), st.integers(0, 2**31))
 def test_energies(dtype, lengths, seed):
     bounds = torch.tensor([0, *np.cumsum(lengths).tolist()])

@@ -21,7 +21,7 @@ def quick_and_slow(names: Iterable[str], quick: Sequence[str] = KINDS) -> list[A
 
 
 # How many ranks there are matters to what is added up, not to how ddp is used.
-WITH_THREE = ("plain", "accumulation", "adversarial", "unused_on_one_rank")
+WITH_THREE = ("plain", "unused_on_one_rank")
 SIZES = [
     pytest.param(*each.values, ranks, marks=each.marks)
     for ranks, quick in ((2, (*KINDS, "clip_norm", "unused_everywhere")), (3, WITH_THREE))
