@@ -32,6 +32,7 @@ def _compile_positions() -> None:
     positions.read_golomb(positions.write_golomb(indices, 1), 2, 4, 1)
     positions.read_run_lengths(positions.write_run_lengths(indices), 2)
     positions.read_bitmap(positions.write_bitmap(indices, 4), 2)
+    positions.spans(indices, indices)
 
 
 def _compile_sketches() -> None:

@@ -7,9 +7,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from lightning_sparsecomm.codecs.indices.runs import spans
 from lightning_sparsecomm.codecs.selectors import Selector, k_of
-from lightning_sparsecomm.kernels import kernels_for
+from lightning_sparsecomm.kernels import kernels_for, position_kernels_for
 from lightning_sparsecomm.layout import Layout, SparseVector
 from lightning_sparsecomm.rounds import Round
 from lightning_sparsecomm.schedules import Density, check_density
@@ -98,7 +97,7 @@ class TopBlocks(Selector):
 def elements(blocks: Tensor, bounds: Tensor) -> Tensor:
     """The positions of all elements of `blocks` (`[b]` int64, increasing), which lie as `bounds` says; int64."""
     starts = bounds[blocks]
-    return spans(starts, bounds[blocks + 1] - starts)
+    return position_kernels_for(bounds.device).spans(starts, bounds[blocks + 1] - starts)
 
 
 @lru_cache(maxsize=16)

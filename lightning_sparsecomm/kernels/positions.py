@@ -112,6 +112,21 @@ class PositionKernels:
         indices = _unpacked(section).nonzero().view(-1)
         return Parsed(indices[:count], indices.numel(), int(indices[-1]) + 1 if indices.numel() else 0)
 
+    def spans(self, starts: Tensor, lengths: Tensor) -> Tensor:
+        """All whole numbers from each start on, as many as its length says, one span after the other.
+
+        Args:
+            starts: `[s]` int64.
+            lengths: `[s]` int64, not negative.
+
+        Returns:
+            `[sum of lengths]` int64.
+        """
+        ends = lengths.cumsum(0)
+        total = int(ends[-1]) if ends.numel() else 0
+        shifts = torch.repeat_interleave(starts - ends + lengths, lengths, output_size=total)
+        return shifts.add_(torch.arange(total, device=starts.device))
+
 
 def _runs(indices: Tensor) -> Tensor:
     """The zeros before each position, since the one before it."""

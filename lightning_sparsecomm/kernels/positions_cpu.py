@@ -187,6 +187,16 @@ def _read_bitmap(section: Bytes, found: Positions) -> tuple[int, int]:
     return held, end
 
 
+@compiled
+def _spans(starts: Positions, lengths: Positions, numbers: Positions) -> None:
+    at = 0
+    for span in range(starts.size):
+        start = starts[span]
+        for i in range(lengths[span]):
+            numbers[at + i] = start + i
+        at += lengths[span]
+
+
 class CpuPositionKernels(PositionKernels):
     """Numba kernels for the CPU."""
 
@@ -226,3 +236,8 @@ class CpuPositionKernels(PositionKernels):
         found = np.empty(min(count, 8 * section.numel()) + 1, np.int64)
         held, end = _read_bitmap(section.contiguous().numpy(), found)
         return Parsed(torch.from_numpy(found[: min(held, count)]), held, end)
+
+    def spans(self, starts: Tensor, lengths: Tensor) -> Tensor:
+        numbers = np.empty(int(lengths.sum()), np.int64)
+        _spans(starts.contiguous().numpy(), lengths.contiguous().numpy(), numbers)
+        return torch.from_numpy(numbers)

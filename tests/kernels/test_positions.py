@@ -134,6 +134,16 @@ def test_bitmap(data: bytes, more: int):
 
 
 @each_kernels
+@given(spans=st.lists(st.tuples(st.integers(-5, 2**40), st.integers(0, 9)), max_size=20))
+def test_spans(kernels: PositionKernels, spans: list[tuple[int, int]]):
+    # Of a tensor with others' numbers between them.
+    starts, lengths = torch.tensor(spans, dtype=torch.int64).view(-1, 2).unbind(1)
+    numbers = kernels.spans(starts, lengths)
+    assert numbers.dtype == torch.int64
+    assert numbers.tolist() == [start + i for start, length in spans for i in range(length)]
+
+
+@each_kernels
 def test_positions_far_up(kernels: PositionKernels):
     indices = torch.tensor([0, 2**31 - 1, 2**31, 2**32 - 2])
     for remainder_bits in (24, 31):

@@ -9,6 +9,7 @@ from torch import Tensor
 from lightning_sparsecomm.codecs.indices.base import IndexCodec, everything
 from lightning_sparsecomm.codecs.indices.words import read_words, write_words
 from lightning_sparsecomm.codecs.payload import PayloadError
+from lightning_sparsecomm.kernels import position_kernels_for
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Runs(IndexCodec):
         # At most `size` together, since they do not overlap.
         if (held := int(lengths.sum())) != count:
             raise PayloadError(f"runs index section: its runs hold {held} positions, expected {count}.")
-        return spans(firsts, lengths)
+        return position_kernels_for(section.device).spans(firsts, lengths)
 
     def bound_bytes(self, count: int, size: int) -> int | None:
         # Positions without neighbours cost far more than what this codec is for.
@@ -64,11 +65,3 @@ def _firsts(indices: Tensor) -> Tensor:
     begins = torch.ones_like(indices, dtype=torch.bool)
     begins[1:] = indices[1:] != indices[:-1] + 1
     return begins.nonzero().view(-1)
-
-
-def spans(starts: Tensor, lengths: Tensor) -> Tensor:
-    """Whole numbers from each start on, as many as its length says; all int64, one span after the other."""
-    ends = lengths.cumsum(0)
-    total = int(ends[-1]) if ends.numel() else 0
-    shifts = torch.repeat_interleave(starts - ends + lengths, lengths, output_size=total)
-    return shifts.add_(torch.arange(total, device=starts.device))
