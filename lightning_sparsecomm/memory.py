@@ -229,7 +229,7 @@ class _Velocity(Memory):
             f"momentum correction takes momentum, dampening and Nesterov's method from torch.optim.SGD, and"
             f" {type(optimizer).__name__} has its own averages, which this method does not know how to correct."
             " Use methods.gradient_dropping(), which works with any optimizer, or"
-            " dgc(momentum_correction=False)."
+            " dgc(momentum_correction=False) or sketched_sgd(momentum_correction=False)."
         )
 
     def bind(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:

@@ -346,12 +346,14 @@ class sketched_sgd(Method):
     in Deep Gradient Compression.
 
     Args:
-        density: Fraction of the elements of weights shared, in (0, 1], or a schedule of it.
+        density: Fraction of the elements of weights shared, in (0, 1], or a schedule of it. None is 0.001.
         k: How many elements are shared, instead of a density.
         rows: Rows of the sketch.
         columns: Its columns; None for ten times k, as in the paper's larger runs.
         candidates: P, how many times k elements have their exact sums exchanged, of which the k largest are shared.
-        sketch_dtype: Dtype of the sketch on the wire: "same" (float32 or wider), "float16" or "bfloat16".
+        sketch_dtype: Dtype of the sketch on the wire: "same" (float32 or wider), "float16" or "bfloat16", which is for
+            gradients of any scale.
+        always_sketch: Whether the sketch is used even where it would take more bytes than everything does.
         clip: Largest norm of the averaged gradient, which each rank's own is clipped for. None takes over the Trainer's
             gradient_clip_val, if there is one.
         momentum_correction: Whether momentum is applied before the exchange; else by the optimizer, which may then be
@@ -366,18 +368,19 @@ class sketched_sgd(Method):
 
     def __init__(
         self,
-        density: Density = 0.001,
+        density: Density | None = None,
         k: int | None = None,
         rows: int = 5,
         columns: int | None = None,
         candidates: float = 36,
         sketch_dtype: SketchDtype = "same",
+        always_sketch: bool = False,
         clip: float | None = None,
         momentum_correction: bool = True,
         momentum_masking: bool = True,
         exclude: Sequence[str] = (),
     ) -> None:
-        sketched = SketchedTopK(density, k, rows, columns, candidates, sketch_dtype)
+        sketched = SketchedTopK(density, k, rows, columns, candidates, sketch_dtype, always_sketch)
         super().__init__(_corrected(sketched, clip, momentum_correction, momentum_masking, exclude))
 
 
@@ -432,7 +435,8 @@ class s2_reducer(Method):
         super().__init__(
             [
                 GradientSync(top, exclude=exclude, min_dimensions=2),
-                GradientSync(Channel(reduce(1.0)), sparse=True),
+                GradientSync(Channel(reduce(1.0)), exclude=exclude, sparse=True),
+                *([GradientSync(Channel(BlockReduce()), parameters=exclude, sparse=True)] if exclude else []),
                 GradientSync(Channel(DenseAllReduce()), rest=True),
             ]
         )
@@ -444,7 +448,8 @@ class split(Method):
     >>> split(["embedding.*"], s2_reducer(sketch_ratio=None), dgc(density=0.001))
     split([GradientSync(Channel(BlockReduce(...
 
-    Where one of them takes over the optimizer's momentum (dgc), the other applies it to what it shares.
+    Where one of them takes over momentum or clipping from an optimizer that holds parameters of both (dgc), the other
+    does the same with what it shares.
 
     Args:
         parameters: Shell-style patterns of the parameters' names.
@@ -453,10 +458,17 @@ class split(Method):
 
     Raises:
         ValueError: Both average parameters, or one is different for different optimizers.
+        TypeError: `parameters` is not a list of patterns, or one of the others is no method.
     """
 
     def __init__(self, parameters: Sequence[str], method: Method, rest: Method) -> None:
+        if isinstance(parameters, str) or not parameters or not all(isinstance(each, str) for each in parameters):
+            raise TypeError(
+                f"parameters must be a list of patterns of names, not empty; got {parameters!r}. Use ['embedding.*']."
+            )
         for option, each in (("method", method), ("rest", rest)):
+            if not isinstance(each, Method):
+                raise TypeError(f"{option} must be a Method, such as methods.dgc(); got {each!r}.")
             if each.otherwise is not None:
                 raise ValueError(f"{option} must be one method for all optimizers; got {each!r}. Name one of the two.")
         if method.averaging is not None and rest.averaging is not None:

@@ -8,8 +8,8 @@ from torch.optim import SGD, Optimizer
 
 from lightning_sparsecomm.gradients import NamedParameters
 from lightning_sparsecomm.layout import Layout
-from lightning_sparsecomm.memory import ClipLocalNorm
-from lightning_sparsecomm.method import Method
+from lightning_sparsecomm.memory import ClipLocalNorm, Momentum
+from lightning_sparsecomm.method import Method, parts_in
 from lightning_sparsecomm.sync import Sync
 from lightning_sparsecomm.takeover import MomentumTakeover, momentum_rules
 
@@ -78,15 +78,18 @@ class Stream:
         else:
             raise TypeError(f"the method is not defined for {type(self.optimizer).__name__}: {objection}")
         correcting = [sync.corrects_momentum for sync, _ in parts]
-        if any(correcting):
-            # An optimizer's momentum is taken over for all its parameters or for none.
-            for sync, piece in parts:
-                problem = None if sync.corrects_momentum else sync.take_momentum(index)
-                if problem is not None:
-                    raise ValueError(
-                        f"the method takes over the momentum of {type(self.optimizer).__name__}, which also holds"
-                        f" {piece[0][0]!r}: {problem}"
-                    )
+        clip = next(parts_in([sync for sync, _ in parts], ClipLocalNorm), None)
+        # What is taken over from an optimizer is taken over for all its parameters.
+        for sync, piece in parts:
+            momentum = Momentum() if any(correcting) and not sync.corrects_momentum else None
+            if momentum is None and (clip is None or sync.clips):
+                continue
+            problem = sync.accompany(index, None if sync.clips else clip, momentum)
+            if problem is not None:
+                raise ValueError(
+                    f"the method takes over {'the momentum' if momentum else 'clipping'} of"
+                    f" {type(self.optimizer).__name__}, which also holds {piece[0][0]!r}: {problem}"
+                )
         if isinstance(self.optimizer, SGD) and any(correcting):
             self.takeover = MomentumTakeover(self.optimizer, self.members)
             momentum_rules(self.optimizer, [])

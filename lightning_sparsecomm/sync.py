@@ -25,7 +25,7 @@ from lightning_sparsecomm.gradients import (
 )
 from lightning_sparsecomm.layout import Layout, SparseVector
 from lightning_sparsecomm.local_mode import LOCAL_MODES
-from lightning_sparsecomm.memory import Momentum
+from lightning_sparsecomm.memory import ClipLocalNorm, Momentum
 from lightning_sparsecomm.rounds import Round
 from lightning_sparsecomm.takeover import mask_momentum_, momentum_rules
 from lightning_sparsecomm.wire import DDP_UNUSED, GradBucket, Wire
@@ -71,20 +71,20 @@ class Sync(ABC):
         self.exclude = tuple(exclude)
         self.min_dimensions = min_dimensions
         self.rest = rest
-        self.within: tuple[str, ...] = ("*",)
+        self.within: tuple[tuple[str, ...], ...] = ()
         self.outside: tuple[str, ...] = ()
 
     def limited(self, within: Sequence[str] = ("*",), outside: Sequence[str] = ()) -> "Sync":
         """The same sync for only those of its parameters that the patterns `within` match, and none of `outside`."""
         sync = copy.copy(self)
-        sync.within, sync.outside = tuple(within), (*self.outside, *outside)
+        sync.within, sync.outside = (*self.within, tuple(within)), (*self.outside, *outside)
         return sync
 
     def may_take(self, name: str, parameter: Parameter) -> bool:
         """Whether it could take this parameter, were it the only sync."""
         if self.takes_sparse is not None and self.takes_sparse != has_sparse_gradient(parameter):
             return False
-        return matches(name, self.within) and not matches(name, self.outside)
+        return all(matches(name, patterns) for patterns in self.within) and not matches(name, self.outside)
 
     def claims(self, name: str, parameter: Parameter) -> bool:
         """Whether this parameter belongs to this sync, of itself; the same on all ranks."""
@@ -93,7 +93,7 @@ class Sync(ABC):
         return matches(name, self.parameters) and not matches(name, self.exclude)
 
     def _patterns(self) -> str:
-        parts = [] if self.within == ("*",) else [f"within={list(self.within)!r}"]
+        parts = [f"within={list(patterns)!r}" for patterns in self.within if patterns != ("*",)]
         parts += [f"outside={list(self.outside)!r}"] if self.outside else []
         parts += [] if self.parameters == ("*",) else [f"parameters={list(self.parameters)!r}"]
         parts += [f"exclude={list(self.exclude)!r}"] if self.exclude else []
@@ -112,13 +112,18 @@ class Sync(ABC):
         """Whether it applies the optimizer's momentum in the optimizer's place."""
         return False
 
-    def take_momentum(self, stream: int) -> str | None:
-        """Asks it to apply momentum to what this stream shares, since another sync takes the optimizer's momentum over.
+    def accompany(self, stream: int, clip: ClipLocalNorm | None, momentum: Momentum | None) -> str | None:
+        """Asks it to do with this stream what another sync does in the optimizer's place, for all its parameters.
+
+        Args:
+            stream: Index of the optimizer.
+            clip: How each rank's own gradient is clipped; None where it is not.
+            momentum: What applies momentum to what is shared; None where the optimizer does.
 
         Returns:
             Why it cannot, and what to do; None where it will.
         """
-        return "momentum is the optimizer's own there. Give its parameters an optimizer of their own."
+        return "both are the optimizer's own there. Give its parameters an optimizer of their own."
 
     @property
     def clips(self) -> bool:
@@ -255,19 +260,19 @@ class GradientSync(Sync):
         self.mask_momentum = mask_momentum
         self.drifts = LOCAL_MODES[local].drifts
         self._streams: dict[int, tuple[Layout, Channel]] = {}
-        self._with_momentum: set[int] = set()
+        self._accompanied: dict[int, tuple[ClipLocalNorm | None, Momentum | None]] = {}
 
     @property
     def corrects_momentum(self) -> bool:
         return self.channel.corrects_momentum
 
-    def take_momentum(self, stream: int) -> str | None:
+    def accompany(self, stream: int, clip: ClipLocalNorm | None, momentum: Momentum | None) -> str | None:
         if self.takes_sparse or self.local != "none" or self.mask_momentum:
             return (
-                "a sync of sparse gradients, with a local mode, or that masks the optimizer's momentum, leaves momentum"
+                "a sync of sparse gradients, with a local mode, or that masks the optimizer's momentum, leaves both"
                 " to the optimizer. Give its parameters an optimizer of their own."
             )
-        self._with_momentum.add(stream)
+        self._accompanied[stream] = (clip, momentum)
         return None
 
     @property
@@ -318,8 +323,9 @@ class GradientSync(Sync):
         known, channel = self._streams.get(stream, (None, None))
         if channel is None:
             channel = copy.deepcopy(self.channel)
-            if stream in self._with_momentum:
-                channel = Channel(channel.exchange, [*channel.memories, Momentum()])
+            first, last = copy.deepcopy(self._accompanied.get(stream, (None, None)))
+            more = [memory for memory in (first, *channel.memories, last) if memory is not None]
+            channel = Channel(channel.exchange, more)
         if known != layout:
             channel.bind(layout, wide_dtype(parameters), parameters[0][1].device)
             self._streams[stream] = (layout, channel)

@@ -1,6 +1,7 @@
 """A method at work on one training run: whose gradients are shared, and when. Knows torch, but not Lightning."""
 
 import copy
+import itertools
 import math
 import warnings
 import weakref
@@ -136,7 +137,7 @@ class Synchronizer:
         """
         names = [name for name, _ in self._known.values()]
         for sync in self.syncs:
-            both = (*sync.within, *sync.outside)
+            both = (*itertools.chain(*sync.within), *sync.outside)
             for option, patterns in (("parameters", (*sync.parameters, *both)), ("exclude", sync.exclude)):
                 for pattern in patterns:
                     if not any(matches(name, (pattern,)) for name in names):
@@ -373,6 +374,13 @@ class Synchronizer:
             ValueError: The method clips by norm only, or has shared the gradients under another threshold.
         """
         if not self.clips(optimizer):
+            pieces = self._stream(optimizer).pieces
+            if not by_value and len({sync.shares_gradients for sync, _, _ in pieces}) > 1:
+                raise ValueError(
+                    "gradients cannot be clipped by norm where a method shares some of an optimizer's gradients and"
+                    " leaves the others to each rank: the norm would differ between ranks, and so would what is shared."
+                    " Give the parameters of each an optimizer of their own, or clip by value."
+                )
             self.synchronize(optimizer)
             return False
         if by_value:

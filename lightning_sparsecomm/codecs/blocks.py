@@ -69,11 +69,23 @@ class TopBlocks(Selector):
     def blocks(self, x: Tensor | SparseVector, round: Round) -> Tensor:
         """The numbers of the blocks to send, int64, strictly increasing; arguments as for `select`."""
         starts, firsts = _bounds(round.layout, self.size)
-        energies = _energies(x, starts)
-        nonzero = energies.nonzero().view(-1)
         density = round.density(self.density)
-        if density == 1:
-            return nonzero
+        if isinstance(x, SparseVector):
+            # Of the blocks that are held alone: few of a table's rows.
+            owners = torch.searchsorted(starts.to(x.indices.device), x.indices, right=True) - 1
+            held, counts = torch.unique_consecutive(owners, return_counts=True)
+            some = kernels_for(x.values.device, x.values.dtype).energies(
+                x.values, torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+            )
+            nonzero: Tensor = held[some > 0]
+            if density == 1:
+                return nonzero
+            energies = some.new_zeros(starts.numel() - 1).index_copy_(0, held, some)
+        else:
+            energies = kernels_for(x.device, x.dtype).energies(x, starts.to(x.device))
+            nonzero = energies.nonzero().view(-1)
+            if density == 1:
+                return nonzero
         kernels = kernels_for(energies.device, energies.dtype)
         parts = []
         counts = torch.searchsorted(nonzero, firsts.to(nonzero.device)).diff().tolist()
@@ -112,13 +124,3 @@ def _bounds(layout: Layout, size: int) -> tuple[Tensor, Tensor]:
         parts.append(starts.view(-1) + segment.offset)
         firsts.append(firsts[-1] + parts[-1].numel())
     return torch.cat([*parts, torch.tensor([layout.size])]), torch.tensor(firsts)
-
-
-def _energies(x: Tensor | SparseVector, starts: Tensor) -> Tensor:
-    """The sum of squares of each block, `[blocks]` float64."""
-    if isinstance(x, Tensor):
-        return kernels_for(x.device, x.dtype).energies(x, starts.to(x.device))
-    # Block by block, the non-zeros of a vector of which most elements are not even held.
-    indices, values = x.indices, x.values
-    bounds = torch.searchsorted(indices, starts.to(indices.device))
-    return kernels_for(values.device, values.dtype).energies(values, bounds)

@@ -26,8 +26,8 @@ class BlockReduce(Exchange):
     columns. What memories forget is the blocks that this rank sent, to the bit, in either case: what a sketch gets
     wrong is not fed back (fed back, it would grow from step to step where the sketch is small).
 
-    Bytes handed over: one bit for each block and two for each tensor, then 4 for each element of the union's blocks, or
-    of the sketch; independent of the number of ranks but through the union.
+    Bytes handed over: one bit for each block and two for each tensor (and 30 bytes with `sized_by="rank"`), then 4 for
+    each element of the union's blocks, or of the sketch; independent of the number of ranks but through the union.
 
     Source: S2 Reducer, algorithm 1, where hashes stay the same for all steps; here they are drawn anew in each, and the
     sketch holds the union's elements one after the other. Without a sketch it is what OmniReduce (Fei et al. 2021)
@@ -64,6 +64,10 @@ class BlockReduce(Exchange):
             raise ValueError(
                 f"sized_by must be 'union' (of what any rank sends) or 'rank' (of what one does); got {sized_by!r}."
             )
+        if always_sketch and sketch_ratio is None:
+            raise ValueError(
+                "always_sketch=True needs a sketch_ratio, such as the paper's 0.5; got None, for no sketch."
+            )
         self.blocks = TopBlocks(density=1.0) if blocks is None else blocks
         self.sketch_ratio = sketch_ratio
         self.rows = CountSketch(rows, 1).rows
@@ -77,26 +81,28 @@ class BlockReduce(Exchange):
         mine = values.new_empty(0, dtype=torch.int64)
         if nonfinite_segment is None:
             mine = self.blocks.blocks(x, round)
-        lengths = bounds.diff()
-        agreed = _agree(mine, int(lengths[mine].sum()), lengths.numel(), present, nonfinite_segment, wire)
+        lengths = bounds[mine + 1] - bounds[mine]
+        # Only a sketch that is sized so needs to know how much a rank holds.
+        held = int(lengths.sum()) if self.sketch_ratio is not None and self.sized_by == "rank" else None
+        agreed = _agree(mine, held, bounds.numel() - 1, present, nonfinite_segment, wire)
         if agreed.nonfinite_segment is not None:
             raise NonFiniteGradientError.of(agreed.nonfinite_segment, round)
 
         together = elements(agreed.blocks, bounds)
         packed = values.new_zeros(together.numel())
         # What moves a position in the vector to where it lies among the union's blocks.
-        ends = lengths[agreed.blocks].cumsum(0)
-        shifts = ends - lengths[agreed.blocks] - bounds[agreed.blocks]
+        sizes = bounds[agreed.blocks + 1] - bounds[agreed.blocks]
+        shifts = sizes.cumsum(0) - sizes - bounds[agreed.blocks]
         if isinstance(x, SparseVector):
             owners = torch.searchsorted(bounds, x.indices, right=True) - 1
-            held = torch.isin(owners, mine)
-            sent, owners = SparseVector(x.indices[held], x.values[held], x.size), owners[held]
+            kept = torch.isin(owners, mine)
+            sent, owners = SparseVector(x.indices[kept], x.values[kept], x.size), owners[kept]
             packed[sent.indices + shifts[torch.searchsorted(agreed.blocks, owners)]] = sent.values
         else:
             chosen = elements(mine, bounds)
             sent = SparseVector(chosen, x[chosen], x.numel())
             at = shifts[torch.searchsorted(agreed.blocks, mine)]
-            packed[chosen + torch.repeat_interleave(at, lengths[mine])] = sent.values
+            packed[chosen + torch.repeat_interleave(at, lengths)] = sent.values
         if packed.numel():
             self._average_(packed, agreed.most, round, wire)
         return Exchanged(SparseVector(together, packed, round.layout.size), sent, agreed.present)
@@ -141,11 +147,12 @@ class _Agreed(NamedTuple):
 
 
 def _agree(
-    blocks: Tensor, held: int, count: int, present: Sequence[bool], nonfinite_segment: int | None, wire: Wire
+    blocks: Tensor, held: int | None, count: int, present: Sequence[bool], nonfinite_segment: int | None, wire: Wire
 ) -> _Agreed:
-    """One all-reduce with OR, of a bit for each of `count` blocks, two for each segment, and a number in unary."""
+    """One all-reduce with OR, of a bit for each of `count` blocks, two for each segment, and, if asked for, a number in
+    unary."""
     segments = len(present)
-    level = _level(held)
+    level = 0 if held is None else _level(held)
     numbers = torch.tensor(
         [
             *(count + i for i, here in enumerate(present) if here),
@@ -156,7 +163,7 @@ def _agree(
         device=blocks.device,
     )
     kernels = position_kernels_for(blocks.device)
-    size = count + 2 * segments + _LEVELS
+    size = count + 2 * segments + (0 if held is None else _LEVELS)
     bitmap = wire.all_reduce_or_(kernels.write_bitmap(torch.cat([blocks, numbers]), size))
     found = kernels.read_bitmap(bitmap, size).indices
     others = found[int(torch.searchsorted(found, count)) :].sub(count).tolist()

@@ -28,7 +28,7 @@ class RecursiveDoubling(Exchange):
     and bit-equal on all ranks, since all add in the same order.
 
     Bytes handed over: in each of the r rounds 8 for each element of the sum so far, at most 4 for each of the vector,
-    and 40 of headers.
+    and 40 of headers; once more by a rank that gives one of the others the sum. These others hand over what they have.
 
     Source: SparCML (Renggli et al. 2019), sparse all-reduce by recursive doubling, with the switch to dense vectors at
     half of the elements.

@@ -33,9 +33,10 @@ EXACT: dict[str, Exchange] = {
     "gathered_blocks": Gather(SparseCodec(TopBlocks(0.2, 6), Float32(), Runs())),
     "recursive_doubling": RecursiveDoubling(TopK(0.05)),
     "recursive_doubling_of_all": RecursiveDoubling(TopK(1.0)),
-    "sketched_top_k": SketchedTopK(0.05, columns=2000),
-    "sketched_top_k_float16": SketchedTopK(0.05, columns=2000, wire_dtype="float16"),
-    "sketched_top_k_bfloat16": SketchedTopK(k=20, rows=4, columns=2000, wire_dtype="bfloat16"),
+    "sketched_top_k": SketchedTopK(0.05, columns=2000, always_sketch=True),
+    "sketched_top_k_float16": SketchedTopK(0.05, columns=2000, wire_dtype="float16", always_sketch=True),
+    "sketched_top_k_bfloat16": SketchedTopK(k=20, rows=4, columns=2000, wire_dtype="bfloat16", always_sketch=True),
+    "sketched_top_k_of_most": SketchedTopK(0.3),
 }
 ESTIMATED: dict[str, Exchange] = {
     "sketched_blocks": BlockReduce(TopBlocks(0.2, 6), sketch_ratio=0.5),
@@ -140,16 +141,23 @@ def test_a_sketch_costs_the_same_with_any_number_of_ranks(tmp_path: Path, exchan
             assert rank.handed_bytes == expected
 
 
+def test_a_sketch_never_costs_more_than_everything(tmp_path: Path) -> None:
+    for exchange in (SketchedTopK(0.3), SketchedTopK(k=LAYOUT.size), SketchedTopK(0.01, rows=90)):
+        for rank in run_ranks(tmp_path, 3, _round, exchange, "plain"):
+            assert rank.handed_bytes == 4 * (LAYOUT.size + 3)
+
+
 def test_bytes_of_blocks(tmp_path: Path) -> None:
-    """A bit for each block and two for each tensor, 240 of a count; then what the union holds, or half as much."""
-    bitmap = -(-(40 + 8 * 5 + 1 + 2 * 3 + 240) // 8)
+    """A bit for each block and two for each tensor; then what the union holds, or half as much."""
+    bitmap = -(-(40 + 8 * 5 + 1 + 2 * 3) // 8)
     for ratio in (None, 0.5, 1.0):
         exchange = BlockReduce(TopBlocks(0.2, 6), ratio)
         ranks = run_ranks(tmp_path, 3, _round, exchange, "plain")
         union = int(np.any([rank.sent != 0 for rank in ranks], axis=0).sum())
         for rank in ranks:
             assert rank.handed_bytes == bitmap + 4 * (-(-union // 2) if ratio == 0.5 else union)
-    # Of the rank that has most, whose elements are counted up to an eighth too high.
+    # Of the rank that has most, whose elements are counted up to an eighth too high, in 240 bits.
+    bitmap = -(-(40 + 8 * 5 + 1 + 2 * 3 + 240) // 8)
     exchange = BlockReduce(TopBlocks(0.2, 6), 0.5, sized_by="rank")
     ranks = run_ranks(tmp_path, 3, _round, exchange, "plain")
     most = max(int((rank.sent != 0).sum()) for rank in ranks)
@@ -184,7 +192,7 @@ def _search(rank: int, sketch: Exchange, oracle: bool) -> np.ndarray:
 
 
 def test_a_sketch_large_enough_finds_the_true_top_k(tmp_path: Path) -> None:
-    found = run_ranks(tmp_path, 3, _search, SketchedTopK(0.05, columns=5000), False)
+    found = run_ranks(tmp_path, 3, _search, SketchedTopK(0.05, columns=5000, always_sketch=True), False)
     expected = run_ranks(tmp_path, 3, _search, SketchedTopK(0.05), True)
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-6, atol=0)
 
@@ -238,7 +246,9 @@ def test_estimates_are_unbiased_since_hashes_change(tmp_path: Path) -> None:
         (lambda: SketchedTopK(rows=0), "rows must be .*at least 1.*got 0"),
         (lambda: SketchedTopK(columns=0), "columns must be .*at least 1.*got 0"),
         (lambda: SketchedTopK(candidates=0.5), "candidates must be at least 1.*got 0.5.*16 to 36"),
-        (lambda: SketchedTopK(wire_dtype="int8"), "wire_dtype must be one of same.*got 'int8'"),
+        (lambda: SketchedTopK(wire_dtype="int8"), "sketch_dtype must be one of same, float16, bfloat16; got 'int8'"),
+        (lambda: SketchedTopK(0.1, k=5), "density and k both say how many.*got 0.1 and 5. Give one"),
+        (lambda: BlockReduce(always_sketch=True), "always_sketch=True needs a sketch_ratio.*got None"),
     ],
 )
 def test_refuses(make: Any, message: str) -> None:

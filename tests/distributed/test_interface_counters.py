@@ -311,8 +311,8 @@ TRAFFIC = {
     "dense_bfloat16": Traffic(DenseAllReduce("bfloat16"), 2 * DENSE),
     "top_k": Traffic(Gather(SparseCodec(TopK(0.5))), PADDED_BYTES, gathers=True),
     "sketched_top_k": Traffic(SketchedTopK(0.1, columns=6000, candidates=2), 4 * (5 * 6000 + 2 + 12_000)),
-    # No block of 90 elements is zero; 240 bits count them.
-    "blocks": Traffic(BlockReduce(), 4 * ELEMENTS + (600 + 24 + 2 * 2 + 240 + 7) // 8),
+    # No block of 90 elements is zero.
+    "blocks": Traffic(BlockReduce(), 4 * ELEMENTS + (600 + 24 + 2 * 2 + 7) // 8),
     # All ranks hold the same positions. Before each payload its length.
     "recursive_doubling": Traffic(RecursiveDoubling(TopK(0.5)), 8 + PAYLOAD_HEADER_BYTES + 8 * NON_ZERO, pairs=True),
 }

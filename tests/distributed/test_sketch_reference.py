@@ -55,7 +55,7 @@ class Sketch:
         (4, 30, 2, {"density": 0.1}, 0.9),
         (1, 20, 3, {"momentum_masking": False, "density": 0.02}, 0.5),
         # Large enough to miss nothing, and with all elements for candidates.
-        (5, 3000, 1000, {}, 0.9),
+        (5, 3000, 1000, {"always_sketch": True}, 0.9),
     ],
 )
 def test_sketched_sgd(

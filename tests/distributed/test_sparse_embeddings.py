@@ -10,7 +10,16 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from lightning_sparsecomm.method import Method
-from lightning_sparsecomm.methods import dense, dgc, gradient_dropping, s2_reducer, sketched_sgd, split
+from lightning_sparsecomm.methods import (
+    dense,
+    dgc,
+    federated_averaging,
+    gradient_dropping,
+    s2_reducer,
+    sbc,
+    sketched_sgd,
+    split,
+)
 from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
 from tests import laws
 from tests.distributed.recording import recorded
@@ -138,3 +147,62 @@ def test_methods_that_cannot_take_them_say_what_can(method: Method) -> None:
         Exception, match=r"the gradient of 'table.weight' is sparse .*methods.split\(\['table.weight'\]"
     ):
         trainer.fit(Bag(True), torch.utils.data.DataLoader([(torch.zeros(6), 0)]))
+
+
+def test_what_is_left_out_goes_whole_and_stays_sparse(tmp_path: Path) -> None:
+    ddp = fit(tmp_path / "ddp", scenario(True), 2)
+    ours = fit(tmp_path / "ours", scenario(True), 2, s2_reducer(exclude=["*"]))
+    laws.equal_to_round_off(ours[0], ddp[0], 2e-6)
+
+
+def test_clipping_is_taken_over_for_both_parts(tmp_path: Path) -> None:
+    """dgc clips each rank's own gradient, so the Trainer does not clip: then its companion must clip too."""
+    start = Bag(False).state_dict()
+    method = split(["table.*", "tags.*"], EXACT, dgc(1.0, warmup_steps=0, momentum_masking=False))
+    clipped = Scenario(lambda: Bag(False), {"gradient_clip_val": 1e-5}, steps=5)
+    ranks = fit(tmp_path, clipped, 2, method)
+    laws.replicas_are_equal(ranks)
+    for name, tensor in start.items():
+        moved = (ranks[0]["weights"][name] - tensor).norm()
+        assert 0 < moved <= 5 * 0.5 * 1e-5 * 2**0.5 * 1.01, name
+
+
+@pytest.mark.parametrize("rest", [sbc(every=2), federated_averaging(every=2)], ids=["sbc", "federated_averaging"])
+def test_a_norm_that_would_differ_between_ranks_is_refused(tmp_path: Path, rest: Method) -> None:
+    method = split(["table.*", "tags.*"], s2_reducer(sketch_ratio=None), rest)
+    ranks = fit(tmp_path / "unclipped", Scenario(lambda: Bag(False), steps=5), 2, method)
+    laws.replicas_are_equal(ranks)
+    with pytest.raises(Exception, match="gradients cannot be clipped by norm where a method shares some"):
+        fit(tmp_path / "clipped", Scenario(lambda: Bag(False), {"gradient_clip_val": 0.1}, steps=5), 2, method)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        split(["table.*", "tags.*"], split(["table.*"], EXACT, gradient_dropping(1.0)), dense()),
+        split(["table.*"], EXACT, split(["head.*"], gradient_dropping(1.0), dense())),
+        split(["*.weight"], split(["table.*"], EXACT, gradient_dropping(1.0)), dense()),
+        split(["t*"], split(["*.weight"], EXACT, dense()), split(["*.bias"], dense(), gradient_dropping(1.0))),
+    ],
+)
+def test_splits_of_splits(tmp_path: Path, method: Method) -> None:
+    ddp = fit(tmp_path / "ddp", scenario(False), 2)
+    ours = fit(tmp_path / "ours", scenario(False), 2, method)
+    laws.equal_to_round_off(ours[0], ddp[0], 2e-6)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: split("table.*", EXACT, dense()),
+            r"parameters must be a list of patterns.*got 'table.\*'. Use \['emb",
+        ),
+        (lambda: split([], EXACT, dense()), r"parameters must be a list of patterns of names, not empty; got \[\]"),
+        (lambda: split(["table.*"], "dgc", dense()), "method must be a Method, such as methods.dgc.*got 'dgc'"),
+        (lambda: split(["table.*"], dense(), dense), "rest must be a Method"),
+    ],
+)
+def test_split_refuses(make: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        make()
