@@ -1,5 +1,6 @@
 """Collectives, and the ledger of what they moved. The only file that imports torch.distributed."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,6 +10,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket as GradBucket
 
 Collective = Literal["all_reduce", "all_gather", "broadcast", "send"]
+CheckLength = Callable[[int, int], None]
+"""Refuses, by an exception, the length of what a rank is about to send; is given both."""
 
 # Ledger rows. The first three are ours; a ratio is computed from them alone.
 GRADIENTS = "gradients"
@@ -174,17 +177,19 @@ class Wire:
 
     def send(self, payload: Tensor, rank: int, row: str | None = None) -> None:
         """Sends `payload` (`[bytes]` uint8) to one rank, which calls `receive`; before it its length, 8 bytes."""
-        self._meet(rank, payload, None, row)
+        self._meet(rank, payload, None, None, row)
 
-    def receive(self, rank: int, device: torch.device) -> Tensor:
-        """The payload that one rank sends."""
-        return self._meet(rank, None, device, None)
+    def receive(self, rank: int, device: torch.device, check: CheckLength) -> Tensor:
+        """The payload that one rank sends; `check` is given its length and the rank before it is made room for."""
+        return self._meet(rank, None, device, check, None)
 
-    def swap(self, payload: Tensor, rank: int, row: str | None = None) -> Tensor:
-        """Sends `payload` (`[bytes]` uint8) to a rank that does the same, and gives what that sent."""
-        return self._meet(rank, payload, payload.device, row)
+    def swap(self, payload: Tensor, rank: int, check: CheckLength, row: str | None = None) -> Tensor:
+        """Sends `payload` (`[bytes]` uint8) to a rank that does the same, and gives what that sent, as `receive`."""
+        return self._meet(rank, payload, payload.device, check, row)
 
-    def _meet(self, rank: int, payload: Tensor | None, device: torch.device | None, row: str | None) -> Tensor:
+    def _meet(
+        self, rank: int, payload: Tensor | None, device: torch.device | None, check: CheckLength | None, row: str | None
+    ) -> Tensor:
         peer = rank if self.group is None else dist.get_global_rank(self.group, rank)
         received = torch.zeros(1, dtype=torch.int64, device=device)
         for part in ("length", "payload"):
@@ -195,6 +200,8 @@ class Wire:
                 operations.append(dist.P2POp(dist.isend, going, peer, self.group))
             if device is not None:
                 if part == "payload":
+                    assert check is not None
+                    check(int(received), rank)
                     received = torch.empty(int(received), dtype=torch.uint8, device=device)
                 operations.append(dist.P2POp(dist.irecv, received, peer, self.group))
             for work in dist.batch_isend_irecv(operations):

@@ -15,7 +15,16 @@ from lightning_sparsecomm.codecs.indices import (
     Runs,
 )
 from lightning_sparsecomm.codecs.one_sided import OneSidedTopK
-from lightning_sparsecomm.codecs.payload import HEADER_BYTES, Envelope, PayloadError, open_envelope, seal, sealed_bytes
+from lightning_sparsecomm.codecs.payload import (
+    HEADER_BYTES,
+    Envelope,
+    PayloadError,
+    check_length,
+    most_bytes,
+    open_envelope,
+    seal,
+    sealed_bytes,
+)
 from lightning_sparsecomm.codecs.selectors import Selector, TopK
 from lightning_sparsecomm.codecs.sketch import CountSketch
 from lightning_sparsecomm.codecs.sparse import SparseCodec, decode_sparse, encode_sparse
@@ -57,8 +66,10 @@ __all__ = [
     "TopK",
     "TwoBit",
     "ValueCodec",
+    "check_length",
     "decode_sparse",
     "encode_sparse",
+    "most_bytes",
     "open_envelope",
     "seal",
     "sealed_bytes",

@@ -29,7 +29,7 @@ class Compressor(ABC):
                 they are not known. They change nothing but the time it takes.
 
         Returns:
-            `[bytes]` uint8 on the device of `x`.
+            `[bytes]` uint8 on the device of `x`; at most 32, and 16 more for each element of `x`.
         """
 
     @abstractmethod

@@ -17,6 +17,9 @@ _SOME_ABSENT = 1
 _NONFINITE = 2
 _SEGMENT_BYTES = 4
 _MAX_LENGTH = 2**32 - 1
+# No sparse body is longer: it has a head of 16 bytes, and for each element at most 5 of position and 8 of value.
+_BODY_BYTES = 32
+_ELEMENT_BYTES = 16
 
 
 class PayloadError(RuntimeError):
@@ -40,6 +43,25 @@ class Envelope(NamedTuple):
 def sealed_bytes(body_bytes: int, layout: Layout) -> int:
     """The length that no envelope around a body of at most `body_bytes` exceeds, whatever its flags."""
     return HEADER_BYTES + _bitmap_bytes(layout) + max(body_bytes, _SEGMENT_BYTES)
+
+
+def most_bytes(layout: Layout) -> int:
+    """The length that no envelope for this layout exceeds, whatever is sent and by what method: 16 bytes for each
+    element, and a few. A compressor may write no more, for receivers believe no greater length."""
+    return sealed_bytes(_BODY_BYTES + _ELEMENT_BYTES * layout.size, layout)
+
+
+def check_length(length: int, most: int, rank: int) -> None:
+    """Refuses a length that arrived ahead of its payload, before anything is allocated by it.
+
+    Raises:
+        PayloadError: It is less than an envelope's header, or more than `most`.
+    """
+    if not HEADER_BYTES <= length <= most:
+        raise PayloadError(
+            f"rank {rank}'s payload: length, sent ahead of it, is {length}, expected {HEADER_BYTES} to {most}: it was"
+            " damaged on its way, or the ranks train different parameters."
+        )
 
 
 def seal(envelope: Envelope, layout: Layout) -> Tensor:

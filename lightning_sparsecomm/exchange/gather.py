@@ -6,7 +6,15 @@ import torch
 from torch import Tensor
 
 from lightning_sparsecomm.codecs.compressor import Compressor
-from lightning_sparsecomm.codecs.payload import Envelope, PayloadError, open_envelope, seal, sealed_bytes
+from lightning_sparsecomm.codecs.payload import (
+    Envelope,
+    PayloadError,
+    check_length,
+    most_bytes,
+    open_envelope,
+    seal,
+    sealed_bytes,
+)
 from lightning_sparsecomm.compensation import Wanted
 from lightning_sparsecomm.exchange.base import Exchange, Exchanged, NonFiniteGradientError, Outgoing
 from lightning_sparsecomm.layout import SparseVector, mean
@@ -60,8 +68,11 @@ class Gather(Exchange):
         if bound is not None:
             capacity = sealed_bytes(bound, round.layout)
         else:
-            lengths = wire.all_gather(torch.tensor([payload.numel()], device=payload.device))
-            capacity = int(lengths.max())
+            lengths = wire.all_gather(torch.tensor([payload.numel()], device=payload.device)).view(-1).tolist()
+            # All ranks see the same lengths, so all refuse the same one.
+            for rank, length in enumerate(lengths):
+                check_length(length, most_bytes(round.layout), rank)
+            capacity = max(lengths)
         padded = payload.new_zeros(capacity)
         padded[: payload.numel()] = payload
         return wire.all_gather(padded)

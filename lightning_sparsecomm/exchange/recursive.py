@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparsecomm.codecs.indices import Raw32
-from lightning_sparsecomm.codecs.payload import Envelope, PayloadError, open_envelope, seal
+from lightning_sparsecomm.codecs.payload import Envelope, PayloadError, check_length, most_bytes, open_envelope, seal
 from lightning_sparsecomm.codecs.selectors import Selector
 from lightning_sparsecomm.codecs.sparse import decode_sparse, encode_sparse
 from lightning_sparsecomm.codecs.values import Float32, Float64
@@ -59,16 +59,20 @@ class RecursiveDoubling(Exchange):
 
     def _sum_over_ranks(self, held: "_Held", layout: Layout, wire: Wire) -> "_Held":
         rank, world_size, device = wire.rank, wire.world_size, held.vector.values.device
+
+        def check(length: int, sender: int) -> None:
+            check_length(length, most_bytes(layout), sender)
+
         paired = 1 << (world_size.bit_length() - 1)
         if rank >= paired:
             wire.send(held.written(layout), rank - paired)
-            return held.read(wire.receive(rank - paired, device), layout, rank - paired)
+            return held.read(wire.receive(rank - paired, device, check), layout, rank - paired)
         follower = rank + paired if rank + paired < world_size else None
         if follower is not None:
-            held = held + held.read(wire.receive(follower, device), layout, follower)
+            held = held + held.read(wire.receive(follower, device, check), layout, follower)
         for bit in range(paired.bit_length() - 1):
             peer = rank ^ 1 << bit
-            other = held.read(wire.swap(held.written(layout), peer), layout, peer)
+            other = held.read(wire.swap(held.written(layout), peer, check), layout, peer)
             held = held + other if rank < peer else other + held
         if follower is not None:
             wire.send(held.written(layout), follower)

@@ -6,15 +6,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_sparsecomm.channel import Channel
-from lightning_sparsecomm.codecs import Float32, Runs, SparseCodec, TopBlocks, TopK
+from lightning_sparsecomm.codecs import Float32, Golomb, PayloadError, Runs, SparseCodec, TopBlocks, TopK, most_bytes
 from lightning_sparsecomm.exchange import (
     BlockReduce,
     Exchange,
     Gather,
     NonFiniteGradientError,
+    Outgoing,
     RecursiveDoubling,
     SketchedTopK,
 )
@@ -178,6 +180,54 @@ def test_bytes_of_recursive_doubling(tmp_path: Path) -> None:
     ranks = run_ranks(tmp_path, 4, _round, RecursiveDoubling(TopK(0.45)), "plain")
     # The union of two ranks is more than half of all, so the second round is dense.
     assert all(rank.handed_bytes == 2 * head + 8 * int((rank.sent != 0).sum()) + 4 * n for rank in ranks)
+
+
+class Lying(Wire):
+    """Rank 1 says of its payload another length than it has; the payload itself is never sent."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.length = length
+
+    def all_gather(self, tensor: Tensor, row: str | None = None) -> Tensor:
+        assert tensor.dtype == torch.int64, "payloads were made room for"
+        return super().all_gather(torch.tensor([self.length]) if self.rank == 1 else tensor, row)
+
+    def _meet(self, rank: int, payload: Tensor | None, *args: Any) -> Tensor:
+        if self.rank == 1 and payload is not None:
+            theirs = torch.zeros(1, dtype=torch.int64)
+            lengths = [dist.P2POp(dist.isend, torch.tensor([self.length]), rank), dist.P2POp(dist.irecv, theirs, rank)]
+            for work in dist.batch_isend_irecv(lengths):
+                work.wait()
+            raise PayloadError("not sent")
+        return super()._meet(rank, payload, *args)
+
+
+def _lied_to(rank: int, exchange: Exchange, lengths: list[int]) -> list[str]:
+    messages = []
+    for length in lengths:
+        x = torch.cat([gradient.view(-1) for gradient in gradients_of(rank, "plain") if gradient is not None])
+        with pytest.raises(PayloadError) as raised:
+            exchange.run(Outgoing(x, [True] * 3), Round(LAYOUT, 3, world_size=2, rank=rank), Lying(length))
+        messages.append(str(raised.value))
+    return messages
+
+
+MOST = 16 + 1 + 32 + 16 * LAYOUT.size
+LENGTHS = [-(2**63), -1, 0, 15, MOST + 1, 2**40, 2**63 - 1]
+
+
+def test_all_ranks_refuse_a_length_that_no_payload_has(tmp_path: Path) -> None:
+    assert most_bytes(LAYOUT) == MOST
+    for messages in run_ranks(tmp_path, 2, _lied_to, Gather(SparseCodec(TopK(0.05), indices=Golomb())), LENGTHS):
+        for message, length in zip(messages, LENGTHS):
+            assert message.startswith(f"rank 1's payload: length, sent ahead of it, is {length}, expected 16 to {MOST}")
+
+
+def test_the_receiver_refuses_a_length_that_no_payload_has(tmp_path: Path) -> None:
+    messages, _ = run_ranks(tmp_path, 2, _lied_to, RecursiveDoubling(TopK(0.05)), LENGTHS)
+    for message, length in zip(messages, LENGTHS):
+        assert message.startswith(f"rank 1's payload: length, sent ahead of it, is {length}, expected 16 to {MOST}")
 
 
 def _search(rank: int, sketch: Exchange, oracle: bool) -> np.ndarray:
