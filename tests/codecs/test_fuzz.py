@@ -1,0 +1,398 @@
+"""Payloads that somebody altered: each is refused by a PayloadError or decoded soundly, in bounded time and memory."""
+
+import os
+import random
+import re
+import resource
+import struct
+import subprocess
+import sys
+import time
+import tracemalloc
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_sparsecomm.codecs import (
+    INDEX_CODECS,
+    VALUE_CODECS,
+    Auto,
+    Bitmap,
+    Envelope,
+    IndexCoding,
+    PayloadError,
+    TwoBit,
+    ValueCodec,
+    decode_sparse,
+    encode_sparse,
+    most_bytes,
+    open_envelope,
+    seal,
+)
+from lightning_sparsecomm.codecs.indices import bits, words
+from lightning_sparsecomm.kernels import PositionKernels, positions_cpu
+from lightning_sparsecomm.kernels.positions_cpu import CpuPositionKernels
+from lightning_sparsecomm.layout import MAX_SIZE, Layout, SparseVector
+
+ROOT = Path(__file__).parents[2]
+INDICES: list[IndexCoding] = [*INDEX_CODECS.values(), Auto()]
+VALUES: list[ValueCodec] = [*VALUE_CODECS.values(), TwoBit(1), TwoBit(255)]
+LAYOUTS = [
+    Layout([]),
+    Layout([("scale", ())]),
+    Layout([("weight", (2, 3)), ("empty", (0,)), ("bias", (2,)), ("scale", ())]),
+    Layout([(f"p{i}", (i,)) for i in range(20)]),
+    Layout([("weight", (70_000,)), ("bias", (3,))]),
+    Layout([("weight", (MAX_SIZE - 3,)), ("bias", (3,))]),
+]
+HUGE = LAYOUTS[-1]
+KERNELS: list[PositionKernels] = [CpuPositionKernels(), PositionKernels()]
+
+# Of all that is allocated in a decode, which is more than is held at once. The reference for Golomb codes takes most:
+# some 500 bytes for each byte, and 64 for each doubling of its pointers.
+BYTES_PER_BYTE, BYTES_PER_ELEMENT, BYTES_BESIDES = 4096, 64, 65_536
+SECONDS, SECONDS_PER_BYTE = 2.0, 1e-4
+
+CANARY, GUARD = 0xA5, 64
+
+
+class Outcome(NamedTuple):
+    """What a receiver makes of a payload: elements, or the words of a PayloadError."""
+
+    indices: Tensor | None
+    values: Tensor | None
+    message: str
+
+
+class Guarded:
+    """numpy, with a guard zone before and behind every array that a kernel is given to write to."""
+
+    def __init__(self) -> None:
+        self.zones: list[np.ndarray] = []
+        self.allocated_bytes = 0
+
+    def empty(self, count: int, dtype: Any) -> np.ndarray:
+        self.allocated_bytes += count * np.dtype(dtype).itemsize
+        guard = GUARD // np.dtype(dtype).itemsize
+        whole = np.empty(count + 2 * guard, dtype)
+        zones = whole[:guard], whole[guard + count :]
+        for zone in zones:
+            zone.view(np.uint8)[:] = CANARY
+        self.zones.extend(zones)
+        return whole[guard : guard + count]
+
+    def zeros(self, count: int, dtype: Any) -> np.ndarray:
+        array = self.empty(count, dtype)
+        array[:] = 0
+        return array
+
+    def check(self) -> None:
+        assert all((zone.view(np.uint8) == CANARY).all() for zone in self.zones), "written out of range"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(np, name)
+
+
+class Allocations(TorchDispatchMode):
+    """Adds up the memory of all tensors that operations make."""
+
+    allocated_bytes = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        given = {tensor.untyped_storage().data_ptr() for tensor in tensors_in((args, kwargs))}
+        for tensor in tensors_in(result):
+            if tensor.untyped_storage().data_ptr() not in given:
+                self.allocated_bytes += tensor.untyped_storage().nbytes()
+        return result
+
+
+def tensors_in(tree: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
+
+
+@contextmanager
+def kernels_in_use(kernels: PositionKernels) -> Iterator[Guarded]:
+    def chosen(device: torch.device) -> PositionKernels:
+        return kernels
+
+    guarded = Guarded()
+    with (
+        mock.patch.object(bits, "position_kernels_for", chosen),
+        mock.patch.object(words, "position_kernels_for", chosen),
+        mock.patch.object(positions_cpu, "np", guarded),
+    ):
+        yield guarded
+    guarded.check()
+
+
+def received(
+    kernels: PositionKernels, decode: Callable[[], SparseVector | None], measured: bool
+) -> tuple[Outcome, int, float]:
+    """What becomes of a payload; how many bytes were allocated for it, all of them if `measured`; and seconds."""
+    allocations = Allocations()
+    if measured:
+        tracemalloc.start()
+    begun = time.thread_time()
+    try:
+        with kernels_in_use(kernels) as guarded, allocations if measured else nullcontext():
+            vector = decode()
+        outcome = Outcome(None, None, "") if vector is None else Outcome(vector.indices, vector.values, "")
+    except PayloadError as error:
+        outcome = Outcome(None, None, str(error))
+    seconds = time.thread_time() - begun
+    allocated = allocations.allocated_bytes + guarded.allocated_bytes
+    if measured:
+        allocated += tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    return outcome, allocated, seconds
+
+
+def examine(data: bytes, layout: Layout, sealed: bool, measured: bool) -> Outcome:
+    """Decodes `data`, an envelope or a bare body, with both kernels, and asserts all that is promised."""
+    payload = tensor_of(data)
+
+    def decode() -> SparseVector | None:
+        if not sealed:
+            return decode_sparse(payload, layout.size)
+        envelope = open_envelope(payload, layout, rank=0)
+        return None if envelope.nonfinite_segment is not None else decode_sparse(envelope.body, layout.size)
+
+    outcomes = []
+    for kernels in KERNELS:
+        outcome, allocated, seconds = received(kernels, decode, measured)
+        count = 0 if outcome.indices is None else outcome.indices.numel()
+        assert seconds < SECONDS + SECONDS_PER_BYTE * (len(data) + (layout.size if layout is not HUGE else count))
+        # Of the longest vector so few elements are sent that what stands for all of it would be noticed.
+        elements = layout.size if layout is not HUGE else count
+        assert allocated <= BYTES_PER_BYTE * len(data) + BYTES_PER_ELEMENT * elements + BYTES_BESIDES
+        outcomes.append(outcome)
+    ours, reference = outcomes
+    assert ours.message == reference.message
+    if ours.indices is not None and ours.values is not None:
+        assert torch.equal(ours.indices, reference.indices) and torch.equal(ours.values, reference.values)
+        assert ours.indices.dtype == torch.int64 and ours.values.dtype in (torch.float32, torch.float64)
+        assert ours.indices.numel() == ours.values.numel() <= layout.size
+        if ours.indices.numel():
+            assert int(ours.indices[0]) >= 0 and int(ours.indices[-1]) < layout.size
+        assert bool((ours.indices.diff() > 0).all())
+        assert bool(ours.values.isfinite().all())
+        if layout.size < 1000:
+            body = data if not sealed else bytes(open_envelope(payload, layout, rank=0).body.tolist())
+            assert elements_of(body) == dict(zip(ours.indices.tolist(), ours.values.tolist()))
+    return ours
+
+
+def elements_of(body: bytes) -> dict[int, float]:
+    """What the decoder in the document makes of a body."""
+    envelope = struct.pack("<2sBBII", b"LS", 1, 0, 0, len(body))
+    return documented()(envelope + struct.pack("<I", zlib.crc32(envelope + body)) + body, 0)[4]
+
+
+@cache
+def documented() -> Callable[[bytes, int], Any]:
+    (source,) = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs" / "formats.md").read_text(encoding="utf-8"), re.DOTALL
+    )
+    names: dict[str, Any] = {}
+    exec(source, names)
+    return names["decode"]
+
+
+def tensor_of(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+# Payloads
+
+
+@cache
+def sound_bodies(layout: Layout) -> list[bytes]:
+    """Of every codec for positions with every codec for values: no elements, one, some, all but one, all."""
+    chance = random.Random(layout.size)
+    size = layout.size
+    bodies = []
+    for indices, values in product(INDICES, VALUES):
+        if layout is HUGE and indices == Bitmap():
+            continue
+        for count in {0, 1, size // 100, size // 3, size - 1, size} if layout is not HUGE else {0, 1, 40}:
+            if not 0 <= count <= min(size, 1000 if size > 1000 else size):
+                continue
+            chosen = torch.tensor(sorted(chance.sample(range(size), count)), dtype=torch.int64)
+            numbers = torch.tensor([chance.gauss(0, 1) for _ in range(count)])
+            body = encode_sparse(SparseVector(chosen, numbers, size), layout, values, indices)
+            assert body.numel() <= most_bytes(layout)
+            bodies.append(bytes(body.tolist()))
+    return bodies
+
+
+def interesting(size: int, chance: random.Random) -> int:
+    """A 32-bit number that a field may be, or just may not."""
+    near = chance.choice([0, 1, 8, 16, size, size // 2, 2**16, 2**31, 2**32 - 1]) + chance.randint(-2, 2)
+    return min(max(near, 0), 2**32 - 1)
+
+
+def noise(chance: random.Random, most: int) -> bytes:
+    length = chance.randint(0, most)
+    return chance.choice([bytes(length), b"\xff" * length, bytes(chance.getrandbits(8) for _ in range(length))])
+
+
+def altered(data: bytes, bodies: Sequence[bytes], size: int, chance: random.Random) -> bytes:
+    """`data` with one thing wrong, or right after all."""
+    at = chance.randint(0, len(data))
+    kind = chance.randint(-2, 9)
+    if kind < 0:
+        # Most likely a value: another one, if it is finite.
+        at = chance.randint(max(0, len(data) - 12), len(data))
+    if kind <= 2 and at < len(data):
+        change = 1 << chance.randint(0, 7) if kind < 2 else chance.randint(1, 255)
+        return data[:at] + bytes([data[at] ^ change]) + data[at + 1 :]
+    if kind == 3:
+        return data[:at]
+    if kind == 4:
+        return data + noise(chance, 20)
+    if kind == 5:
+        end = chance.randint(at, len(data))
+        return data[:at] + chance.choice([b"", data[at:end] * 2, noise(chance, 10)]) + data[end:]
+    if kind == 6:
+        return data[:at] + struct.pack("<I", interesting(size, chance)) + data[at + 4 :]
+    other = chance.choice(bodies)
+    if kind == 7:
+        # The head of one and the sections of another, or the positions of one and the values of another.
+        cut = chance.choice([16, 16 + int.from_bytes(data[12:16], "little"), at])
+        behind = chance.choice([16, 16 + int.from_bytes(other[12:16], "little"), cut])
+        return data[:cut] + other[behind:]
+    count, index_bytes = interesting(size, chance), interesting(len(other), chance)
+    if kind == 8:
+        count, index_bytes = chance.choice([count, int.from_bytes(other[8:12], "little")]), len(other) // 2
+    codes = chance.choice([*INDEX_CODECS, 0, 9]), chance.choice([*VALUE_CODECS, 0, 9])
+    parameters = chance.choice([0, 0, other[2], chance.randint(0, 40)]), chance.choice([0, 64, chance.randint(0, 255)])
+    head = struct.pack("<BBBBIII", *codes, *parameters, chance.choice([size] * 9 + [count]), count, index_bytes)
+    return head + chance.choice([other[16:], noise(chance, 60)])
+
+
+def forged(content: bytes, layout: Layout, chance: random.Random) -> bytes:
+    """An envelope whose checksum is right, whatever its fields say."""
+    flags = chance.choice([0, 1, 2, 3, chance.randint(0, 255)])
+    length = chance.choice([len(content)] * 9 + [interesting(len(content), chance)])
+    fingerprint = chance.choice([layout.fingerprint] * 9 + [chance.getrandbits(32)])
+    head = struct.pack("<2sBBII", b"LS", chance.choice([1] * 9 + [2]), flags, fingerprint, length)
+    return head + struct.pack("<I", zlib.crc32(content[:length], zlib.crc32(head))) + content
+
+
+def present_bitmap(layout: Layout, chance: random.Random) -> bytes:
+    size = (len(layout.segments) + 7) // 8
+    return chance.getrandbits(len(layout.segments)).to_bytes(size, "little")
+
+
+def payload_of(layout: Layout, chance: random.Random) -> tuple[bytes, bool]:
+    """Bytes from somewhere, and whether they are a whole envelope."""
+    bodies = sound_bodies(layout)
+    data = chance.choice(bodies)
+    kind = chance.randint(0, 9)
+    if kind == 0:
+        segments = len(layout.segments)
+        nonfinite = chance.randrange(segments) if segments and chance.random() < 0.2 else None
+        present = [chance.random() < 0.5 for _ in range(segments)]
+        whole = bytes(seal(Envelope(tensor_of(data), present, nonfinite), layout).tolist())
+        return altered(whole, bodies, layout.size, chance), True
+    for _ in range(chance.choice([1, 1, 1, 2, 3])):
+        data = altered(data, bodies, layout.size, chance)
+    if kind <= 2:
+        return forged(chance.choice([b"", present_bitmap(layout, chance)]) + data, layout, chance), True
+    return data, False
+
+
+@settings(max_examples=60)
+@given(st.sampled_from(LAYOUTS), st.randoms(use_true_random=False))
+def test_altered_payloads_are_refused_or_sound(layout: Layout, chance: random.Random) -> None:
+    for measured in (True, False, False):
+        data, sealed = payload_of(layout, chance)
+        examine(data, layout, sealed, measured)
+
+
+def test_unaltered_payloads_are_taken() -> None:
+    for layout in LAYOUTS:
+        for i, body in enumerate(sound_bodies(layout)):
+            assert examine(body, layout, sealed=False, measured=i % 20 == 0).message == ""
+
+
+def test_guards_notice_a_kernel_that_writes_too_far() -> None:
+    class Careless(CpuPositionKernels):
+        def read_bitmap(self, section: Tensor, count: int) -> Any:
+            parsed = super().read_bitmap(section, count)
+            # It has room for one more than its count.
+            np.lib.stride_tricks.as_strided(parsed.indices.numpy(), (count + 2,))[count + 1] = 7
+            return parsed
+
+    with pytest.raises(AssertionError, match="written out of range"), kernels_in_use(Careless()):
+        Bitmap().decode(tensor_of(b"\x05"), 2, 8, 0)
+
+
+def test_allocations_are_noticed() -> None:
+    section = torch.zeros(8, dtype=torch.uint8)
+    with Allocations() as allocations:
+        section.view(torch.int32)
+        torch.zeros(1000, dtype=torch.int64)
+    assert allocations.allocated_bytes == 8000
+
+
+def loop(seed: int, payloads: int) -> None:
+    """Examines so many altered payloads, and says what became of them."""
+    torch.set_num_threads(1)
+    chance = random.Random(seed)
+    for layout in LAYOUTS:
+        sound_bodies(layout)
+    # Compiles what is called, and starts what torch starts once.
+    examine(sound_bodies(LAYOUTS[2])[0], LAYOUTS[2], sealed=False, measured=True)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    outcomes: Counter[tuple[bool, int, int]] = Counter()
+    for i in range(payloads):
+        # Most of them short.
+        layout = chance.choice(LAYOUTS[1:4] * 4 + LAYOUTS)
+        data, sealed = payload_of(layout, chance)
+        outcome = examine(data, layout, sealed, measured=i % 50 == 0)
+        if not sealed and len(data) >= 16:
+            outcomes[outcome.indices is not None, data[0], data[1]] += 1
+    # Kilobytes on Linux: the longest payloads and layouts are worth some megabytes.
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    for decoded in (True, False):
+        for codes in product(INDEX_CODECS, VALUE_CODECS):
+            assert outcomes[(decoded, *codes)], f"no payload of codecs {codes} was {'taken' if decoded else 'refused'}"
+    taken = sum(number for (decoded, *_), number in outcomes.items() if decoded)
+    print(f"{payloads} payloads, {taken} of {outcomes.total()} bodies taken, {grown} KiB more at the peak")
+    assert grown < 128 * 1024
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("payloads", "checked"), [(200_000, False), (20_000, True)], ids=["many", "bounds_checked"])
+def test_very_many_altered_payloads(tmp_path: Path, payloads: int, checked: bool) -> None:
+    """In a process of its own, whose memory is bounded; then with kernels that check each index, also of what they
+    only read."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    if checked:
+        environment |= {"NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(tmp_path)}
+    code = (
+        f"import torch; torch.set_num_threads(1); from tests.codecs.test_fuzz import loop; loop({payloads}, {payloads})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=3600)
+    assert done.returncode == 0, done.stderr
+    print(done.stdout)
