@@ -16,6 +16,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from lightning_sparsecomm.agreement import Fact, facts_of_optimizers, facts_of_run, require_agreement
 from lightning_sparsecomm.delta_sync import DeltaSync
 from lightning_sparsecomm.gradients import (
     NamedParameters,
@@ -128,6 +129,28 @@ class Synchronizer:
                         " (torch.view_as_real), or use strategy='ddp'."
                     )
                 self._known.setdefault(id(parameter), (prefix + name, parameter))
+
+    def agree(self) -> None:
+        """Refuses ranks that differ in version, method, seed or parameters; all call it, before anything is exchanged.
+
+        Raises:
+            ValueError: They differ; on all ranks, naming the first difference.
+        """
+        self._require(facts_of_run(self.methods[0], self.seed, list(self._known.values())))
+
+    def agree_on_optimizers(self, optimizers: Sequence[Optimizer] | None = None) -> None:
+        """Refuses ranks that differ in which optimizer holds which parameter, as `agree` does.
+
+        Args:
+            optimizers: In order; those that are registered where None.
+        """
+        if optimizers is None:
+            optimizers = [stream.optimizer for stream in self._streams]
+        self._require(facts_of_optimizers(optimizers, list(self._known.values())))
+
+    def _require(self, facts: list[Fact]) -> None:
+        devices = (parameter.device for _, parameter in self._known.values())
+        require_agreement(facts, self.wire, next(devices, torch.device("cpu")))
 
     def check(self) -> None:
         """Refuses patterns that match nothing, and parameters that belong to no sync or to several.

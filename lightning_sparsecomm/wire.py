@@ -18,6 +18,7 @@ GRADIENTS = "gradients"
 UPDATES = "weight updates"
 PARAMETERS = "parameters"
 OURS = (GRADIENTS, UPDATES, PARAMETERS)
+SETUP = "set-up"
 DDP_SETUP = "DDP set-up"
 DDP_BUFFERS = "DDP buffers"
 DDP_UNUSED = "DDP unused-parameter map"

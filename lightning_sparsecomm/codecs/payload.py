@@ -11,8 +11,8 @@ from torch import Tensor
 from lightning_sparsecomm.layout import Layout
 
 HEADER_BYTES = 16
+FORMAT_VERSION = 1
 _MAGIC = b"LS"
-_VERSION = 1
 _SOME_ABSENT = 1
 _NONFINITE = 2
 _SEGMENT_BYTES = 4
@@ -96,7 +96,7 @@ def seal(envelope: Envelope, layout: Layout) -> Tensor:
             " Send a lower density, or give the parameters to more than one optimizer or sync."
         )
     content = parts[0] if len(parts) == 1 else torch.cat(parts)
-    head = struct.pack("<2sBBII", _MAGIC, _VERSION, flags, layout.fingerprint, length)
+    head = struct.pack("<2sBBII", _MAGIC, FORMAT_VERSION, flags, layout.fingerprint, length)
     return torch.cat([_from_bytes(head + struct.pack("<I", _checksum(head, content)), device), content])
 
 
@@ -124,8 +124,8 @@ def open_envelope(payload: Tensor, layout: Layout, rank: int) -> Envelope:
     magic, version, flags, fingerprint, length, checksum = struct.unpack("<2sBBIII", header)
     if magic != _MAGIC:
         raise wrong("magic", 0, f"0x{magic.hex()}", f"0x{_MAGIC.hex()}: these are not lightning_sparsecomm's bytes.")
-    if version != _VERSION:
-        raise wrong("version", 2, version, f"{_VERSION}: install the same lightning_sparsecomm on all ranks.")
+    if version != FORMAT_VERSION:
+        raise wrong("version", 2, version, f"{FORMAT_VERSION}: install the same lightning_sparsecomm on all ranks.")
     if length > payload.numel() - HEADER_BYTES:
         raise wrong("body length", 8, length, f"at most the {payload.numel() - HEADER_BYTES} bytes that follow.")
     content = payload[HEADER_BYTES : HEADER_BYTES + length]

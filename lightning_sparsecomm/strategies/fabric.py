@@ -71,6 +71,7 @@ class FabricMixin(SynchronizingMixin, DDPStrategy):
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         # The first moment at which all modules are known to be set up.
         if not self._checked:
+            self.synchronizer.agree_on_optimizers()
             self.synchronizer.check()
             self._checked = True
         with self.synchronizer.backward():

@@ -142,6 +142,8 @@ class SynchronizingMixin:
         """The module as DDP, with its reducer idle, or with our hook in it."""
         synchronizer = self.synchronizer
         synchronizer.add_module(module)
+        # Before DDP, which waits for ever for some differences, and says little of others.
+        synchronizer.agree()
         ledger, buckets = synchronizer.wire.ledger, synchronizer.buckets
         if buckets is None:
             local = LocalDataParallel(module, ledger, synchronizer.broadcasts_buffers, **options)

@@ -57,6 +57,7 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
             self._begin(self.root_device, getattr(self.precision_plugin, "scaler", None))
         super().setup(trainer)
         if fitting:
+            self.synchronizer.agree_on_optimizers(self.optimizers)
             self.synchronizer.check()
             for optimizer in self.optimizers:
                 self.synchronizer.register(optimizer)
