@@ -22,7 +22,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -320,12 +320,18 @@ def payload_of(layout: Layout, chance: random.Random) -> tuple[bytes, bool]:
     return data, False
 
 
-@settings(max_examples=60)
-@given(st.sampled_from(LAYOUTS), st.randoms(use_true_random=False))
-def test_altered_payloads_are_refused_or_sound(layout: Layout, chance: random.Random) -> None:
-    for measured in (True, False, False):
+@settings(max_examples=40)
+@given(st.sampled_from(LAYOUTS[1:]), st.integers(0, 2**32 - 1))
+def test_altered_payloads_are_refused_or_sound(layout: Layout, seed: int) -> None:
+    # A seed, since bytes that hypothesis draws one by one are mostly zeros: too few payloads come near to being sound.
+    chance = random.Random(seed)
+    for i in range(60):
         data, sealed = payload_of(layout, chance)
-        examine(data, layout, sealed, measured)
+        try:
+            examine(data, layout, sealed, measured=i % 20 == 0)
+        except BaseException:
+            note(f"{'envelope' if sealed else 'body'} for {layout}: {data[:1000].hex()}")
+            raise
 
 
 def test_unaltered_payloads_are_taken() -> None:
