@@ -26,7 +26,7 @@ def run(script: str, *arguments: str, folder: Path) -> str:
 def test_methods_learn_real_digits(tmp_path: Path) -> None:
     """Shortened: 10 seconds of training where the benchmark has hours."""
     arguments = ["--task=digits", "--processes=2", "--seeds=1", "--steps=400", "--density=0.01", "--output=out"]
-    output = run("learning.py", *arguments, "--rows", "ddp", "dgc", "gradient dropping", folder=tmp_path)
+    output = run("learning.py", *arguments, "--rows", "ddp", "dgc", folder=tmp_path)
     runs = json.loads((tmp_path / "out" / "digits.json").read_text())["runs"]
     ddp, *others = runs
     assert ddp["quality"] > 0.9

@@ -54,6 +54,7 @@ def test_compare_writes_a_table_a_plot_and_the_numbers(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "compare.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_sparse_binary_compression_on_images(tmp_path: Path) -> None:
     """Images in MNIST's format, of which each class has a bright bar of its own."""
     for part, count in (("train", 1280), ("t10k", 200)):

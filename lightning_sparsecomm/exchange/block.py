@@ -112,7 +112,8 @@ class BlockReduce(Exchange):
         # Divided before the sum, as DDP does.
         packed.div_(wire.world_size)
         if self.sketch_ratio is not None:
-            held = packed.numel() if self.sized_by == "union" else most
+            # What a rank has is a part of the union, also where it was rounded up.
+            held = packed.numel() if self.sized_by == "union" else min(most, packed.numel())
             sketch = CountSketch(self.rows, max(1, math.ceil(self.sketch_ratio * held / self.rows)))
             if self.always_sketch or sketch.rows * sketch.columns < packed.numel():
                 seed = round.shared_seed()

@@ -43,7 +43,7 @@ def values(kind: str, size: int) -> Tensor:
 
 
 def test_estimates_are_unbiased():
-    sketch, x = CountSketch(4, 40), values("heavy-tailed", 300).double()
+    sketch, x = CountSketch(4, 40), values("heavy-tailed", 300)
     chosen = torch.tensor([0, 1, 63, 64, 150, 298, 299, int(x.abs().argmax())])
     estimates = torch.stack([sketch.query_at(table_of(sketch, x, seed), chosen, seed) for seed in range(2000)])
     errors = (estimates.mean(0) - x[chosen]) / (estimates.std(0) / 2000**0.5)
@@ -57,7 +57,7 @@ def test_estimates_are_unbiased():
 @pytest.mark.parametrize("columns", [512, 1009])
 def test_guarantee(kind, columns):
     """For elements where the energy is: at one stride, blocks that began at multiples of it would share few columns."""
-    x = values(kind, 64 * 1024).double()
+    x = values(kind, 64 * 1024)
     chosen = torch.arange(0, x.numel(), 128 * 8)
     bound = float(x.norm()) / columns**0.5
     off: dict[int, list[float]] = {1: [], 2: [], 5: []}

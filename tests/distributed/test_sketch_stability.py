@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
 import torch
 from torch import nn
 
@@ -66,6 +67,7 @@ def _all(rank: int, exchanges: list[BlockReduce]) -> list[Course]:
     return [_descend(rank, exchange) for exchange in exchanges]
 
 
+@pytest.mark.slow
 def test_only_what_is_fed_back_grows(tmp_path: Path) -> None:
     blocks = TopBlocks(0.25, 40)
     sound = [BlockReduce(blocks, ratio, always_sketch=True) for ratio in (2.0, 1.0, 0.5)]

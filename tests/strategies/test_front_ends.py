@@ -151,6 +151,8 @@ if __name__ == "__main__":
 """
 
 
+# The README's first command starts its processes so, and CI runs that.
+@pytest.mark.slow
 def test_popen(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(POPEN)
