@@ -41,6 +41,11 @@ class Fact(NamedTuple):
     remedy: str
 
 
+def plain_repr(method: Method) -> str:
+    """Its `repr`, equal in all processes in which it is made with the same arguments."""
+    return _ADDRESS.sub("", repr(method))
+
+
 def facts_of_run(method: Method, seed: int, parameters: NamedParameters) -> list[Fact]:
     """What each rank's strategy and model are, as far as an exchange depends on it."""
     # Not yet there when the package imports this module.
@@ -50,7 +55,7 @@ def facts_of_run(method: Method, seed: int, parameters: NamedParameters) -> list
         Fact("the version of lightning_sparsecomm", __version__, _INSTALL),
         Fact("the version of torch", torch.__version__, _INSTALL),
         Fact("the version of the payload format", str(FORMAT_VERSION), _INSTALL),
-        Fact("method", _ADDRESS.sub("", repr(method)), _ARGUMENTS),
+        Fact("method", plain_repr(method), _ARGUMENTS),
         Fact("seed", str(seed), _ARGUMENTS),
     ]
     for name, parameter in parameters:

@@ -74,7 +74,11 @@ class CompressionMonitor(Callback):
                 f" {type(strategy).__name__}. Use strategy='sparsecomm' ('sparsecomm_dense' sends what ddp sends),"
                 " or leave the callback out."
             )
-        self._logged = _Counts.of(strategy.synchronizer.wire.ledger)
+
+    def on_train_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
+        # By now a resumed run has the counts of what it goes on with.
+        assert isinstance(trainer.strategy, SynchronizingMixin)
+        self._logged = _Counts.of(trainer.strategy.synchronizer.wire.ledger)
 
     def on_train_batch_end(
         self, trainer: "Trainer", pl_module: "LightningModule", outputs: Any, batch: Any, batch_idx: int

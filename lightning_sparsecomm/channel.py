@@ -1,7 +1,8 @@
 """Memory and exchange: one round of communication, from what a rank has to what all ranks share."""
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch.optim import Optimizer
 from lightning_sparsecomm.compensation import Contribution
 from lightning_sparsecomm.exchange.base import Exchange, Exchanged, Outgoing
 from lightning_sparsecomm.gradients import first_nonfinite, sparse_vector
+from lightning_sparsecomm.held import Held, take
 from lightning_sparsecomm.layout import Layout
 from lightning_sparsecomm.memory import ErrorFeedback, Memory
 from lightning_sparsecomm.rounds import Round
@@ -86,19 +88,24 @@ class Channel:
         norms = [memory.norm() for memory in self.memories if isinstance(memory, ErrorFeedback)]
         return math.hypot(*norms)
 
-    def state_dict(self) -> list[dict[str, Tensor]]:
-        """What each memory holds, by parameter name."""
-        return [memory.state_dict() for memory in self.memories]
+    def state_dict(self) -> Held:
+        """What its parts hold, by their classes and then by parameter name."""
+        return {kind: held for kind, part in self._kinds() if (held := part.state_dict())}
 
-    def load_state_dict(self, state: list[dict[str, Tensor]]) -> None:
-        """Takes over what `state_dict` gave."""
-        if len(state) != len(self.memories):
-            raise ValueError(
-                f"the state holds {len(state)} memories, but the method has {len(self.memories)}."
-                " Resume with the method that wrote it."
-            )
-        for memory, part in zip(self.memories, state):
-            memory.load_state_dict(part)
+    def load_state_dict(self, state: Held, names: Iterable[str]) -> None:
+        """Takes out of `state` what parts of the same classes held for these parameters."""
+        names = list(names)
+        for kind, part in self._kinds():
+            part.load_state_dict(take(state, kind, names))
+
+    def _kinds(self) -> Iterator[tuple[str, Memory | Exchange]]:
+        """Each part with a name: its class, and its number where there are several of one."""
+        met: Counter[str] = Counter()
+        parts: tuple[Memory | Exchange, ...] = (*self.memories, self.exchange)
+        for part in parts:
+            kind = type(part).__name__
+            met[kind] += 1
+            yield (kind if met[kind] == 1 else f"{kind} {met[kind]}"), part
 
     def __repr__(self) -> str:
         return f"Channel({self.exchange!r}, {list(self.memories)!r})"

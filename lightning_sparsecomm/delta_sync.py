@@ -15,6 +15,7 @@ from torch.optim import LBFGS, Optimizer
 from lightning_sparsecomm.channel import Channel
 from lightning_sparsecomm.exchange.base import Exchanged
 from lightning_sparsecomm.gradients import NamedParameters, add_
+from lightning_sparsecomm.held import Held, prefixed, take, within
 from lightning_sparsecomm.layout import Layout, SparseVector
 from lightning_sparsecomm.rounds import Round
 from lightning_sparsecomm.schedules import Every, check_every, every_at
@@ -23,6 +24,9 @@ from lightning_sparsecomm.takeover import mask_momentum_
 from lightning_sparsecomm.wire import UPDATES, Wire
 
 Buffers = Literal["average", "own", "broadcast"]
+
+# What is held, besides what the channel holds.
+_ANCHORS, _STEPS, _OUTER = "anchor", "steps", "outer optimizer"
 
 OuterOptimizer = Callable[[list[Parameter]], Optimizer]
 """Makes an optimizer for the anchor: a class with its options bound, such as `partial(torch.optim.SGD, lr=0.7)`."""
@@ -188,8 +192,11 @@ class DeltaSync(Sync):
                 f"parameter {shared[0]!r} belongs to two optimizers, and each would set it to an anchor of its own,"
                 " undoing the other's steps. Give it to one optimizer, or use methods.gradient_dropping()."
             )
+        self._add_anchors(local, new)
+
+    def _add_anchors(self, local: _Local, new: dict[str, Parameter]) -> None:
         local.anchors.update(new)
-        if self.outer is None:
+        if self.outer is None or not new:
             return
         if local.outer is None:
             local.outer = _outer_optimizer(self.outer, list(new.values()))
@@ -232,9 +239,39 @@ class DeltaSync(Sync):
         options += f", buffers={self.buffers!r}" if self.buffers != "average" else ""
         return f"DeltaSync({self.channel!r}{options}{self._patterns()})"
 
-    def state_dict(self) -> dict[int, list[dict[str, Tensor]]]:
-        """Each stream's memories, by parameter name."""
-        return {stream: local.channel.state_dict() for stream, local in self._locals.items()}
+    def state_dict(self, stream: int) -> Held:
+        local = self._locals.get(stream)
+        if local is None:
+            return {}
+        held = local.channel.state_dict()
+        held[_ANCHORS] = {name: anchor.detach() for name, anchor in local.anchors.items()}
+        held[_STEPS] = dict.fromkeys(local.anchors, local.steps)
+        if local.outer is not None:
+            moving = {name: local.outer.state.get(anchor) for name, anchor in local.anchors.items()}
+            held[_OUTER] = {name: dict(state) for name, state in moving.items() if state}
+        return prefixed(type(self).__name__, held)
+
+    def load_state_dict(self, stream: int, state: Held, parameters: NamedParameters) -> None:
+        names = [name for name, _ in parameters]
+        held = within(type(self).__name__, state)
+        anchors, steps = take(held, _ANCHORS, names), take(held, _STEPS, names)
+        local = self._locals[stream] = _Local(copy.deepcopy(self.channel), steps=max(steps.values(), default=0))
+        local.channel.load_state_dict(held, names)
+        dtype = wide_dtype(parameters)
+        self._add_anchors(
+            local,
+            {
+                name: Parameter(anchors[name].to(weight.device, dtype, copy=True))
+                for name, weight in parameters
+                if name in anchors
+            },
+        )
+        if local.outer is not None:
+            for name, moving in take(held, _OUTER, names).items():
+                local.outer.state[local.anchors[name]] = {
+                    key: value.to(local.anchors[name].device, copy=True) if isinstance(value, Tensor) else value
+                    for key, value in moving.items()
+                }
 
 
 def _changes_in(weights: list[Tensor], anchors: list[Tensor]) -> list[Tensor]:

@@ -35,7 +35,7 @@ class Replicas:
         self._wire = wire
         self._own: list[tuple[Tensor, Tensor]] | None = None
         self._untrained = Tracked(self._beside, wire)
-        self._whole = Tracked(lambda: self._parameters(trained=True) | self._beside(), wire)
+        self._whole = Tracked(self._everything, wire)
 
     def after_step(self, stream: Stream) -> None:
         """Averages what belongs to an optimizer, if its step was one after which that is due."""
@@ -100,6 +100,29 @@ class Replicas:
                 tensor.copy_(own)
         self._own = None
 
+    def state_dict(self, buffers: bool) -> dict[str, Tensor]:
+        """This rank's own weights where they may differ from the shared model's; without a collective.
+
+        Args:
+            buffers: Whether what no optimizer trains is each rank's own too, and not ddp's to broadcast.
+        """
+        own = self._own
+        if own is None:
+            own = [(tensor, tensor) for tensor in (*self._apart(), *(tensor for tensor, _ in self._kept()))]
+        if buffers:
+            viewed = {tensor.data_ptr() for tensor, _ in own}
+            beside = [tensor.detach() for tensor in self._beside().values()]
+            own = own + [(tensor, tensor) for tensor in beside if tensor.data_ptr() not in viewed]
+        names = {tensor.data_ptr(): name for name, tensor in self._everything().items()}
+        return {names[tensor.data_ptr()]: values for tensor, values in own}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Gives this rank its own weights."""
+        with torch.no_grad():
+            for name, tensor in self._everything().items():
+                if name in state:
+                    tensor.copy_(state[name])
+
     def settle(self) -> None:
         """Makes replicas that local gradients have let go apart their average, for good."""
         self.view_own()
@@ -133,6 +156,9 @@ class Replicas:
     def _beside(self) -> dict[str, Tensor]:
         """What no optimizer trains."""
         return self._parameters(trained=False) | self._buffers_by_name()
+
+    def _everything(self) -> dict[str, Tensor]:
+        return self._parameters(trained=True) | self._beside()
 
     def _buffers(self, stream: Stream) -> list[Tensor]:
         """The buffers, where they are averaged with an optimizer's parameters; they go with the first."""

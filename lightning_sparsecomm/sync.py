@@ -23,6 +23,7 @@ from lightning_sparsecomm.gradients import (
     write_gradients,
     write_sparse_gradients,
 )
+from lightning_sparsecomm.held import Held, prefixed, within
 from lightning_sparsecomm.layout import Layout, SparseVector
 from lightning_sparsecomm.local_mode import LOCAL_MODES
 from lightning_sparsecomm.memory import ClipLocalNorm, Momentum
@@ -182,6 +183,13 @@ class Sync(ABC):
     def restore(self, stream: int, parameters: NamedParameters) -> None:  # noqa: B027
         """Sets weights back to the values that all ranks share, where it keeps such, after an error."""
 
+    def state_dict(self, stream: int) -> Held:
+        """What is held for one stream."""
+        return {}
+
+    def load_state_dict(self, stream: int, state: Held, parameters: NamedParameters) -> None:  # noqa: B027
+        """Takes out of `state` what was held for these parameters, before the stream's next step."""
+
     @abstractmethod
     def forget(self) -> None:
         """Begins anew: nothing is held of what has been trained."""
@@ -259,7 +267,7 @@ class GradientSync(Sync):
         self.local = local
         self.mask_momentum = mask_momentum
         self.drifts = LOCAL_MODES[local].drifts
-        self._streams: dict[int, tuple[Layout, Channel]] = {}
+        self._streams: dict[int, tuple[Layout | None, Channel]] = {}
         self._accompanied: dict[int, tuple[ClipLocalNorm | None, Momentum | None]] = {}
 
     @property
@@ -320,16 +328,18 @@ class GradientSync(Sync):
             write_gradients(parameters, exchanged, round.layout, LOCAL_MODES[self.local], wire.world_size)
 
     def _bound(self, stream: int, parameters: NamedParameters, layout: Layout) -> Channel:
-        known, channel = self._streams.get(stream, (None, None))
-        if channel is None:
-            channel = copy.deepcopy(self.channel)
-            first, last = copy.deepcopy(self._accompanied.get(stream, (None, None)))
-            more = [memory for memory in (first, *channel.memories, last) if memory is not None]
-            channel = Channel(channel.exchange, more)
+        known, channel = self._streams.get(stream) or (None, self._channel_for(stream))
         if known != layout:
             channel.bind(layout, wide_dtype(parameters), parameters[0][1].device)
             self._streams[stream] = (layout, channel)
         return channel
+
+    def _channel_for(self, stream: int) -> Channel:
+        """A channel that holds nothing yet."""
+        channel = copy.deepcopy(self.channel)
+        first, last = copy.deepcopy(self._accompanied.get(stream, (None, None)))
+        more = [memory for memory in (first, *channel.memories, last) if memory is not None]
+        return Channel(channel.exchange, more)
 
     def forget(self) -> None:
         self._streams.clear()
@@ -343,9 +353,15 @@ class GradientSync(Sync):
         options += ", sparse=True" if self.takes_sparse else ""
         return f"GradientSync({self.channel!r}{self._patterns()}{options})"
 
-    def state_dict(self) -> dict[int, list[dict[str, Tensor]]]:
-        """Each stream's memories, by parameter name."""
-        return {stream: channel.state_dict() for stream, (_, channel) in self._streams.items()}
+    def state_dict(self, stream: int) -> Held:
+        if stream not in self._streams:
+            return {}
+        return prefixed(type(self).__name__, self._streams[stream][1].state_dict())
+
+    def load_state_dict(self, stream: int, state: Held, parameters: NamedParameters) -> None:
+        channel = self._channel_for(stream)
+        channel.load_state_dict(within(type(self).__name__, state), [name for name, _ in parameters])
+        self._streams[stream] = (None, channel)
 
 
 class BucketSync(Sync):
@@ -413,6 +429,12 @@ class BucketSync(Sync):
         late = [(name, parameter) for name, parameter in parameters if id(parameter) not in self._in_buckets]
         if late:
             self._late.synchronize(stream, optimizer, late, replace(round, layout=Layout.of(late)), wire)
+
+    def state_dict(self, stream: int) -> Held:
+        return self._late.state_dict(stream)
+
+    def load_state_dict(self, stream: int, state: Held, parameters: NamedParameters) -> None:
+        self._late.load_state_dict(stream, state, parameters)
 
     def forget(self) -> None:
         self._late.forget()

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import math
+import secrets
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_sparsecomm.agreement import Fact, facts_of_optimizers, facts_of_run, require_agreement
+from lightning_sparsecomm.checkpoint import State, save_number
 from lightning_sparsecomm.delta_sync import DeltaSync
 from lightning_sparsecomm.gradients import (
     NamedParameters,
@@ -26,6 +28,7 @@ from lightning_sparsecomm.gradients import (
     norm_of,
     note_sparse_gradient,
 )
+from lightning_sparsecomm.held import Held, take
 from lightning_sparsecomm.layout import Layout
 from lightning_sparsecomm.memory import ClipLocalNorm
 from lightning_sparsecomm.method import Method, parts_in
@@ -34,9 +37,12 @@ from lightning_sparsecomm.rounds import Round
 from lightning_sparsecomm.schedules import Schedule, Warmup, every_at
 from lightning_sparsecomm.streams import Stream, same
 from lightning_sparsecomm.sync import BucketSync, Sync, matches
-from lightning_sparsecomm.wire import Wire
+from lightning_sparsecomm.wire import SETUP, Wire
 
 T = TypeVar("T")
+
+# What is saved of a stream besides what its syncs hold.
+_OPTIMIZER, _BEGUN = "the optimizer's own state", "momentum begun"
 
 _BY_VALUE = (
     "gradient_clip_algorithm must be 'norm' with a method that clips each rank's own gradient, by its norm;"
@@ -57,6 +63,7 @@ class Synchronizer:
         max_norm: The Trainer's threshold for clipping by norm; methods that clip each rank's own gradient take it over.
         warmup: What takes the place of the method's densities early in training; None for nothing.
         replicas: The model that all ranks share, where they go apart.
+        run: A number of this run, equal on all ranks once they have agreed; 0 before.
     """
 
     def __init__(self, method: Method, wire: Wire, seed: int = 0) -> None:
@@ -71,6 +78,7 @@ class Synchronizer:
         self.epoch = 0.0
         self.max_norm: float | None = None
         self.warmup: Warmup | None = None
+        self.run = 0
         self._modules: list[nn.Module] = []
         self._known: dict[int, tuple[str, Parameter]] = {}
         self._ignored: set[int] = set()
@@ -137,6 +145,10 @@ class Synchronizer:
             ValueError: They differ; on all ranks, naming the first difference.
         """
         self._require(facts_of_run(self.methods[0], self.seed, list(self._known.values())))
+        if not self.run:
+            self.run = secrets.randbits(63)
+            if self.wire.world_size > 1:
+                self.run = int(self.wire.all_gather(torch.tensor([self.run], device=self._device), SETUP)[0])
 
     def agree_on_optimizers(self, optimizers: Sequence[Optimizer] | None = None) -> None:
         """Refuses ranks that differ in which optimizer holds which parameter, as `agree` does.
@@ -149,8 +161,12 @@ class Synchronizer:
         self._require(facts_of_optimizers(optimizers, list(self._known.values())))
 
     def _require(self, facts: list[Fact]) -> None:
-        devices = (parameter.device for _, parameter in self._known.values())
-        require_agreement(facts, self.wire, next(devices, torch.device("cpu")))
+        require_agreement(facts, self.wire, self._device)
+
+    @property
+    def _device(self) -> torch.device:
+        """Where tensors must be that travel."""
+        return next((parameter.device for _, parameter in self._known.values()), torch.device("cpu"))
 
     def check(self) -> None:
         """Refuses patterns that match nothing, and parameters that belong to no sync or to several.
@@ -318,6 +334,9 @@ class Synchronizer:
                     f"the optimizer holds {len(unknown)} parameter(s) that the model lacks, of shapes {_some(unknown)}:"
                     " their gradients would stay local, and the replicas drift apart. Make them part of the model."
                 )
+        self._take_in(stream, new)
+
+    def _take_in(self, stream: Stream, new: set[int]) -> None:
         stream.members |= new
         self._choose(stream)
         assert stream.method is not None
@@ -518,6 +537,77 @@ class Synchronizer:
                 stream.takeover.forget()
         self.begin()
 
+    def save_number(self) -> int:
+        """Names what `state_dict` gives, equally on all ranks."""
+        return save_number(self.run, [stream.steps for stream in self._streams])
+
+    def state_dict(self) -> State:
+        """What this rank holds that a checkpoint of ddp has no place for: of each optimizer what syncs hold and, where
+        replicas go apart, its own state; and this rank's own weights there. Tensors share storage with what holds them.
+        """
+        return {
+            "streams": [self._state_of(index) for index in range(len(self._streams))],
+            "leading": None if self._leading is None else self._streams.index(self._leading),
+            "weights": self.replicas.state_dict(not self.broadcasts_buffers) if self.drifts else {},
+            "ledger": self.wire.ledger.state_dict(),
+        }
+
+    def _state_of(self, index: int) -> State:
+        stream = self._streams[index]
+        held: Held = {}
+        for sync, _, _ in stream.pieces:
+            for kind, parts in sync.state_dict(index).items():
+                held.setdefault(kind, {}).update(parts)
+        named = stream.parameters()
+        if any(sync.drifts for sync, _, _ in stream.pieces):
+            state = stream.optimizer.state
+            held[_OPTIMIZER] = {name: dict(state[parameter]) for name, parameter in named if parameter in state}
+        if stream.takeover is not None:
+            held[_BEGUN] = {name: True for name, parameter in named if stream.takeover.has_begun(parameter)}
+        return {"steps": stream.steps, "members": [name for name, _ in named], "held": held}
+
+    def load_state_dict(self, state: State, same_world: bool) -> list[str]:
+        """Takes over what `state_dict` gave, here or with another method, after the optimizers' own state is loaded.
+
+        Args:
+            state: This rank's, or the mean over the ranks of a world of another size.
+            same_world: Whether it is as large as this one.
+
+        Returns:
+            What the method has no place for, in words.
+        """
+        self.forget()
+        dropped: list[str] = []
+        for index, saved in enumerate(state["streams"][: len(self._streams)]):
+            dropped += self._load_stream(index, saved)
+        dropped += [f"all of optimizer {index}" for index in range(len(self._streams), len(state["streams"]))]
+        leading = state["leading"]
+        self._leading = self._streams[leading] if leading is not None and leading < len(self._streams) else None
+        if self.drifts:
+            self.replicas.load_state_dict(state["weights"])
+        elif state["weights"]:
+            dropped.append("each rank's own weights")
+        if same_world:
+            self.wire.ledger.load_state_dict(state["ledger"])
+        return dropped
+
+    def _load_stream(self, index: int, saved: State) -> list[str]:
+        stream, members = self._streams[index], set(saved["members"])
+        stream.steps, held = saved["steps"], saved["held"]
+        named = {name: parameter for name, parameter in self._held(stream.optimizer) if name in members}
+        if not named:
+            return [f"all of optimizer {index}"] if members else []
+        self._take_in(stream, {id(parameter) for parameter in named.values()})
+        for sync, parameters, _ in stream.pieces:
+            sync.load_state_dict(index, held, parameters)
+        if _OPTIMIZER in held and any(sync.drifts for sync, _, _ in stream.pieces):
+            own = take(held, _OPTIMIZER, named)
+            _load_optimizer(stream.optimizer, {id(parameter): own.get(name) for name, parameter in named.items()})
+        begun = take(held, _BEGUN, named)
+        if stream.takeover is not None:
+            stream.takeover.load_begun([named[name] for name in begun])
+        return [f"{kind} of {len(parts)} parameters" for kind, parts in held.items() if parts]
+
     def close(self) -> None:
         """Lets go of the optimizers: their steps are no longer watched."""
         if self._release is not None:
@@ -525,6 +615,19 @@ class Synchronizer:
         for stream in self._streams:
             if stream.takeover is not None:
                 stream.takeover.close()
+
+
+def _load_optimizer(optimizer: Optimizer, own: dict[int, dict[str, object] | None]) -> None:
+    """Gives an optimizer other state for some parameters, by their identities, or none; torch sees to devices and
+    dtypes."""
+    state = optimizer.state_dict()
+    members = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for position, parameter in enumerate(members):
+        if id(parameter) in own:
+            state["state"].pop(position, None)
+            if (values := own[id(parameter)]) is not None:
+                state["state"][position] = values
+    optimizer.load_state_dict(state)
 
 
 def _refuse_two_thresholds(clipping: Sequence[ClipLocalNorm], max_norm: float) -> None:

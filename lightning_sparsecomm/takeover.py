@@ -1,5 +1,6 @@
 """What a method does in the place of the user's own torch.optim.SGD: its momentum is off while it steps."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -132,6 +133,14 @@ class MomentumTakeover:
     def forget(self) -> None:
         """Begins anew, with what the optimizer itself holds."""
         self._begun.clear()
+
+    def has_begun(self, parameter: Tensor) -> bool:
+        """Whether the parameter's momentum has taken in a gradient, after which dampening acts."""
+        return id(parameter) in self._begun
+
+    def load_begun(self, parameters: Iterable[Tensor]) -> None:
+        """Goes on where the momentum of these parameters had begun."""
+        self._begun.update(id(parameter) for parameter in parameters)
 
     def close(self) -> None:
         """Lets go of the optimizer."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -54,6 +54,9 @@ class Traffic:
 
     calls: int = 0
     handed_bytes: int = 0
+
+
+_TOTALS = ("ddp_bytes", "ddp_gathered_bytes", "sent_elements", "elements", "exchange_seconds", "steps")
 
 
 class Ledger:
@@ -117,6 +120,21 @@ class Ledger:
         """Link bytes over link bytes: DDP's for the same steps, by ours. `nan` in a world of one: nothing is sent."""
         sent = self.sent_link_bytes
         return self.ddp_link_bytes / sent if sent else float("nan")
+
+    def state_dict(self) -> dict[str, Any]:
+        """All totals, as plain numbers."""
+        rows = {row: {kind: list(vars(t).values()) for kind, t in kinds.items()} for row, kinds in self.rows.items()}
+        return {"rows": rows, **{name: getattr(self, name) for name in _TOTALS}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Adds the totals of an earlier run in a world of the same size, which this one goes on with."""
+        for row, kinds in state["rows"].items():
+            for kind, (calls, handed_bytes) in kinds.items():
+                traffic = self.rows.setdefault(row, {}).setdefault(kind, Traffic())
+                traffic.calls += calls
+                traffic.handed_bytes += handed_bytes
+        for name in _TOTALS:
+            setattr(self, name, getattr(self, name) + state[name])
 
     def density(self) -> float:
         """Elements sent by elements trained, over all steps. `nan` before the first."""

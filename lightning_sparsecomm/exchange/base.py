@@ -71,6 +71,13 @@ class Exchange(ABC):
         """What will be selected by magnitude, in order; whoever computes the vector may note candidates for it."""
         return ()
 
+    def state_dict(self) -> dict[str, Tensor]:
+        """What is held from round to round, by parameter name; nothing, in most exchanges."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:  # noqa: B027
+        """Takes over what `state_dict` gave, before the next round."""
+
     def dense(self, outgoing: Outgoing) -> Tensor:
         """What this rank brings, where it cannot be sparse."""
         if isinstance(outgoing.x, SparseVector):

@@ -1,5 +1,6 @@
 """The strategy for Fabric; the bindings join it to the DDPStrategy of their package."""
 
+import warnings
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_sparsecomm.checkpoint import RankFiles, fingerprint_of
 from lightning_sparsecomm.method import Method, parts_in
 from lightning_sparsecomm.schedules import Schedule
 from lightning_sparsecomm.strategies.mixin import SynchronizingMixin
@@ -113,6 +115,37 @@ class FabricMixin(SynchronizingMixin, DDPStrategy):
         super().load_module_state_dict(module, state_dict, strict)
         if self._synchronizer is not None:
             self._synchronizer.forget()
+
+    def save_checkpoint(self, path: Any, state: Any, storage_options: Any = None, filter: Any = None) -> None:
+        # As Lightning does it, so that what is written is known beforehand.
+        content = self._convert_stateful_objects_in_state(state, filter=filter or {})
+        self._write_state(path, content, self._trains(state), storage_options)
+        super().save_checkpoint(path, content, storage_options)
+
+    def load_checkpoint(
+        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        remainder = super().load_checkpoint(path, state, strict, weights_only)
+        if not self._trains(state):
+            return remainder
+        if self._synchronizer is None:
+            if RankFiles(path, self.checkpoint_io).found():
+                warnings.warn(
+                    f"{path} was loaded before fabric.setup(), so what the method held is lost, and memories start"
+                    " empty. Call fabric.load() after fabric.setup().",
+                    stacklevel=2,
+                )
+            return remainder
+        # Lightning keeps to itself what it has read.
+        checkpoint: dict[str, Any] = {}
+        if self.global_rank == 0:
+            checkpoint = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+        self._read_state(path, fingerprint_of(checkpoint), weights_only)
+        return remainder
+
+    def _trains(self, state: Any) -> bool:
+        """Whether what is saved or loaded is a training, not only a model."""
+        return isinstance(state, dict) and any(isinstance(each, Optimizer) for each in state.values())
 
     def settle(self) -> None:
         """Makes replicas that have gone apart one, for good: by their average, or by a last exchange of what their

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from lightning_sparsecomm.method import Method
 from lightning_sparsecomm.methods import RECIPES, default
 from lightning_sparsecomm.strategies.data_parallel import CountedDataParallel, LocalDataParallel
+from lightning_sparsecomm.strategies.saving import SavingMixin
 from lightning_sparsecomm.synchronizer import Synchronizer
 from lightning_sparsecomm.wire import Ledger, Wire
 
@@ -32,7 +33,7 @@ class Registry(Protocol):
     ) -> Callable[..., object]: ...
 
 
-class SynchronizingMixin:
+class SynchronizingMixin(SavingMixin):
     """Holds a method and, while a model trains, the synchronizer that carries it out."""
 
     lightning_package: str
@@ -53,6 +54,7 @@ class SynchronizingMixin:
                     f"{option} cannot be combined with a method, which takes the place of DDP's communication hook."
                     " Leave it out, or use strategy='ddp'. methods.dense(wire_dtype='bfloat16') rounds on the wire."
                 )
+        self._prepare_saving()
         self.method = method if method is not None else default()
         self.seed = seed
         self._synchronizer: Synchronizer | None = None
@@ -129,6 +131,7 @@ class SynchronizingMixin:
                 f"process_group_backend must be 'gloo' on CPUs; got {wire.backend!r}. Leave it out for the default."
             )
         self._ledger = wire.ledger
+        self._ended = None
         self._synchronizer = Synchronizer(self.method, wire, self.seed)
         if wire.world_size == 1 and not self._synchronizer.shares_gradients:
             warnings.warn(
@@ -161,6 +164,7 @@ class SynchronizingMixin:
 
     def _end(self) -> None:
         if self._synchronizer is not None:
+            self._keep_state()
             self._synchronizer.close()
             self._synchronizer = None
 

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_sparsecomm.checkpoint import RankFiles, fingerprint_of
 from lightning_sparsecomm.method import Method
 from lightning_sparsecomm.strategies.mixin import SynchronizingMixin
 from lightning_sparsecomm.strategies.settling import Settling
@@ -49,6 +51,7 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
         super().__init__(**kwargs)
         self._prepare(method, seed)
         self._viewing = False
+        self._loaded: tuple[Any, str, bool | None] | None = None
         self._settling: tuple[list[Any], Settling | None] = [], None
 
     def setup(self, trainer: "pl.Trainer") -> None:
@@ -181,6 +184,45 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
             self._synchronizer.replicas.view_own()
         self._viewing = False
         super().on_validation_end()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        # Ours first: where the checkpoint is there, so is what belongs to it. Called on all ranks.
+        self._write_state(filepath, checkpoint, "optimizer_states" in checkpoint, storage_options)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        super().remove_checkpoint(filepath)
+        RankFiles(filepath, self.checkpoint_io).remove(self.global_rank)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        # Before the hooks of those who change it when it is loaded.
+        self._loaded = checkpoint_path, fingerprint_of(checkpoint), weights_only
+        return checkpoint
+
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        if self._synchronizer is not None and self._loaded is not None:
+            self._read_state(*self._loaded)
+            self._warn_of_random_numbers()
+        self._loaded = None
+
+    def _warn_of_random_numbers(self) -> None:
+        """Says so where a resumed run cannot equal one that was never stopped, under ddp neither."""
+        assert self.lightning_module is not None
+        drawing = [
+            name
+            for name, module in self.lightning_module.named_modules()
+            if (isinstance(module, _DropoutNd) and module.p > 0)
+            or (isinstance(module, (nn.RNNBase, nn.MultiheadAttention)) and module.dropout > 0)
+        ]
+        if drawing and self.global_rank == 0:
+            warnings.warn(
+                f"the model draws random numbers in training ({drawing[0]!r}), and Lightning's checkpoints do not hold"
+                " the state of generators: from here on the run is not the one that would have followed without a"
+                " stop, as under ddp.",
+                stacklevel=2,
+            )
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
         super().load_model_state_dict(checkpoint, strict)

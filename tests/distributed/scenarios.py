@@ -217,7 +217,7 @@ def _plain(sync: Any) -> dict[str, Any]:
     return {
         stream: {
             "layout": layout,
-            "state": channel.state_dict(),
+            "state": [memory.state_dict() for memory in channel.memories],
             "sent": getattr(channel.exchange, "sent", []),
             "shared": getattr(channel.exchange, "shared", []),
         }

@@ -199,9 +199,9 @@ def _equal(rank: int, elsewhere: bool) -> list[dict[str, int]]:
     return bytes_by_row
 
 
-def test_equal_ranks_pass_and_hand_over_two_digests(tmp_path: Path) -> None:
+def test_equal_ranks_pass_and_hand_over_two_digests_and_a_number(tmp_path: Path) -> None:
     for rows in run_ranks(tmp_path, 2, _equal, True):
-        assert rows == [{SETUP: 64}] * (len(RECIPES) + 4)
+        assert rows == [{SETUP: 64 + 8}] * (len(RECIPES) + 4)
 
 
 def test_a_lone_process_asks_nobody(tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ def test_steps_send_nothing_more(tmp_path: Path) -> None:
     for rank in fit(tmp_path, Scenario(Classifier), 2, gradient_dropping(0.01)):
         calls = rank["ledger"].rows[SETUP]
         assert {kind: (traffic.calls, traffic.handed_bytes) for kind, traffic in calls.items()} == {
-            "all_gather": (2, 64)
+            "all_gather": (3, 64 + 8)
         }
         assert SETUP not in OURS
 

@@ -57,8 +57,8 @@ def _train(rank: int, method: Method, adam: bool) -> Trained:
             np.testing.assert_array_equal(flat(p.grad for p in module.parameters()), gradient)
             optimizer.step()
         trained.weights.append(flat(p.detach() for p in module.parameters()))
-        states = synchronizer.syncs[0].state_dict()[0]
-        trained.residuals.append(flat(states[0].values()) if states else np.zeros(sum(SIZES), dtype=np.float32))
+        residual = synchronizer.syncs[0].state_dict(0).get("DeltaSync.ErrorFeedback")
+        trained.residuals.append(flat(residual.values()) if residual else np.zeros(sum(SIZES), dtype=np.float32))
         name = "exp_avg" if adam else "momentum_buffer"
         trained.momentum.append(flat(optimizer.state[p][name] for p in module.parameters()))
     synchronizer.settle()
@@ -166,7 +166,7 @@ def _sent_and_held(rank: int, method: Method) -> tuple[Vector, Vector, Vector]:
             start = after
     (local,) = synchronizer.syncs[0]._locals.values()
     sent = sum(each.dense().double().numpy() for each in local.channel.exchange.sent)
-    held = flat(synchronizer.syncs[0].state_dict()[0][0].values()).astype(np.float64)
+    held = flat(synchronizer.syncs[0].state_dict(0)["DeltaSync.ErrorFeedback"].values()).astype(np.float64)
     synchronizer.close()
     return moved, sent, held
 

@@ -68,8 +68,8 @@ def _train(
             synchronizer.synchronize(optimizer)
             trained.seen.append(flat(p.grad for p in module.parameters()))
             optimizer.step()
-        states = synchronizer.syncs[0].state_dict()[0]
-        trained.memories.append([flat(state.values()) for state in states if state])
+        states = synchronizer.syncs[0].state_dict(0).values()
+        trained.memories.append([flat(state.values()) for state in states])
         trained.weights.append(flat(p.detach() for p in module.parameters()))
     synchronizer.close()
     return trained

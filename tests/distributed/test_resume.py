@@ -1,0 +1,198 @@
+"""A run that is stopped and resumed is the run that was never stopped: weights, memories, counts, to the bit."""
+
+import copy
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_sparsecomm import ParameterAveraging, SparsityWarmup, methods
+from lightning_sparsecomm.method import Method
+from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
+from tests.distributed.launch import run_ranks
+
+FEATURES, CLASSES, BATCH, BATCHES = 12, 5, 4, 6
+
+
+class Network(pl.LightningModule):
+    """Buffers, a parameter that only rank 0 uses, a learning rate schedule, and any optimizer."""
+
+    def __init__(self, adam: bool = False, two: bool = False, nesterov: bool = False) -> None:
+        super().__init__()
+        self.adam, self.two, self.nesterov = adam, two, nesterov
+        # In manual optimization ddp leaves buffers to each rank, and a checkpoint has rank 0's.
+        norm = nn.Identity() if two else nn.BatchNorm1d(16)
+        self.body = nn.Sequential(nn.Linear(FEATURES, 16), norm, nn.ReLU())
+        self.head = nn.Linear(16, CLASSES)
+        self.side = nn.Linear(16, CLASSES)
+        self.automatic_optimization = not two
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        hidden = self.body(x)
+        output = self.head(hidden)
+        if self.global_rank == 0:
+            output = output + self.side(hidden)
+        return cross_entropy(output, y)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        if not self.two:
+            return self.loss(batch)
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+        return None
+
+    def _optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        if self.adam:
+            return torch.optim.Adam(parameters, lr=1e-2)
+        dampening = 0.0 if self.nesterov else 0.1
+        return torch.optim.SGD(
+            parameters, lr=0.1, momentum=0.9, dampening=dampening, weight_decay=1e-3, nesterov=self.nesterov
+        )
+
+    def configure_optimizers(self) -> Any:
+        if self.two:
+            return [self._optimizer(self.body.parameters()), self._optimizer(self.head.parameters())]
+        optimizer = self._optimizer(self.parameters())
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+
+
+class Watch(pl.Callback):
+    """Takes what a rank holds at the end of the last epoch, before the end of training changes it."""
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        strategy = trainer.strategy
+        self.seen = {
+            "weights": copy.deepcopy(pl_module.state_dict()),
+            "optimizers": [copy.deepcopy(optimizer.state_dict()["state"]) for optimizer in trainer.optimizers],
+        }
+        # dense() holds nothing, and writes no files.
+        if isinstance(strategy, SparseCommStrategy) and strategy.synchronizer.buckets is None:
+            state = copy.deepcopy(strategy.synchronizer.state_dict())
+            del state["ledger"]["exchange_seconds"]
+            # What is not the method's is made anew by a run that is resumed.
+            rows = state["ledger"]["rows"]
+            state["ledger"]["rows"] = {row: rows[row] for row in rows if row in ("gradients", "weight updates")}
+            self.seen["state"] = state
+
+
+def outside_launcher(rank: int, world_size: int) -> None:
+    """Lightning finds the processes made, and joined."""
+    os.environ.update(LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+
+
+def train(
+    folder: Path,
+    world_size: int,
+    method: Method | None,
+    epochs: int,
+    model: pl.LightningModule | None = None,
+    resume: Path | str | None = None,
+    callbacks: tuple[pl.Callback, ...] = (),
+    **options: Any,
+) -> tuple[pl.Trainer, Watch]:
+    """Trains in processes that are there already; one checkpoint is kept for each epoch, of two."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(BATCH * world_size * BATCHES, FEATURES, generator=generator)
+    y = torch.randint(CLASSES, (len(x),), generator=generator)
+    torch.manual_seed(7)
+    watch = Watch()
+    trainer = pl.Trainer(
+        **{
+            "accelerator": "cpu",
+            "devices": world_size,
+            "strategy": (
+                DDPStrategy(find_unused_parameters=True)
+                if method is None
+                else SparseCommStrategy(method, find_unused_parameters=True)
+            ),
+            "max_epochs": epochs,
+            "logger": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "default_root_dir": folder,
+            "callbacks": [watch, ModelCheckpoint(folder, "{epoch}", save_top_k=-1), *callbacks],
+            **options,
+        }
+    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*(num_workers|LeafSpec|Checkpoint directory|The dirpath|litlogger).*")
+        trainer.fit(
+            Network() if model is None else model,
+            DataLoader(TensorDataset(x, y), batch_size=BATCH, shuffle=True),
+            ckpt_path=resume,
+        )
+    return trainer, watch
+
+
+def differences(one: Any, other: Any, where: str = "") -> list[str]:
+    """Where two nested values are not equal to the bit."""
+    if isinstance(one, Tensor):
+        same = one.dtype == other.dtype and one.shape == other.shape
+        equal = same and one.contiguous().numpy().tobytes() == other.contiguous().numpy().tobytes()
+        return [] if equal else [where]
+    if isinstance(one, dict):
+        if one.keys() != other.keys():
+            return [f"{where}: {sorted(map(str, one.keys() ^ other.keys()))}"]
+        return [found for key in one for found in differences(one[key], other[key], f"{where}/{key}")]
+    if isinstance(one, (list, tuple)):
+        if len(one) != len(other):
+            return [where]
+        return [found for i, pair in enumerate(zip(one, other)) for found in differences(*pair, f"{where}/{i}")]
+    return [] if one == other else [f"{where}: {one} {other}"]
+
+
+CASES: dict[str, tuple[Callable[[], Method], dict[str, Any], Callable[[], tuple[pl.Callback, ...]]]] = {
+    "dense": (methods.dense, {}, tuple),
+    "gradient_dropping": (lambda: methods.gradient_dropping(0.05, warmup_steps=15), {"adam": True}, tuple),
+    "local gradients, sum": (lambda: methods.gradient_dropping(0.05, local="sum", average_every=7), {}, tuple),
+    "local gradients, partial": (
+        lambda: methods.gradient_dropping(0.05, local="partial", average_every=7),
+        {"adam": True},
+        lambda: (ParameterAveraging(5, buffers=True, optimizer_state=True),),
+    ),
+    "dgc": (lambda: methods.dgc(0.02, warmup_epochs=2, clip=0.5), {}, tuple),
+    "dgc, nesterov": (
+        lambda: methods.dgc(0.02, warmup_steps=4),
+        {"nesterov": True},
+        lambda: (SparsityWarmup(steps=16),),
+    ),
+    "dgc, two optimizers": (lambda: methods.dgc(0.02, warmup_steps=4), {"two": True}, tuple),
+    "sbc": (lambda: methods.sbc(0.02, every=4), {"adam": True}, tuple),
+    "sbc, two optimizers": (lambda: methods.sbc(0.02, every=5), {"two": True}, tuple),
+    "federated_averaging": (lambda: methods.federated_averaging(every=4), {}, tuple),
+    "diloco": (lambda: methods.diloco(every=4), {"adam": True}, tuple),
+    "sparse_loco": (lambda: methods.sparse_loco(every=4), {"adam": True}, tuple),
+    "sketched_sgd": (lambda: methods.sketched_sgd(density=0.02, columns=40, candidates=2), {}, tuple),
+    "s2_reducer": (lambda: methods.s2_reducer(block_size=8), {"adam": True}, tuple),
+    "split": (lambda: methods.split(["head.*"], methods.gradient_dropping(0.1), methods.sbc(0.05, every=4)), {}, tuple),
+}
+
+
+def _stopped_and_not(rank: int, folder: Path) -> dict[str, list[str]]:
+    outside_launcher(rank, 2)
+    found = {}
+    for name, (method, model, callbacks) in CASES.items():
+        place = folder / name.replace(" ", "_")
+        _, whole = train(place, 2, method(), 3, Network(**model), callbacks=callbacks())
+        _, resumed = train(
+            place / "resumed", 2, method(), 3, Network(**model), place / "epoch=0.ckpt", callbacks=callbacks()
+        )
+        found[name] = differences(whole.seen, resumed.seen)
+    return found
+
+
+def test_a_resumed_run_is_the_run_that_never_stopped(tmp_path: Path) -> None:
+    for rank in run_ranks(tmp_path, 2, _stopped_and_not, tmp_path, timeout=110):
+        assert rank == {name: [] for name in CASES}
