@@ -1,0 +1,159 @@
+"""All ranks are killed, again and again, in the midst of whatever they do; the weights end as if nothing had been."""
+
+import os
+import random
+import re
+import signal
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytorch_lightning as pl
+import torch
+import torch.distributed as dist
+from pytorch_lightning.callbacks import ModelCheckpoint
+
+from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
+from tests.distributed.launch import FORK
+from tests.distributed.test_resume import BATCH, CASES, CLASSES, FEATURES, Network, outside_launcher
+
+RANKS, STEPS, EPOCH = 2, 48, 30
+
+
+class Loader:
+    """Batches of a rank's own, resumable in the midst of an epoch, as torchdata's StatefulDataLoader is."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.position = 0
+
+    def __len__(self) -> int:
+        return EPOCH
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        while self.position < EPOCH:
+            generator = torch.Generator().manual_seed(RANKS * self.position + self.rank)
+            self.position += 1
+            x = torch.randn(BATCH, FEATURES, generator=generator)
+            yield x, torch.randint(CLASSES, (BATCH,), generator=generator)
+        self.position = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+class Progress(pl.Callback):
+    """Says how far the ranks are, in a file that whoever kills them looks at."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_rank == 0:
+            self.path.write_text(str(trainer.global_step))
+
+
+def _rank(rank: int, folder: Path, name: str, store: Path, resume: Path | None) -> None:
+    outside_launcher(rank, RANKS)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+    method, model, callbacks = CASES[name]
+    torch.manual_seed(7)
+    checkpoint = ModelCheckpoint(folder, "{step}", every_n_train_steps=3, save_top_k=-1)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=RANKS,
+        strategy=SparseCommStrategy(method(), find_unused_parameters=True),
+        max_steps=STEPS * (2 if model.get("two") else 1),
+        use_distributed_sampler=False,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[checkpoint, Progress(folder / "progress"), *callbacks()],
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(Network(**model), Loader(rank), ckpt_path=resume)
+    state = {key: tensor.numpy() for key, tensor in trainer.lightning_module.state_dict().items()}
+    np.savez(folder / f"rank_{rank}", **state)
+    os._exit(0)
+
+
+def _train(folder: Path, name: str, resume: Path | None, kill_at: float | None) -> bool:
+    """Begins or resumes a training, and kills it at some step and a part of it; whether it came to its end."""
+    (folder / "progress").write_text("0")
+    store = folder / f"store-{os.urandom(4).hex()}"
+    ranks = [FORK.Process(target=_rank, args=(rank, folder, name, store, resume)) for rank in range(RANKS)]
+    for process in ranks:
+        process.start()
+    deadline = time.monotonic() + 60
+    try:
+        while any(process.is_alive() for process in ranks):
+            assert time.monotonic() < deadline, "the ranks hang"
+            if kill_at is not None and int((folder / "progress").read_text() or 0) >= int(kill_at):
+                time.sleep(0.02 * (kill_at % 1))
+                break
+            time.sleep(0.001)
+    finally:
+        ended = not any(process.is_alive() for process in ranks)
+        for process in ranks:
+            if process.is_alive():
+                assert process.pid is not None
+                os.kill(process.pid, signal.SIGKILL)
+            process.join()
+    return ended and all(process.exitcode == 0 for process in ranks)
+
+
+def _last(folder: Path) -> Path | None:
+    """The last checkpoint that all ranks came to write their part of."""
+    steps = {}
+    for path in folder.glob("step=*.ckpt"):
+        step = re.fullmatch(r"step=(\d+)\.ckpt", path.name)
+        files = list(Path(f"{path}.sparsecomm").glob("rank_*.pt"))
+        if step is not None and len(files) == RANKS:
+            steps[int(step[1])] = path
+    return steps[max(steps)] if steps else None
+
+
+def _weights(folder: Path) -> list[dict[str, np.ndarray]]:
+    return [dict(np.load(folder / f"rank_{rank}.npz")) for rank in range(RANKS)]
+
+
+def _killed_and_not(tmp_path: Path, name: str, kills: int) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    whole.mkdir()
+    broken.mkdir()
+    assert _train(whole, name, None, None)
+    optimizer_steps = STEPS * (2 if CASES[name][1].get("two") else 1)
+    moments = random.Random(name)
+    resumed = 0
+    for count in range(kills):
+        resume = _last(broken)
+        resumed += resume is not None
+        # Ever later, so that the training gets on.
+        at = optimizer_steps * (count + moments.random()) / (kills + 1)
+        assert not _train(broken, name, resume, at + moments.random() / 2)
+    assert resumed
+    assert _train(broken, name, _last(broken), None)
+    for ours, theirs in zip(_weights(broken), _weights(whole), strict=True):
+        assert ours.keys() == theirs.keys()
+        for key, value in theirs.items():
+            assert ours[key].tobytes() == value.tobytes(), key
+
+
+@pytest.mark.parametrize("name", ["dgc", "sbc"])
+def test_killed_some_times(name: str, tmp_path: Path) -> None:
+    _killed_and_not(tmp_path, name, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", [name for name in CASES if name != "dense"])
+def test_killed_at_twenty_steps(name: str, tmp_path: Path) -> None:
+    _killed_and_not(tmp_path, name, 20)
