@@ -2,7 +2,9 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -43,25 +45,54 @@ class Channel:
         sparse tensors, and no vector is made of the elements that they do not hold.
 
         Raises:
-            NonFiniteGradientError, PayloadError: As the exchange says.
+            NonFiniteGradientError, PayloadError: As the exchange says. Memories are then as they were before.
         """
+        with self.reducing(gradients, round, wire, sparse) as finish:
+            pass
+        return finish()
+
+    @contextmanager
+    def reducing(
+        self, gradients: Sequence[Tensor | None], round: Round, wire: Wire, sparse: bool = False
+    ) -> Iterator[Callable[[], Exchanged]]:
+        """`reduce` in two: within the context it is exchanged; calling what that gives, after it, tells the memories.
+
+        Whatever is raised before, memories are as they were, to round-off: they give back what they had taken in, and
+        what was sent goes for nothing. The gradients must not be changed until then.
+        """
+        contributions: list[Contribution] = []
+        try:
+            outgoing = self._outgoing(gradients, round, sparse, contributions)
+            exchanged = self.exchange.run(outgoing, round, wire)
+            yield partial(self._finish, exchanged, round)
+        except BaseException:
+            for contribution in reversed(contributions):
+                contribution.take_back()
+            for memory, contribution in reversed(list(zip(self.memories, contributions))):
+                memory.take_back(contribution, round)
+            raise
+
+    def _outgoing(
+        self, gradients: Sequence[Tensor | None], round: Round, sparse: bool, contributions: list[Contribution]
+    ) -> Outgoing:
+        """What is exchanged of gradients; notes what each memory is given, and what the last one gives."""
         present = [gradient is not None for gradient in gradients]
         # A finite norm of all of them has said it already.
         nonfinite = None if math.isfinite(round.gradient_norm) else first_nonfinite(gradients)
         if sparse:
-            held = sparse_vector(gradients, round.layout, self.dtype, self.device)
-            outgoing = Outgoing(held, present, nonfinite)
-        elif nonfinite is None:
-            contribution = Contribution(gradients, wanted=self.exchange.wanted(round))
-            for memory in self.memories:
-                contribution = memory.compensate(contribution, round)
-            contribution = contribution.vector(round.layout, self.dtype, self.device)
-            assert contribution.flat is not None
-            outgoing = Outgoing(contribution.flat, present, None, contribution.candidates)
-        else:
+            return Outgoing(sparse_vector(gradients, round.layout, self.dtype, self.device), present, nonfinite)
+        if nonfinite is not None:
             nothing = torch.zeros(round.layout.size, dtype=self.dtype, device=self.device)
-            outgoing = Outgoing(nothing, present, nonfinite)
-        exchanged = self.exchange.run(outgoing, round, wire)
+            return Outgoing(nothing, present, nonfinite)
+        contributions.append(Contribution(gradients, wanted=self.exchange.wanted(round)))
+        for memory in self.memories:
+            contributions.append(memory.compensate(contributions[-1], round))
+        contribution = contributions[-1].vector(round.layout, self.dtype, self.device)
+        assert contribution.flat is not None
+        return Outgoing(contribution.flat, present, None, contribution.candidates)
+
+    def _finish(self, exchanged: Exchanged, round: Round) -> Exchanged:
+        """Memories forget what was sent, and have their say on what is shared."""
         for memory in reversed(self.memories):
             memory.update(exchanged.sent)
         for memory in self.memories:

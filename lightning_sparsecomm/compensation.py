@@ -1,6 +1,6 @@
 """From gradients to the vector that is sent from: a sum that memories describe, carried out in one pass."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -33,6 +33,10 @@ class Wanted(NamedTuple):
     k: int
 
 
+Carry = Callable[[Update, float | None, int], Tensor | None]
+"""Carries out an update, as `Reference.update_` does."""
+
+
 class Step(NamedTuple):
     """How momentum takes in one tensor's gradient; see `kernels.Update`."""
 
@@ -54,6 +58,7 @@ class Contribution:
         flat: The `[n]` vector whose views the parts are, where all that was to be done is done.
         candidates: For each of `wanted`, sorted positions that hold its k largest elements, or all its non-zeros; None
             where that is not known.
+        done: What has been carried out, in order, of this contribution and of those that came of it; see `take_back`.
     """
 
     parts: Sequence[Tensor | None]
@@ -62,6 +67,7 @@ class Contribution:
     wanted: Sequence[Wanted] = ()
     flat: Tensor | None = None
     candidates: Sequence[Tensor | None] = field(default=())
+    done: list[Update] = field(default_factory=list)
 
     def vector(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> "Contribution":
         """The same contribution, carried out, as a vector that is zero where parts are None."""
@@ -75,7 +81,7 @@ class Contribution:
         for view, part in zip(views, self.parts):
             if part is not None:
                 view.copy_(part)
-        return Contribution(views, wanted=self.wanted, flat=x, candidates=self.candidates)
+        return Contribution(views, wanted=self.wanted, flat=x, candidates=self.candidates, done=self.done)
 
     def added_to_(self, residual: Tensor, layout: Layout, keep: float = 1.0) -> "Contribution":
         """Adds scaled gradients, through their momentum, to `residual` (`[n]`); candidates are noted in the same pass.
@@ -83,6 +89,7 @@ class Contribution:
         Segments without a gradient are left as they are, and so is their momentum.
         """
         views, flats = layout.views(residual), layout.flats(residual)
+        kernels = kernels_for(residual.device, residual.dtype)
         updates: list[Update | None] = []
         for index, (flat, part) in enumerate(zip(flats, self.parts)):
             if part is None:
@@ -95,9 +102,25 @@ class Contribution:
                 velocity, momentum, gain, lookahead = step
                 update = update._replace(velocity=velocity.view(-1), momentum=momentum, gain=gain, lookahead=lookahead)
             updates.append(update)
-        candidates = _carry_out(updates, layout, self.wanted, residual)
+        before = len(self.done)
+
+        def carry(update: Update, threshold: float | None, capacity: int) -> Tensor | None:
+            # Noted before it is done: an interrupt that comes while a kernel runs is raised right behind it.
+            self.done.append(update)
+            return kernels.update_(update, threshold, capacity)
+
+        candidates = _carry_out(updates, layout, self.wanted, carry)
+        # What was converted need not be held for as long as an exchange takes.
+        given = zip(updates, self.parts)
+        self.done[before:] = [update._replace(gradient=part) for update, part in given if update and part is not None]
         parts = [None if part is None else view for part, view in zip(self.parts, views)]
-        return Contribution(parts, wanted=self.wanted, flat=residual, candidates=candidates)
+        return Contribution(parts, wanted=self.wanted, flat=residual, candidates=candidates, done=self.done)
+
+    def take_back(self) -> None:
+        """Undoes, to round-off, all that has been carried out, from parts that are still what they were then."""
+        while self.done:
+            update = self.done.pop()
+            kernels_for(update.residual.device, update.residual.dtype).take_back_(update)
 
 
 def candidates_of(x: Tensor, k: int) -> Tensor | None:
@@ -139,30 +162,29 @@ def reached_by_k(sample: Tensor, size: int, k: int) -> float | None:
 
 
 def _carry_out(
-    updates: Sequence[Update | None], layout: Layout, wanted: Sequence[Wanted], residual: Tensor
+    updates: Sequence[Update | None], layout: Layout, wanted: Sequence[Wanted], carry: Carry
 ) -> list[Tensor | None]:
-    kernels = kernels_for(residual.device, residual.dtype)
     candidates: list[Tensor | None] = []
     segments = layout.segments
     index = 0
     for start, stop, k in wanted:
         while index < len(segments) and segments[index].offset < start:
             if (update := updates[index]) is not None:
-                kernels.update_(update, None, 0)
+                carry(update, None, 0)
             index += 1
         stretch: list[tuple[Update, int]] = []
         while index < len(segments) and segments[index].offset + segments[index].size <= stop:
             if (update := updates[index]) is not None and segments[index].size:
                 stretch.append((update, segments[index].offset))
             index += 1
-        candidates.append(_note(stretch, k))
+        candidates.append(_note(stretch, k, carry))
     for update in updates[index:]:
         if update is not None:
-            kernels.update_(update, None, 0)
+            carry(update, None, 0)
     return candidates
 
 
-def _note(stretch: Sequence[tuple[Update, int]], k: int) -> Tensor | None:
+def _note(stretch: Sequence[tuple[Update, int]], k: int, carry: Carry) -> Tensor | None:
     """Carries out the updates of one stretch; its candidates, unless they turn out too few or too many."""
     if not stretch:
         return None
@@ -174,7 +196,7 @@ def _note(stretch: Sequence[tuple[Update, int]], k: int) -> Tensor | None:
     room = candidate_room(k)
     found: list[Tensor] | None = []
     for update, offset in stretch:
-        positions = kernels.update_(update, threshold if found is not None else None, room)
+        positions = carry(update, threshold if found is not None else None, room)
         if positions is None or found is None:
             found = None
         else:

@@ -3,7 +3,8 @@
 import copy
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
@@ -126,7 +127,7 @@ class DeltaSync(Sync):
 
     def synchronize(
         self, stream: int, optimizer: Optimizer, parameters: NamedParameters, round: Round, wire: Wire
-    ) -> None:
+    ) -> AbstractContextManager[None]:
         """Notes the weights before the first step; gradients stay this rank's own."""
         local = self._locals.get(stream)
         if local is None:
@@ -135,23 +136,24 @@ class DeltaSync(Sync):
             self._extend(stream, local, parameters, round.layout)
         wire.ledger.ddp_bytes += sum(p.numel() * p.element_size() for _, p in parameters if p.requires_grad)
         wire.ledger.elements += round.layout.size
+        return nullcontext()
 
     def after_step(
         self, stream: int, optimizer: Optimizer, parameters: NamedParameters, round: Round, wire: Wire
-    ) -> bool:
+    ) -> AbstractContextManager[bool]:
         local = self._locals[stream]
         local.steps += 1
-        due = local.steps >= every_at(self.every, round.step, round.epoch)
-        if due:
-            self._exchange(local, optimizer, parameters, round, wire)
-        return due
+        if local.steps < every_at(self.every, round.step, round.epoch):
+            return nullcontext(False)
+        return self._exchange(local, optimizer, parameters, round, wire)
 
-    def settle(self, stream: int, optimizer: Optimizer, parameters: NamedParameters, round: Round, wire: Wire) -> bool:
+    def settle(
+        self, stream: int, optimizer: Optimizer, parameters: NamedParameters, round: Round, wire: Wire
+    ) -> AbstractContextManager[bool]:
         local = self._locals.get(stream)
         if local is None or not local.steps:
-            return False
-        self._exchange(local, optimizer, parameters, round, wire)
-        return True
+            return nullcontext(False)
+        return self._exchange(local, optimizer, parameters, round, wire)
 
     def shared_model(self, stream: int, parameters: NamedParameters) -> list[tuple[Tensor, Tensor]]:
         local = self._locals.get(stream)
@@ -203,21 +205,26 @@ class DeltaSync(Sync):
         else:
             local.outer.add_param_group({"params": list(new.values())})
 
+    @contextmanager
     def _exchange(
         self, local: _Local, optimizer: Optimizer, parameters: NamedParameters, round: Round, wire: Wire
-    ) -> None:
+    ) -> Iterator[bool]:
         weights = [weight.detach() for _, weight in parameters]
         anchors = [local.anchors[name].detach() for name, _ in parameters]
-        begin = time.perf_counter()
+        ledger, begin = wire.ledger, time.perf_counter()
         changes = _changes_in(weights, anchors)
-        wire = Wire(wire.ledger, wire.group, UPDATES)
-        exchanged = local.channel.reduce(changes, replace(round, quantity="weight update"), wire)
+        wire = Wire(ledger, wire.group, UPDATES)
+        with local.channel.reducing(changes, replace(round, quantity="weight update"), wire) as finish:
+            ledger.exchange_seconds += time.perf_counter() - begin
+            yield True
+        begin = time.perf_counter()
+        exchanged = finish()
         self._move(local, anchors, exchanged, round.layout)
         torch._foreach_copy_(weights, anchors)
         local.steps = 0
         if self.mask_momentum:
             mask_momentum_(optimizer, parameters, exchanged.sent, round.layout)
-        ledger, sent = wire.ledger, exchanged.sent
+        sent = exchanged.sent
         ledger.exchange_seconds += time.perf_counter() - begin
         ledger.sent_elements += sent.indices.numel() if isinstance(sent, SparseVector) else sent.numel()
 

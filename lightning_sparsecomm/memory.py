@@ -42,6 +42,10 @@ class Memory(ABC):
         """The contribution with what earlier steps left behind; it may share storage with this memory, and None stays
         None: a parameter without a gradient sends nothing and keeps what is held for it."""
 
+    def take_back(self, contribution: Contribution, round: Round) -> None:  # noqa: B027
+        """Undoes `compensate` of the same arguments, whose exchange has failed. What `Contribution.added_to_` has done
+        is undone already; nothing by default."""
+
     @abstractmethod
     def update(self, sent: SparseVector | Tensor) -> None:
         """Forgets what was sent, as receivers decode it: a sparse or dense vector over the layout."""
@@ -220,6 +224,7 @@ class _Velocity(Memory):
     def __init__(self) -> None:
         self._velocity = NamedVector()
         self._begun: set[str] = set()
+        self._beginning: set[str] = set()
         self._names: list[str] = []
 
     def objection(self, optimizer: Optimizer) -> str | None:
@@ -239,18 +244,23 @@ class _Velocity(Memory):
     def steps(self, present: list[bool], round: Round) -> list[Step | None]:
         """What momentum does to each segment in this step; None where it has no momentum or no gradient.
 
-        A velocity begins as the gradient itself, without dampening, as in torch.
+        A velocity begins as the gradient itself, without dampening, as in torch. It has begun once `begin` is called.
         """
         steps: list[Step | None] = []
+        self._beginning = set()
         for name, here, velocity, rule in zip(self._names, present, self._velocity.parts, round.momentum, strict=True):
             if not here or rule.momentum == 0:
                 steps.append(None)
                 continue
             begun = rule.begun or name in self._begun
-            self._begun.add(name)
+            self._beginning.add(name)
             factors = (rule.momentum, 1 - rule.dampening) if begun else (0.0, 1.0)
             steps.append(Step(velocity, *factors, rule.momentum if rule.nesterov else None))
         return steps
+
+    def begin(self) -> None:
+        """Notes that the last `steps` have been made for good."""
+        self._begun |= self._beginning
 
     def state_dict(self) -> dict[str, Tensor]:
         return {name: part for name, part in self._velocity.state_dict().items() if name in self._begun}
@@ -282,6 +292,7 @@ class MomentumCorrection(_Velocity):
         return replace(_untouched(contribution, self), steps=steps)
 
     def update(self, sent: SparseVector | Tensor) -> None:
+        self.begin()
         if not self.mask or not self._begun:
             return
         assert self._velocity.flat is not None
@@ -313,6 +324,7 @@ class Momentum(_Velocity):
         gradients = [view if here else None for view, here in zip(round.layout.views(x), exchanged.present)]
         steps = self.steps(list(exchanged.present), round)
         Contribution(gradients, steps=steps).added_to_(moved, round.layout)
+        self.begin()
         return exchanged._replace(shared=moved)
 
     def __repr__(self) -> str:

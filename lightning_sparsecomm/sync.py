@@ -5,7 +5,8 @@ import fnmatch
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Literal
 
@@ -145,8 +146,9 @@ class Sync(ABC):
     @abstractmethod
     def synchronize(
         self, stream: int, optimizer: Optimizer, parameters: NamedParameters, round: Round, wire: Wire
-    ) -> None:
-        """Called once per optimizer step: leaves the shared gradient in each parameter's `.grad`.
+    ) -> AbstractContextManager[None]:
+        """Entered once per optimizer step, where it exchanges; left once all syncs of the optimizer have: then it puts
+        the shared gradient into each parameter's `.grad`. Left by an error, its own or another's, it changes nothing.
 
         Args:
             stream: Index of the optimizer. State of one stream never mixes with that of another.
@@ -159,21 +161,23 @@ class Sync(ABC):
 
     def after_step(
         self, stream: int, optimizer: Optimizer, parameters: NamedParameters, round: Round, wire: Wire
-    ) -> bool:
-        """Called after each optimizer step, as `synchronize` is before it.
+    ) -> AbstractContextManager[bool]:
+        """Entered and left after each optimizer step, as `synchronize` is before it.
 
         Returns:
-            Whether weights were exchanged, and are equal on all ranks now.
+            Within the context, whether weights are exchanged, and so are equal on all ranks after it.
         """
-        return False
+        return nullcontext(False)
 
-    def settle(self, stream: int, optimizer: Optimizer, parameters: NamedParameters, round: Round, wire: Wire) -> bool:
-        """Called once after the last step: exchanges what is left to exchange.
+    def settle(
+        self, stream: int, optimizer: Optimizer, parameters: NamedParameters, round: Round, wire: Wire
+    ) -> AbstractContextManager[bool]:
+        """Entered and left once after the last step: exchanges what is left to exchange.
 
         Returns:
             As `after_step`.
         """
-        return False
+        return nullcontext(False)
 
     def shared_model(self, stream: int, parameters: NamedParameters) -> list[tuple[Tensor, Tensor]] | None:
         """Each weight with the value that all ranks share, where it keeps one apart from their own weights; without a
@@ -301,16 +305,20 @@ class GradientSync(Sync):
         if objection is not None:
             raise ValueError(objection)
 
+    @contextmanager
     def synchronize(
         self, stream: int, optimizer: Optimizer, parameters: NamedParameters, round: Round, wire: Wire
-    ) -> None:
+    ) -> Iterator[None]:
         channel = self._bound(stream, parameters, round.layout)
         if channel.corrects_momentum:
             round = replace(round, momentum=momentum_rules(optimizer, parameters))
         gradients = [gradient_of(name, parameter) for name, parameter in parameters]
+        ledger, begin = wire.ledger, time.perf_counter()
+        with channel.reducing(gradients, round, wire, bool(self.takes_sparse)) as finish:
+            ledger.exchange_seconds += time.perf_counter() - begin
+            yield
         begin = time.perf_counter()
-        exchanged = channel.reduce(gradients, round, wire, bool(self.takes_sparse))
-        ledger = wire.ledger
+        exchanged = finish()
         ledger.exchange_seconds += time.perf_counter() - begin
         if self.takes_sparse:
             ledger.ddp_gathered_bytes += sum(_gathered_bytes(each) for each in gradients if each is not None)
@@ -425,10 +433,11 @@ class BucketSync(Sync):
 
     def synchronize(
         self, stream: int, optimizer: Optimizer, parameters: NamedParameters, round: Round, wire: Wire
-    ) -> None:
+    ) -> AbstractContextManager[None]:
         late = [(name, parameter) for name, parameter in parameters if id(parameter) not in self._in_buckets]
-        if late:
-            self._late.synchronize(stream, optimizer, late, replace(round, layout=Layout.of(late)), wire)
+        if not late:
+            return nullcontext()
+        return self._late.synchronize(stream, optimizer, late, replace(round, layout=Layout.of(late)), wire)
 
     def state_dict(self, stream: int) -> Held:
         return self._late.state_dict(stream)

@@ -7,7 +7,7 @@ import secrets
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TypeVar
 
@@ -262,10 +262,11 @@ class Synchronizer:
         stream.max_norm = self.max_norm if max_norm is None else max_norm
         asked = any(stream.max_norm is not None or memory.max_norm is not None for memory in stream.clipping)
         norm = self.local_norm(optimizer) if asked else math.nan
-        for sync, parameters, layout in stream.pieces:
-            round = replace(self._round(stream, layout), gradient_norm=norm, max_norm=stream.max_norm)
-            with torch.no_grad():
-                sync.synchronize(index, optimizer, parameters, round, self.wire)
+        # No memory forgets, and no gradient is written, before all syncs have exchanged: a step is shared whole or not.
+        with torch.no_grad(), ExitStack() as turns:
+            for sync, parameters, layout in stream.pieces:
+                round = replace(self._round(stream, layout), gradient_norm=norm, max_norm=stream.max_norm)
+                turns.enter_context(sync.synchronize(index, optimizer, parameters, round, self.wire))
         stream.shared = True
         # We have just written to gradients, which another optimizer may have a part in.
         for each in self._streams:
@@ -302,12 +303,12 @@ class Synchronizer:
     def _exchange_weights(self, stream: Stream, step: int, last: bool) -> None:
         index, untrained = self._streams.index(stream), False
         try:
-            for sync, parameters, layout in stream.pieces:
-                round = replace(self._round(stream, layout), step=step)
-                exchange = sync.settle if last else sync.after_step
-                with torch.no_grad():
-                    exchanged = exchange(index, stream.optimizer, parameters, round, self.wire)
-                untrained |= exchanged and sync.averages_buffers
+            with torch.no_grad(), ExitStack() as turns:
+                for sync, parameters, layout in stream.pieces:
+                    round = replace(self._round(stream, layout), step=step)
+                    exchange = sync.settle if last else sync.after_step
+                    turn = exchange(index, stream.optimizer, parameters, round, self.wire)
+                    untrained |= turns.enter_context(turn) and sync.averages_buffers
         except BaseException:
             # One model, the last good one, of all syncs: also after an interrupt, for changes may stand in its place.
             for sync, parameters, _ in stream.pieces:

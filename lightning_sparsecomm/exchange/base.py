@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from lightning_sparsecomm.compensation import Wanted
@@ -16,13 +17,38 @@ class NonFiniteGradientError(RuntimeError):
     """A gradient holds an infinity or a NaN. Raised on all ranks in the same step, before any weight changes."""
 
     @classmethod
-    def of(cls, segment: int, round: Round, whose: str = "some rank") -> "NonFiniteGradientError":
-        """The error for one segment of the round's layout."""
+    def of(cls, segment: int, round: Round, rank: int) -> "NonFiniteGradientError":
+        """The error for one segment of the round's layout.
+
+        Args:
+            segment: Its index.
+            round: In which it was found.
+            rank: Whose gradient it is.
+        """
         return cls(
-            f"{whose} has a {round.quantity} that is not finite, for parameter"
+            f"rank {rank} has a {round.quantity} that is not finite, for parameter"
             f" {round.layout.segments[segment].name!r} in step {round.step}."
             " Lower the learning rate, clip gradients, or look for a division by zero in the loss."
         )
+
+    @classmethod
+    def found_on_any(
+        cls, segment: int | None, round: Round, wire: Wire, device: torch.device
+    ) -> "NonFiniteGradientError":
+        """The error, where ranks know by now that some of them have such a gradient, but not which: they say it.
+
+        A collective: only where all of them know, since all must come here. Bytes handed over: 8.
+
+        Args:
+            segment: The first on this rank; None where all its gradients are finite.
+            round: In which it was found.
+            wire: Where to communicate.
+            device: Of the vectors that are exchanged.
+        """
+        own = torch.tensor([-1 if segment is None else segment], device=device)
+        segments = wire.all_gather(own).view(-1).tolist()
+        rank = next(rank for rank, found in enumerate(segments) if found >= 0)
+        return cls.of(segments[rank], round, rank)
 
 
 class Outgoing(NamedTuple):

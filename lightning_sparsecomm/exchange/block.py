@@ -85,8 +85,8 @@ class BlockReduce(Exchange):
         # Only a sketch that is sized so needs to know how much a rank holds.
         held = int(lengths.sum()) if self.sketch_ratio is not None and self.sized_by == "rank" else None
         agreed = _agree(mine, held, bounds.numel() - 1, present, nonfinite_segment, wire)
-        if agreed.nonfinite_segment is not None:
-            raise NonFiniteGradientError.of(agreed.nonfinite_segment, round)
+        if not agreed.finite:
+            raise NonFiniteGradientError.found_on_any(nonfinite_segment, round, wire, values.device)
 
         together = elements(agreed.blocks, bounds)
         packed = values.new_zeros(together.numel())
@@ -137,13 +137,13 @@ class _Agreed(NamedTuple):
     Attributes:
         blocks: The numbers of the blocks that any of them sends, int64, increasing.
         present: For each segment, whether any has a gradient for it.
-        nonfinite_segment: The first segment of which any has a gradient that is not finite; None for none.
+        finite: Whether all have finite gradients only.
         most: The most elements that any sends, rounded up by less than an eighth.
     """
 
     blocks: Tensor
     present: list[bool]
-    nonfinite_segment: int | None
+    finite: bool
     most: int
 
 
@@ -169,12 +169,12 @@ def _agree(
     found = kernels.read_bitmap(bitmap, size).indices
     others = found[int(torch.searchsorted(found, count)) :].sub(count).tolist()
     anyone = {i for i in others if i < segments}
-    unusable = [i - segments for i in others if segments <= i < 2 * segments]
+    finite = not any(segments <= i < 2 * segments for i in others)
     levels = sum(i >= 2 * segments for i in others)
     return _Agreed(
         found[: found.numel() - len(others)],
         [i in anyone for i in range(segments)],
-        unusable[0] if unusable else None,
+        finite,
         _most(levels),
     )
 

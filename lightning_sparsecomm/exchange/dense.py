@@ -60,9 +60,8 @@ class DenseAllReduce(Exchange):
             buffer[n + nonfinite_segment] = float("nan")
         sent = x if buffer.dtype == x.dtype else buffer[:n].to(x.dtype) * wire.world_size
         wire.all_reduce_(buffer)
-        unusable = buffer[n:].isnan().nonzero()
-        if unusable.numel():
-            raise NonFiniteGradientError.of(int(unusable[0]), round)
+        if bool(buffer[n:].isnan().any()):
+            raise NonFiniteGradientError.found_on_any(nonfinite_segment, round, wire, x.device)
         return Exchanged(buffer[:n].to(x.dtype), sent, (buffer[n:] > 0).tolist())
 
     def __repr__(self) -> str:

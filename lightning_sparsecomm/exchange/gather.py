@@ -54,7 +54,7 @@ class Gather(Exchange):
         envelopes = [open_envelope(gathered[rank], round.layout, rank) for rank in range(wire.world_size)]
         for rank, received in enumerate(envelopes):
             if received.nonfinite_segment is not None:
-                raise NonFiniteGradientError.of(received.nonfinite_segment, round, f"rank {rank}")
+                raise NonFiniteGradientError.of(received.nonfinite_segment, round, rank)
         decoded = [self._decode(received.body, round, rank, x.device) for rank, received in enumerate(envelopes)]
         anyone = [received.present or [True] * len(present) for received in envelopes]
         return Exchanged(

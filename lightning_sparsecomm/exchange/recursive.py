@@ -52,7 +52,7 @@ class RecursiveDoubling(Exchange):
         sent = SparseVector(chosen, x[chosen], x.numel())
         held = self._sum_over_ranks(_Held(sent, list(present), nonfinite_segment), round.layout, wire)
         if held.nonfinite_segment is not None:
-            raise NonFiniteGradientError.of(held.nonfinite_segment, round)
+            raise NonFiniteGradientError.found_on_any(nonfinite_segment, round, wire, x.device)
         values = held.vector.values / wire.world_size
         shared = values if values.numel() == x.numel() else held.vector._replace(values=values)
         return Exchanged(shared, sent, held.present)

@@ -150,9 +150,8 @@ class SketchedTopK(Exchange):
             # Spreads to all ranks by the sum.
             buffer[size + nonfinite_segment] = float("nan")
         wire.all_reduce_(buffer)
-        unusable = buffer[size:].isnan().nonzero()
-        if unusable.numel():
-            raise NonFiniteGradientError.of(int(unusable[0]), round)
+        if bool(buffer[size:].isnan().any()):
+            raise NonFiniteGradientError.found_on_any(nonfinite_segment, round, wire, table.device)
         return buffer
 
     def __repr__(self) -> str:

@@ -83,6 +83,26 @@ class Reference:
             return residual.new_empty(0, dtype=torch.int64)
         return self.reaching(residual, threshold, capacity)
 
+    def take_back_(self, update: Update) -> None:
+        """Undoes `update_`, to round-off; its gradient may be of any dtype, shape and memory format here.
+
+        A velocity whose factor was 0 has kept nothing of what it was: it becomes zero, as it is before its first step.
+        """
+        residual, velocity = update.residual, update.velocity
+        gradient = update.gradient.to(residual.dtype).reshape(residual.shape) * update.scale
+        if velocity is None:
+            residual.sub_(gradient)
+        else:
+            if update.lookahead is None:
+                residual.sub_(velocity)
+            else:
+                residual.sub_(velocity * update.lookahead).sub_(gradient)
+            if update.momentum:
+                velocity.sub_(gradient * update.gain).div_(update.momentum)
+            else:
+                velocity.zero_()
+        residual.div_(update.keep)
+
     def reaching(self, x: Tensor, threshold: float, capacity: int) -> Tensor | None:
         """Where the magnitude of `x` (`[n]`) reaches a positive threshold; arguments and result as for `update_`."""
         found = (x.abs() >= threshold).nonzero().view(-1)

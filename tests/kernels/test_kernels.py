@@ -140,6 +140,34 @@ def test_update_is_what_it_says():
 
 
 @each_dtype
+@each_size
+@each_kind
+def test_an_update_can_be_taken_back(kind, size, dtype):
+    start, update = update_of(kind, size, dtype), update_of(kind, size, dtype)
+    for kernels in KERNELS:
+        kernels.update_(update, None, 0)
+        kernels.take_back_(update)
+        # A few roundings of the largest of its terms.
+        tolerance = 16 * torch.finfo(dtype).eps * float(update.gradient.abs().max() if size else 1)
+        torch.testing.assert_close(update.residual, start.residual, rtol=tolerance, atol=tolerance)
+        if update.velocity is not None:
+            torch.testing.assert_close(update.velocity, start.velocity, rtol=tolerance, atol=tolerance)
+
+
+@each_dtype
+def test_a_velocity_that_has_just_begun_is_taken_back_to_nothing(dtype):
+    # In any memory format and dtype of the gradient.
+    gradient = torch.randn(4, 3, 2, 2).bfloat16().contiguous(memory_format=torch.channels_last)
+    residual, velocity = torch.zeros(48, dtype=dtype), torch.zeros(48, dtype=dtype)
+    update = Update(residual, gradient.to(dtype).contiguous().view(-1), velocity, 1.0, 0.5, 0.0, 1.0, 0.9)
+    Reference().update_(update, None, 0)
+    assert residual.any()
+    Reference().take_back_(update._replace(gradient=gradient))
+    assert not velocity.any()
+    assert residual.abs().max() < 8 * torch.finfo(dtype).eps
+
+
+@each_dtype
 @each_kernels
 def test_factors_that_differ_in_the_last_bit_are_told_apart(kernels, dtype):
     # In double precision, factors must not be rounded to float32 on their way.

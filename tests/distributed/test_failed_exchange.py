@@ -1,0 +1,364 @@
+"""An exchange that fails leaves memories as they were, and training goes on as if the step had never been."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from lightning_sparsecomm.channel import Channel
+from lightning_sparsecomm.codecs import Float32, Golomb, PayloadError, SparseCodec, TopBlocks, TopK
+from lightning_sparsecomm.compensation import Contribution
+from lightning_sparsecomm.exchange import (
+    BlockReduce,
+    DenseAllReduce,
+    Exchange,
+    Exchanged,
+    Gather,
+    NonFiniteGradientError,
+    Outgoing,
+    RecursiveDoubling,
+    SketchedTopK,
+)
+from lightning_sparsecomm.kernels import Reference, Update, kernels_for
+from lightning_sparsecomm.layout import Layout, SparseVector
+from lightning_sparsecomm.memory import ClipLocalNorm, ErrorFeedback, Memory, Momentum, MomentumCorrection
+from lightning_sparsecomm.method import Method
+from lightning_sparsecomm.methods import dgc, gradient_dropping, s2_reducer, sbc, split
+from lightning_sparsecomm.rounds import MomentumRule, Round
+from lightning_sparsecomm.synchronizer import Synchronizer
+from lightning_sparsecomm.wire import Wire
+from tests import laws
+from tests.distributed.launch import run_ranks
+from tests.distributed.scenarios import Classifier, Scenario, fit
+
+LAYOUT = Layout([("table", (40, 6)), ("kernel", (4, 3, 2, 2)), ("empty", (0, 3)), ("bias", (5,))])
+
+
+class Doubling(Memory):
+    """Of a user's own: adds to a vector of its own what it is given, and gives that on."""
+
+    def bind(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
+        self.held = torch.zeros(layout.size, dtype=dtype, device=device)
+
+    def compensate(self, contribution: Contribution, round: Round) -> Contribution:
+        views = round.layout.views(self.held)
+        for view, part in zip(views, contribution.parts):
+            if part is not None:
+                view.add_(part, alpha=2)
+        return Contribution([None if part is None else view for view, part in zip(views, contribution.parts)])
+
+    def take_back(self, contribution: Contribution, round: Round) -> None:
+        for view, part in zip(round.layout.views(self.held), contribution.parts):
+            if part is not None:
+                view.sub_(part, alpha=2)
+
+    def update(self, sent: SparseVector | Tensor) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"held": self.held}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.held.copy_(state["held"])
+
+
+CHAINS: dict[str, Callable[[], list[Memory]]] = {
+    "none": list,
+    "residual": lambda: [ErrorFeedback()],
+    "decay": lambda: [ErrorFeedback(0.7)],
+    "clip": lambda: [ClipLocalNorm(0.3), ErrorFeedback()],
+    "momentum": lambda: [MomentumCorrection(), ErrorFeedback()],
+    "whole": lambda: [ClipLocalNorm(0.3), MomentumCorrection(mask=False), ErrorFeedback(0.9)],
+    "velocity alone": lambda: [ClipLocalNorm(0.3), MomentumCorrection()],
+    "momentum of the mean": lambda: [ClipLocalNorm(0.3), Momentum()],
+    "two residuals": lambda: [ErrorFeedback(0.9), ErrorFeedback(0.8)],
+    "own": lambda: [Doubling(), ErrorFeedback()],
+}
+EXCHANGES: dict[str, Callable[[], Exchange]] = {
+    "gather": lambda: Gather(SparseCodec(TopK(0.1))),
+    "gather of any length": lambda: Gather(SparseCodec(TopK(0.1), Float32(), Golomb())),
+    "dense": DenseAllReduce,
+    "sketch": lambda: SketchedTopK(0.05, columns=300, always_sketch=True),
+    "sketch of most": lambda: SketchedTopK(0.3),
+    "blocks": lambda: BlockReduce(TopBlocks(0.2, 6)),
+    "recursive doubling": lambda: RecursiveDoubling(TopK(0.1)),
+}
+RULES = {
+    "plain": MomentumRule(0.9),
+    "dampened": MomentumRule(0.5, dampening=0.3, begun=True),
+    "nesterov": MomentumRule(0.9, nesterov=True),
+}
+
+
+def gradients(seed: int, dtype: torch.dtype, nan: bool = False) -> list[Tensor | None]:
+    """Not of every parameter in each step, and one of them not contiguous."""
+    generator = torch.Generator().manual_seed(seed)
+    table, kernel, empty, bias = (torch.randn(s.shape, generator=generator, dtype=dtype) for s in LAYOUT.segments)
+    if nan:
+        kernel[1, 2, 0, 1] = float("nan")
+    kernel = kernel.contiguous(memory_format=torch.channels_last)
+    return [table if seed % 3 else None, kernel, empty, bias]
+
+
+def norm(parts: Sequence[Tensor | None]) -> float:
+    return float(sum(float(part.square().sum()) for part in parts if part is not None)) ** 0.5
+
+
+def state(channel: Channel) -> list[dict[str, Tensor]]:
+    return [{name: tensor.clone() for name, tensor in part.items()} for part in channel.state_dict()]
+
+
+def assert_states(ours: Any, theirs: Any, tolerance: float) -> None:
+    assert [part.keys() for part in ours] == [part.keys() for part in theirs]
+    for mine, other in zip(ours, theirs):
+        for name, tensor in mine.items():
+            torch.testing.assert_close(tensor, other[name], rtol=tolerance, atol=tolerance)
+
+
+def _fails_and_goes_on(rank: int, chain: str, name: str, rule: MomentumRule, dtype: torch.dtype) -> None:
+    """Two channels in lockstep, of which one fails before each step."""
+    wire, tolerance = Wire(), 4e-6 if dtype == torch.float32 else 1e-14
+    failing, fine = (Channel(EXCHANGES[name](), CHAINS[chain]()) for _ in range(2))
+    for channel in (failing, fine):
+        channel.bind(LAYOUT, dtype, torch.device("cpu"))
+    for step in range(3):
+        round = Round(LAYOUT, step, rank=rank, world_size=3, momentum=[rule] * len(LAYOUT.segments))
+        bad, before = (step + 1) % 3, state(failing)
+        parts = gradients(100 + 10 * step + rank, dtype, nan=rank == bad)
+        with pytest.raises(NonFiniteGradientError) as raised:
+            failing.reduce(parts, replace(round, gradient_norm=norm(parts)), wire)
+        text = f"rank {bad} has a gradient that is not finite, for parameter 'kernel' in step {step}."
+        assert str(raised.value).startswith(text), (name, raised.value)
+        # A rank that knows it beforehand does not touch anything.
+        assert_states(state(failing), before, 0 if rank == bad else tolerance)
+
+        parts = gradients(10 * step + rank, dtype)
+        round = replace(round, gradient_norm=norm(parts))
+        ours, theirs = (channel.reduce(parts, round, wire).shared for channel in (failing, fine))
+        # In float64, no two elements are so close that round-off could choose between them.
+        if dtype == torch.float64:
+            assert type(ours) is type(theirs)
+            whole = [each.dense() if isinstance(each, SparseVector) else each for each in (ours, theirs)]
+            torch.testing.assert_close(*whole, rtol=1e-12, atol=1e-12)
+            assert_states(state(failing), state(fine), 1e-12)
+
+
+QUICK = [*((chain, "gather") for chain in CHAINS), *(("momentum", name) for name in EXCHANGES if name != "gather")]
+
+
+def _all_fail_and_go_on(rank: int, cases: list[tuple[str, str]]) -> None:
+    rules = itertools.cycle(RULES.values())
+    for chain, name in cases:
+        _fails_and_goes_on(rank, chain, name, next(rules), torch.float64)
+    for chain in ("residual", "whole"):
+        _fails_and_goes_on(rank, chain, "gather", next(rules), torch.float32)
+
+
+ALL = pytest.param(list(itertools.product(CHAINS, EXCHANGES)), marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("cases", [QUICK, ALL], ids=["some", "all"])
+def test_memories_are_as_before_on_all_ranks(tmp_path: Path, cases: list[tuple[str, str]]) -> None:
+    run_ranks(tmp_path, 3, _all_fail_and_go_on, cases)
+
+
+class Failing(DenseAllReduce):
+    """Raises when all has been exchanged."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self.error: BaseException | None = error
+
+    def run(self, outgoing: Outgoing, round: Round, wire: Wire) -> Exchanged:
+        exchanged = super().run(outgoing, round, wire)
+        if self.error is not None:
+            raise self.error
+        return exchanged
+
+
+def _alone(rank: int) -> None:
+    wire, cpu = Wire(), torch.device("cpu")
+    for error in (PayloadError("corrupt"), KeyboardInterrupt(), RuntimeError("a peer is gone")):
+        for dtype in (torch.float32, torch.bfloat16):
+            memories = [MomentumCorrection(), ErrorFeedback(0.9)]
+            channel = Channel(exchange := Failing(error), memories)
+            channel.bind(LAYOUT, torch.float32, cpu)
+            for step in range(3):
+                round = Round(LAYOUT, step, momentum=[RULES["nesterov"]] * len(LAYOUT.segments))
+                before = state(channel)
+                with pytest.raises(type(error)):
+                    channel.reduce(gradients(step, dtype), round, wire)
+                assert_states(state(channel), before, 4e-6)
+                exchange.error = None
+                channel.reduce(gradients(step + 1, dtype), round, wire)
+                exchange.error = error
+
+
+def test_whatever_the_exchange_raises(tmp_path: Path) -> None:
+    run_ranks(tmp_path, 1, _alone)
+
+
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_an_interrupt_in_the_midst_of_taking_in(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+    """A signal that comes while a kernel runs is raised when it returns."""
+    memories: list[Memory] = [MomentumCorrection(), ErrorFeedback(0.9)]
+    channel = Channel(Gather(SparseCodec(TopK(0.1, "tensor"))), memories)
+    channel.bind(LAYOUT, torch.float64, torch.device("cpu"))
+    round = Round(LAYOUT, momentum=[RULES["plain"]] * len(LAYOUT.segments))
+    contribution = Contribution(gradients(1, torch.float64))
+    for memory in memories:
+        contribution = memory.compensate(contribution, round)
+    for memory in memories:
+        memory.update(SparseVector(torch.arange(9), torch.ones(9, dtype=torch.float64), LAYOUT.size))
+    before, kernels, calls = state(channel), type(kernels_for(torch.device("cpu"), torch.float64)), itertools.count()
+    update_ = kernels.update_
+
+    def interrupted(self: Reference, update: Update, *args: Any) -> Any:
+        found = update_(self, update, *args)
+        if next(calls) == after:
+            raise KeyboardInterrupt
+        return found
+
+    monkeypatch.setattr(kernels, "update_", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        channel.reduce(gradients(2, torch.float64), round, None)  # type: ignore[arg-type]
+    assert next(calls) > after
+    assert_states(state(channel), before, 1e-14)
+
+
+# Several syncs of one optimizer
+
+
+class Words(nn.Module):
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.table = nn.Embedding(30, 4, sparse=sparse)
+        self.dense = nn.Linear(4, 6)
+        self.double()
+
+
+def _set_gradients(module: Words, rank: int, seed: int, bad: str | None) -> None:
+    generator = torch.Generator().manual_seed(10 * seed + rank)
+    for name, parameter in module.named_parameters():
+        values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        if name == "table.weight" and module.table.sparse:
+            rows = torch.randperm(30, generator=generator)[None, :5]
+            values = torch.sparse_coo_tensor(rows, values[:5], parameter.shape, check_invariants=False).coalesce()
+        if name == bad:
+            (values.values() if values.is_sparse else values).view(-1)[3] = float("inf")
+        parameter.grad = values
+
+
+MADE: dict[str, tuple[Callable[[], Method], float, bool]] = {
+    "dgc": (lambda: dgc(0.2, warmup_steps=0, clip=0.5), 0.9, False),
+    "three syncs": (lambda: split(["table.*"], s2_reducer(), gradient_dropping(0.2, exclude=["*.bias"])), 0.0, True),
+    "local mode": (lambda: split(["table.*"], s2_reducer(), gradient_dropping(0.2, local="partial")), 0.0, True),
+    "weight changes": (lambda: sbc(0.2, every=1, exclude=["*.bias"]), 0.0, True),
+}
+"""Method, momentum, and whether the embedding's gradient is sparse."""
+
+
+def _memories(synchronizer: Synchronizer) -> list[Any]:
+    return [part for sync in synchronizer.syncs for _, part in sorted(sync.state_dict().items())]
+
+
+def _two_trainings(rank: int, name: str) -> None:
+    """In lockstep; one of them fails before each step, in another of its syncs each time."""
+    make, momentum, sparse = MADE[name]
+    runs = []
+    for module in (Words(sparse), Words(sparse)):
+        synchronizer = Synchronizer(make(), Wire())
+        synchronizer.add_module(module)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=momentum)
+        synchronizer.register(optimizer)
+        runs.append((module, synchronizer, optimizer))
+
+    def step(run: Any) -> None:
+        _, synchronizer, optimizer = run
+        with synchronizer.stepping(optimizer):
+            synchronizer.closure(optimizer, lambda: None)()
+            optimizer.step()
+
+    module, synchronizer, _ = runs[0]
+    for number, bad in enumerate(("dense.bias", "dense.weight", "table.weight", "dense.bias", "dense.weight")):
+        before = [[{k: v.clone() for k, v in part.items()} for part in parts] for parts in _memories(synchronizer)]
+        weights = [parameter.detach().clone() for parameter in module.parameters()]
+        _set_gradients(module, rank, 100 + number, bad if rank == 1 else None)
+        given = [parameter.grad.clone() for parameter in module.parameters()]
+        with pytest.raises(NonFiniteGradientError, match=rf"rank 1 has a .*, for parameter '{bad}' in step {number}\."):
+            step(runs[0])
+        after = _memories(synchronizer)
+        for ours, theirs in zip(after, before):
+            assert_states(ours, theirs, 1e-14)
+        for parameter, gradient, weight in zip(module.parameters(), given, weights, strict=True):
+            assert parameter.grad is not None
+            same = [each.to_dense() for each in (parameter.grad, gradient)]
+            torch.testing.assert_close(*same, rtol=0, atol=0, equal_nan=True)
+            assert torch.equal(parameter, weight)
+        for run in runs:
+            _set_gradients(run[0], rank, number, None)
+            step(run)
+        for ours, theirs in zip(*(run[0].parameters() for run in runs), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+    assert any(tensor.any() for parts in _memories(synchronizer) for part in parts for tensor in part.values())
+    for _, synchronizer, _ in runs:
+        synchronizer.close()
+
+
+def _all_methods(rank: int) -> None:
+    for name in MADE:
+        _two_trainings(rank, name)
+
+
+def test_a_step_is_shared_by_all_syncs_or_by_none(tmp_path: Path) -> None:
+    """An earlier sync, which has exchanged already, takes it back: no gradient is written, and nothing forgotten."""
+    run_ranks(tmp_path, 2, _all_methods)
+
+
+class GoesOn(Classifier):
+    """Manual optimization that leaves a batch out: since its gradient is not finite on one rank, or by itself."""
+
+    automatic_optimization = False
+
+    def __init__(self, poisoned: bool) -> None:
+        super().__init__()
+        self.poisoned = poisoned
+        self.caught: list[str] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        if batch_idx == 4 and not self.poisoned:
+            return
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        loss = cross_entropy(self(batch[0]), batch[1])
+        self.manual_backward(loss * float("nan") if batch_idx == 4 and self.global_rank == 1 else loss)
+        try:
+            optimizer.step()
+        except NonFiniteGradientError as error:
+            self.caught.append(str(error))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-3)
+
+    def on_train_end(self) -> None:
+        assert len(self.caught) == self.poisoned
+        assert all(text.startswith("rank 1 has a gradient that is not finite") for text in self.caught)
+
+
+def test_training_may_go_on_after_it(tmp_path: Path) -> None:
+    """A Trainer's, in float64, in which round-off does not choose another element to send."""
+    method = dgc(0.1, warmup_steps=0, clip=0.5)
+    runs = []
+    for poisoned in (True, False):
+        scenario = Scenario(lambda poisoned=poisoned: GoesOn(poisoned), {"precision": "64-true"}, steps=9)
+        runs.append(fit(tmp_path / str(poisoned), scenario, 2, method))
+        laws.replicas_are_equal(runs[-1])
+        laws.trained(GoesOn(poisoned).double().state_dict(), runs[-1][0])
+    laws.equal_to_round_off(runs[0][0], runs[1][0], 1e-12)
