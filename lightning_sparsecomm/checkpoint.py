@@ -102,9 +102,11 @@ class RankFiles:
                 self._remove(self.path(file))
 
     def _remove(self, path: str) -> None:
-        # Another rank may be quicker.
-        with suppress(FileNotFoundError):
-            self._io.remove_checkpoint(path)
+        # Another rank may remove its own file meanwhile, at which a removal of the folder stops.
+        for _ in range(10):
+            with suppress(FileNotFoundError):
+                self._io.remove_checkpoint(path)
+                return
 
 
 def fingerprint_of(checkpoint: object) -> str:

@@ -1,0 +1,225 @@
+"""Random combinations of model, method, precision, accumulation, clipping and optimizer: none hangs, none drifts."""
+
+import random
+import signal
+import traceback
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.plugins.precision import MixedPrecision
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_sparsecomm import ParameterAveraging, SparsityWarmup, methods
+from lightning_sparsecomm.method import Method
+from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
+from tests.distributed.launch import run_ranks
+from tests.distributed.test_resume import outside_launcher
+
+WORDS, WIDTH, CLASSES, BATCH, STEPS = 30, 8, 4, 4, 6
+SECONDS = 40
+"""The deadline of each configuration, on a busy machine; most take half a second."""
+
+
+OPTIMIZERS = [
+    partial(torch.optim.SGD, lr=0.05),
+    partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=1e-3),
+    partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True),
+    partial(torch.optim.SGD, lr=0.05, momentum=0.5, dampening=0.1, foreach=False),
+    partial(torch.optim.Adam, lr=0.01),
+    partial(torch.optim.AdamW, lr=0.01),
+    partial(torch.optim.RMSprop, lr=0.01),
+    partial(torch.optim.Adagrad, lr=0.01),
+]
+
+
+class Model(pl.LightningModule):
+    """Embeds words, and classifies their mean."""
+
+    def __init__(self, drawn: random.Random) -> None:
+        super().__init__()
+        self.what = {
+            "sparse": drawn.random() < 0.15,
+            "norm": drawn.random() < 0.3,
+            "tied": drawn.random() < 0.2,
+            "unused": drawn.random() < 0.25,
+            "thaws": drawn.random() < 0.2,
+            "two": drawn.random() < 0.15,
+        }
+        self.words = nn.Embedding(WORDS, WIDTH, sparse=self.what["sparse"])
+        self.body = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH) if self.what["norm"] else nn.Tanh())
+        self.more = nn.Linear(WIDTH, WIDTH)
+        if self.what["tied"]:
+            self.more.weight = self.body[0].weight
+        self.side = nn.Linear(WIDTH, CLASSES)
+        self.head = nn.Linear(WIDTH, CLASSES)
+        if self.what["thaws"]:
+            self.side.requires_grad_(False)
+        self.make_optimizer = drawn.choice(OPTIMIZERS)
+        if self.what["sparse"]:
+            # Few of torch's optimizers take sparse gradients, and its clipping does not.
+            self.make_optimizer = OPTIMIZERS[0]
+        self.automatic_optimization = not self.what["two"]
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.what["thaws"] and self.global_step >= 3:
+            self.side.requires_grad_(True)
+
+    def loss(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        hidden = self.more(self.body(self.words(x).mean(1)))
+        output = self.head(hidden)
+        if not (self.what["unused"] and (batch_idx + self.global_rank) % 2):
+            output = output + self.side(hidden)
+        return cross_entropy(output.float(), y)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        if self.automatic_optimization:
+            return self.loss(batch, batch_idx)
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch, batch_idx))
+            optimizer.step()
+        return None
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.loss(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        if self.what["two"]:
+            first = [*self.words.parameters(), *self.body.parameters()]
+            held = {id(parameter) for parameter in first}
+            return [
+                self.make_optimizer(first),
+                self.make_optimizer([each for each in self.parameters() if id(each) not in held]),
+            ]
+        return self.make_optimizer(self.parameters())
+
+
+def method_of(drawn: random.Random) -> Method:
+    """Any recipe, with options of its own."""
+    density, every = drawn.choice([1.0, 0.3, 0.05]), drawn.choice([1, 2, 4])
+    recipes = [
+        lambda: methods.dense(drawn.choice(["same", "bfloat16"])),
+        lambda: methods.gradient_dropping(
+            density, warmup_steps=drawn.choice([0, 3]), scope=drawn.choice(["model", "tensor"])
+        ),
+        lambda: methods.gradient_dropping(density, local=drawn.choice(["sum", "partial", "error"]), average_every=2),
+        lambda: methods.dgc(density, warmup_steps=drawn.choice([0, 4]), clip=drawn.choice([None, None, 0.5])),
+        lambda: methods.dgc(density, warmup_steps=0, momentum_correction=drawn.random() < 0.5),
+        lambda: methods.sbc(density, every=every),
+        lambda: methods.federated_averaging(every=every),
+        lambda: methods.diloco(every=every),
+        lambda: methods.sparse_loco(every=every),
+        lambda: methods.sketched_sgd(density=density, columns=drawn.choice([None, 20]), candidates=2),
+        lambda: methods.s2_reducer(sketch_ratio=drawn.choice([None, 0.5])),
+        lambda: methods.split(["words.*"], methods.s2_reducer(), methods.gradient_dropping(density)),
+        lambda: methods.split(["words.*"], methods.gradient_dropping(0.2), methods.sbc(density, every=every)),
+    ]
+    return drawn.choice(recipes)()
+
+
+def _precision(drawn: random.Random) -> dict[str, Any]:
+    precision = drawn.choice(["32-true", "32-true", "bf16-mixed", "bf16-true", "64-true", "16-mixed"])
+    if precision == "16-mixed":
+        return {"plugins": [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**8))]}
+    return {"precision": precision}
+
+
+def _train(number: int, rank: int, world_size: int) -> tuple[str, str, str]:
+    """One configuration: its name, how it ended, and the bits it ended with."""
+    # The same draws on all ranks.
+    drawn = random.Random(number)
+    torch.manual_seed(number)
+    described = ""
+    try:
+        method, model = method_of(drawn), Model(drawn)
+        sparse = model.what["sparse"]
+        options = {} if sparse else _precision(drawn)
+        options["accumulate_grad_batches"] = 1 if model.what["two"] else drawn.choice([1, 1, 2, 3])
+        if not model.what["two"] and not sparse and drawn.random() < 0.4:
+            options["gradient_clip_val"] = 0.5
+            options["gradient_clip_algorithm"] = drawn.choice(["norm", "norm", "value"])
+        callbacks: list[pl.Callback] = []
+        if drawn.random() < 0.15:
+            callbacks.append(SparsityWarmup(steps=3))
+        if drawn.random() < 0.15:
+            callbacks.append(ParameterAveraging(2, buffers=True))
+        described = f"{number}: {method!r} {model.what} {model.make_optimizer} {options} {callbacks}"
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=world_size,
+            strategy=SparseCommStrategy(method, find_unused_parameters=True),
+            max_steps=STEPS * (2 if model.what["two"] else 1),
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            num_sanity_val_steps=1,
+            val_check_interval=3,
+            callbacks=callbacks,
+            **options,
+        )
+        generator = torch.Generator().manual_seed(number)
+        x = torch.randint(WORDS, (BATCH * world_size * 12, 3), generator=generator)
+        data = TensorDataset(x, torch.randint(CLASSES, (len(x),), generator=generator))
+        trainer.fit(model, DataLoader(data, batch_size=BATCH), DataLoader(data, batch_size=BATCH, sampler=range(8)))
+    except (ValueError, TypeError) as error:
+        # Refused before anything was trained, with words of ours: on all ranks alike.
+        return described, f"refused: {type(error).__name__}: {error}", ""
+    except BaseException:
+        return described, "failed: " + traceback.format_exc(limit=-4), ""
+    weights = {name: weight.detach() for name, weight in model.named_parameters()}
+    assert all(weight.isfinite().all() for weight in weights.values())
+    assert trainer.global_step == trainer.max_steps
+    bits = [weight.contiguous().view(torch.uint8).flatten() for weight in weights.values()]
+    return described, "trained", torch.cat(bits).numpy().tobytes().hex()
+
+
+def _configurations(rank: int, world_size: int, numbers: list[int]) -> list[tuple[str, str, str]]:
+    outside_launcher(rank, world_size)
+    ends = []
+    for number in numbers:
+        # Ends the process: a collective that waits for ever does not listen to Python.
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(SECONDS)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ends.append(_train(number, rank, world_size))
+        signal.alarm(0)
+        if ends[-1][1].startswith("failed"):
+            break
+    return ends
+
+
+def _all_end_alike(tmp_path: Path, world_size: int, numbers: list[int]) -> int:
+    ranks = run_ranks(tmp_path, world_size, _configurations, world_size, numbers, timeout=SECONDS * len(numbers))
+    trained = 0
+    for ends in zip(*ranks, strict=True):
+        described, outcome, bits = ends[0]
+        for other in ends[1:]:
+            assert other[1] == outcome, f"{described}\n{outcome}\n{other[1]}"
+            assert other[2] == bits, f"replicas differ: {described}"
+        assert not outcome.startswith("failed"), f"{described}\n{outcome}"
+        trained += outcome == "trained"
+    return trained
+
+
+def test_some(tmp_path: Path) -> None:
+    assert _all_end_alike(tmp_path, 2, list(range(12))) >= 6
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_two_hundred(world_size: int, tmp_path: Path) -> None:
+    numbers = [number for number in range(201) if number % 3 == world_size - 2]
+    trained = sum(_all_end_alike(tmp_path, world_size, numbers[i : i + 10]) for i in range(0, len(numbers), 10))
+    # Most are none that a method refuses.
+    assert trained >= len(numbers) // 2
