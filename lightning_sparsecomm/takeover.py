@@ -65,13 +65,17 @@ class MomentumTakeover:
             self._engage()
             return None
 
+        evaluated = False
+
         def closure_then_engage() -> Any:
-            if self._engaged:
+            nonlocal evaluated
+            if evaluated:
                 raise RuntimeError(
                     f"{type(optimizer).__name__}.step() evaluates its closure more than once, so a step has several"
                     " gradients, and momentum and residual would take in all of them. Use methods.dense(), or an SGD"
                     " that evaluates it once."
                 )
+            evaluated = True
             result = closure()
             self._engage()
             return result

@@ -174,6 +174,39 @@ def _fail(rank: int) -> list[Any]:
     return found
 
 
+class Evaluating(torch.optim.SGD):
+    """Gives SGD's step() a closure of its own, where it may have got none."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        return super().step(lambda: None if closure is None else closure())
+
+
+def test_a_step_within_a_step_is_one(tmp_path: Path) -> None:
+    (found,) = run_ranks(tmp_path, 1, _step_within_step)
+    assert found == [[0.0, 0.9]] * 2
+
+
+def _step_within_step(rank: int) -> list[list[float]]:
+    # From its first object on, SGD's own step() calls hooks too.
+    torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    module = nn.Linear(2, 2)
+    synchronizer = Synchronizer(dgc(**FULL), Wire())
+    synchronizer.add_module(module)
+    optimizer = Evaluating(module.parameters(), lr=0.1, momentum=0.9)
+    found: list[list[float]] = []
+    for closure in ([], [lambda: None]):
+        with synchronizer.backward():
+            module(torch.ones(1, 2)).sum().backward()
+        with synchronizer.stepping(optimizer):
+            synchronizer.synchronize(optimizer)
+            optimizer.step(*closure)
+            within = optimizer.param_groups[0]["momentum"]
+        found.append([within, optimizer.param_groups[0]["momentum"]])
+        optimizer.zero_grad()
+    synchronizer.close()
+    return found
+
+
 class Moments(pl.Callback):
     """How much of the optimizer's own momentum is zero after the last step's exchange, and how much was shared."""
 
