@@ -46,7 +46,7 @@ def plain_repr(method: Method) -> str:
     return _ADDRESS.sub("", repr(method))
 
 
-def facts_of_run(method: Method, seed: int, parameters: NamedParameters) -> list[Fact]:
+def facts_of_run(method: Method, seed: int, parameters: NamedParameters, scales_loss: bool) -> list[Fact]:
     """What each rank's strategy and model are, as far as an exchange depends on it."""
     # Not yet there when the package imports this module.
     from lightning_sparsecomm import __version__
@@ -57,6 +57,7 @@ def facts_of_run(method: Method, seed: int, parameters: NamedParameters) -> list
         Fact("the version of the payload format", str(FORMAT_VERSION), _INSTALL),
         Fact("method", plain_repr(method), _ARGUMENTS),
         Fact("seed", str(seed), _ARGUMENTS),
+        Fact("the loss scaler", "one" if scales_loss else _ABSENT, "Train with the same precision on all ranks."),
     ]
     for name, parameter in parameters:
         shape = "of no shape yet" if is_lazy(parameter) else f"of shape {tuple(parameter.shape)}"

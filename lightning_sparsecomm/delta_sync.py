@@ -138,6 +138,10 @@ class DeltaSync(Sync):
         wire.ledger.elements += round.layout.size
         return nullcontext()
 
+    def skip(self, stream: int, optimizer: Optimizer, parameters: NamedParameters, round: Round, wire: Wire) -> None:
+        """As any step, for its count decides when ranks meet, and a first one makes the anchor."""
+        self.synchronize(stream, optimizer, parameters, round, wire)
+
     def after_step(
         self, stream: int, optimizer: Optimizer, parameters: NamedParameters, round: Round, wire: Wire
     ) -> AbstractContextManager[bool]:

@@ -166,6 +166,24 @@ def add_(gradients: Sequence[Tensor | None], vector: SparseVector | Tensor, layo
             gradient.add_(flat.view(segment.shape))
 
 
+def make_nonfinite_(parameters: NamedParameters) -> None:
+    """Puts an infinity into a gradient, which is made where there is none, so that whoever looks knows of a step that
+    is skipped for another rank's gradient."""
+    held = [parameter for _, parameter in parameters if parameter.numel()]
+    # One without a gradient may be frozen, and is to stay without one.
+    parameter = next((p for p in held if p.grad is not None), next((p for p in held if p.requires_grad), None))
+    if parameter is None:
+        return
+    if has_sparse_gradient(parameter):
+        row = parameter.new_full((1, *parameter.shape[1:]), math.inf)
+        first = torch.zeros(1, 1, dtype=torch.int64, device=parameter.device)
+        parameter.grad = torch.sparse_coo_tensor(first, row, parameter.shape, is_coalesced=True, check_invariants=False)
+        return
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    parameter.grad[(0,) * parameter.dim()] = math.inf
+
+
 def first_nonfinite(gradients: Sequence[Tensor | None]) -> int | None:
     """The index of the first gradient that holds an infinity or a NaN; None where all are finite.
 

@@ -1,5 +1,6 @@
 """One optimizer's gradients on their way: whose they are, by which syncs they go, whether they are shared."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -28,6 +29,9 @@ class Stream:
         method: Whose syncs take them; None until the parameters are known.
         takeover: What is done in the place of the optimizer's own momentum; None where nothing is.
         max_norm: The threshold by which its gradients were clipped before they were shared; None for none.
+        norm: Norm of this rank's own gradient, before it was clipped and shared; nan where nothing asked for it, and
+            infinite where the step is skipped.
+        skips: Whether the coming step is skipped, since the loss scaler has found a gradient that is not finite.
         clipping: The memories that clip its gradients.
     """
 
@@ -40,6 +44,8 @@ class Stream:
     method: Method | None = None
     takeover: MomentumTakeover | None = None
     max_norm: float | None = None
+    norm: float = math.nan
+    skips: bool = False
     clipping: list[ClipLocalNorm] = field(default_factory=list)
 
     def parameters(self) -> NamedParameters:

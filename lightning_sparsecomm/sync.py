@@ -30,7 +30,7 @@ from lightning_sparsecomm.local_mode import LOCAL_MODES
 from lightning_sparsecomm.memory import ClipLocalNorm, Momentum
 from lightning_sparsecomm.rounds import Round
 from lightning_sparsecomm.takeover import mask_momentum_, momentum_rules
-from lightning_sparsecomm.wire import DDP_UNUSED, GradBucket, Wire
+from lightning_sparsecomm.wire import DDP_UNUSED, GradBucket, Ledger, Wire
 
 
 class Sync(ABC):
@@ -158,6 +158,16 @@ class Sync(ABC):
             round: Step, epoch and seeds; its layout is that of `parameters`.
             wire: Where to communicate.
         """
+
+    def meets(self, parameters: NamedParameters) -> bool:
+        """Whether ranks communicate in `synchronize`, so that they must agree beforehand that none skips it."""
+        return self.shares_gradients
+
+    def skip(  # noqa: B027
+        self, stream: int, optimizer: Optimizer, parameters: NamedParameters, round: Round, wire: Wire
+    ) -> None:
+        """Called in the place of `synchronize` in a step that the loss scaler skips, since some gradient is not finite:
+        exchanges nothing, and leaves memories as they are. The step counts, and `after_step` follows."""
 
     def after_step(
         self, stream: int, optimizer: Optimizer, parameters: NamedParameters, round: Round, wire: Wire
@@ -320,11 +330,7 @@ class GradientSync(Sync):
         begin = time.perf_counter()
         exchanged = finish()
         ledger.exchange_seconds += time.perf_counter() - begin
-        if self.takes_sparse:
-            ledger.ddp_gathered_bytes += sum(_gathered_bytes(each) for each in gradients if each is not None)
-        else:
-            ledger.ddp_bytes += sum(p.numel() * p.element_size() for _, p in parameters if p.requires_grad)
-        ledger.elements += round.layout.size
+        self._count(gradients, parameters, ledger)
         sent = exchanged.sent
         ledger.sent_elements += sent.indices.numel() if isinstance(sent, SparseVector) else sent.numel()
         if self.mask_momentum:
@@ -334,6 +340,18 @@ class GradientSync(Sync):
             write_sparse_gradients(parameters, exchanged, round.layout)
         else:
             write_gradients(parameters, exchanged, round.layout, LOCAL_MODES[self.local], wire.world_size)
+
+    def skip(self, stream: int, optimizer: Optimizer, parameters: NamedParameters, round: Round, wire: Wire) -> None:
+        """Sends nothing, where ddp sends gradients before it finds that they are not finite."""
+        self._count([gradient_of(name, parameter) for name, parameter in parameters], parameters, wire.ledger)
+
+    def _count(self, gradients: Sequence[Tensor | None], parameters: NamedParameters, ledger: Ledger) -> None:
+        """Enters what ddp would send."""
+        if self.takes_sparse:
+            ledger.ddp_gathered_bytes += sum(_gathered_bytes(each) for each in gradients if each is not None)
+        else:
+            ledger.ddp_bytes += sum(p.numel() * p.element_size() for _, p in parameters if p.requires_grad)
+        ledger.elements += sum(p.numel() for _, p in parameters)
 
     def _bound(self, stream: int, parameters: NamedParameters, layout: Layout) -> Channel:
         known, channel = self._streams.get(stream) or (None, self._channel_for(stream))
@@ -434,7 +452,7 @@ class BucketSync(Sync):
     def synchronize(
         self, stream: int, optimizer: Optimizer, parameters: NamedParameters, round: Round, wire: Wire
     ) -> AbstractContextManager[None]:
-        late = [(name, parameter) for name, parameter in parameters if id(parameter) not in self._in_buckets]
+        late = self._not_in_buckets(parameters)
         if not late:
             return nullcontext()
         return self._late.synchronize(stream, optimizer, late, replace(round, layout=Layout.of(late)), wire)
@@ -444,6 +462,16 @@ class BucketSync(Sync):
 
     def load_state_dict(self, stream: int, state: Held, parameters: NamedParameters) -> None:
         self._late.load_state_dict(stream, state, parameters)
+
+    def meets(self, parameters: NamedParameters) -> bool:
+        """In buckets, what is not finite on one rank is so on all by now: it has been added up."""
+        return bool(self._not_in_buckets(parameters))
+
+    def skip(self, stream: int, optimizer: Optimizer, parameters: NamedParameters, round: Round, wire: Wire) -> None:
+        self._late.skip(stream, optimizer, self._not_in_buckets(parameters), round, wire)
+
+    def _not_in_buckets(self, parameters: NamedParameters) -> NamedParameters:
+        return [(name, parameter) for name, parameter in parameters if id(parameter) not in self._in_buckets]
 
     def forget(self) -> None:
         self._late.forget()

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import torch
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -25,6 +26,7 @@ from lightning_sparsecomm.gradients import (
     elements_of,
     gradient_of,
     has_sparse_gradient,
+    make_nonfinite_,
     norm_of,
     note_sparse_gradient,
 )
@@ -34,6 +36,7 @@ from lightning_sparsecomm.memory import ClipLocalNorm
 from lightning_sparsecomm.method import Method, parts_in
 from lightning_sparsecomm.replicas import Replicas, ignored_by_ddp
 from lightning_sparsecomm.rounds import Round
+from lightning_sparsecomm.scaling import LossScaling
 from lightning_sparsecomm.schedules import Schedule, Warmup, every_at
 from lightning_sparsecomm.streams import Stream, same
 from lightning_sparsecomm.sync import BucketSync, Sync, matches
@@ -57,6 +60,7 @@ class Synchronizer:
         method: The recipe. Its syncs are copied, so that it can serve again.
         wire: Where to communicate.
         seed: Seed of the method's randomness, equal on all ranks.
+        scaler: The loss scaler, where there is one.
 
     Attributes:
         epoch: Epochs finished, with fraction.
@@ -64,9 +68,10 @@ class Synchronizer:
         warmup: What takes the place of the method's densities early in training; None for nothing.
         replicas: The model that all ranks share, where they go apart.
         run: A number of this run, equal on all ranks once they have agreed; 0 before.
+        scaling: What the loss scaler does, done together; None without one.
     """
 
-    def __init__(self, method: Method, wire: Wire, seed: int = 0) -> None:
+    def __init__(self, method: Method, wire: Wire, seed: int = 0, scaler: GradScaler | None = None) -> None:
         self.methods: list[Method] = []
         following: Method | None = copy.deepcopy(method)
         while following is not None:
@@ -79,6 +84,7 @@ class Synchronizer:
         self.max_norm: float | None = None
         self.warmup: Warmup | None = None
         self.run = 0
+        self.scaling = LossScaling(scaler, wire) if scaler is not None else None
         self._modules: list[nn.Module] = []
         self._known: dict[int, tuple[str, Parameter]] = {}
         self._ignored: set[int] = set()
@@ -144,7 +150,8 @@ class Synchronizer:
         Raises:
             ValueError: They differ; on all ranks, naming the first difference.
         """
-        self._require(facts_of_run(self.methods[0], self.seed, list(self._known.values())))
+        parameters = list(self._known.values())
+        self._require(facts_of_run(self.methods[0], self.seed, parameters, self.scaling is not None))
         if not self.run:
             self.run = secrets.randbits(63)
             if self.wire.world_size > 1:
@@ -205,6 +212,8 @@ class Synchronizer:
             return
         stream = Stream(optimizer)
         self._streams.append(stream)
+        if self.scaling is not None:
+            self.scaling.adopt(optimizer)
         self._choose(stream)
 
     def _choose(self, stream: Stream) -> None:
@@ -239,6 +248,9 @@ class Synchronizer:
     def synchronize(self, optimizer: Optimizer, max_norm: float | None = None) -> None:
         """Leaves the shared gradient in `.grad` of the optimizer's parameters, unless it is there already.
 
+        With a loss scaler, gradients are unscaled first; and where one is not finite, the step is skipped, on all ranks
+        that would communicate in it: nothing is exchanged, no memory changes, and `.grad` is not finite on any of them.
+
         Args:
             optimizer: Whose gradients.
             max_norm: What to clip by, where the method clips each rank's own gradient; the Trainer's where None.
@@ -248,6 +260,8 @@ class Synchronizer:
         """
         stream = self._stream(optimizer)
         if stream.shared:
+            if self.scaling is not None:
+                self.scaling.remind(optimizer, stream.skips)
             return
         changed = stream.written and stream.written != [version for _, version in stream.gradients()]
         if changed and stream.shares_gradients:
@@ -260,18 +274,36 @@ class Synchronizer:
         self._admit(stream)
         index = self._streams.index(stream)
         stream.max_norm = self.max_norm if max_norm is None else max_norm
-        asked = any(stream.max_norm is not None or memory.max_norm is not None for memory in stream.clipping)
-        norm = self.local_norm(optimizer) if asked else math.nan
+        if self.scaling is not None:
+            together = any(sync.meets(parameters) for sync, parameters, _ in stream.pieces)
+            stream.skips = self.scaling.unscale_(optimizer, together)
+        stream.norm = math.inf if stream.skips else self._asked_norm(stream)
         # No memory forgets, and no gradient is written, before all syncs have exchanged: a step is shared whole or not.
         with torch.no_grad(), ExitStack() as turns:
             for sync, parameters, layout in stream.pieces:
-                round = replace(self._round(stream, layout), gradient_norm=norm, max_norm=stream.max_norm)
-                turns.enter_context(sync.synchronize(index, optimizer, parameters, round, self.wire))
+                round = replace(self._round(stream, layout), gradient_norm=stream.norm, max_norm=stream.max_norm)
+                if stream.skips:
+                    sync.skip(index, optimizer, parameters, round, self.wire)
+                else:
+                    turns.enter_context(sync.synchronize(index, optimizer, parameters, round, self.wire))
+        if stream.skips:
+            make_nonfinite_(stream.parameters())
         stream.shared = True
         # We have just written to gradients, which another optimizer may have a part in.
         for each in self._streams:
             each.written = []
         self.wire.ledger.steps += 1
+
+    def unscale_(self, optimizer: Optimizer) -> bool:
+        """In the place of the loss scaler's `unscale_`: whoever needs unscaled gradients needs them shared.
+
+        Returns:
+            Whether the optimizer is one that trains known parameters; others are left to the scaler.
+        """
+        if not self.knows(optimizer) and not self._held(optimizer):
+            return False
+        self.synchronize(optimizer)
+        return True
 
     def _round(self, stream: Stream, layout: Layout) -> Round:
         rank, world_size = self.wire.rank, self.wire.world_size
@@ -397,9 +429,16 @@ class Synchronizer:
         self._admit(self._stream(optimizer))
         return any(sync.clips for sync, _, _ in self._stream(optimizer).pieces)
 
-    def local_norm(self, optimizer: Optimizer) -> float:
-        """Euclidean norm of this rank's whole gradient of the optimizer's parameters."""
-        gradients = (gradient_of(name, parameter) for name, parameter in self._stream(optimizer).parameters())
+    def clipped_norm(self, optimizer: Optimizer) -> float:
+        """Euclidean norm of this rank's whole gradient of the optimizer's parameters, as it was before `clip` clipped
+        and shared it; infinite where the step is skipped instead."""
+        return self._stream(optimizer).norm
+
+    def _asked_norm(self, stream: Stream) -> float:
+        clips = stream.max_norm is not None and any(sync.clips for sync, _, _ in stream.pieces)
+        if not clips and all(memory.max_norm is None for memory in stream.clipping):
+            return math.nan
+        gradients = (gradient_of(name, parameter) for name, parameter in stream.parameters())
         return norm_of([gradient for gradient in gradients if gradient is not None])
 
     def clip(self, optimizer: Optimizer, max_norm: float, by_value: bool) -> bool:
@@ -492,10 +531,11 @@ class Synchronizer:
         Raises:
             RuntimeError: It did. (Two passes before clipping are fine, and so is one after `zero_grad`.)
         """
-        if self.buckets is not None:
+        if self.buckets is not None and self.scaling is None:
             yield
             return
-        shared = [stream for stream in self._streams if stream.shared and stream.shares_gradients]
+        scaled = self.scaling is not None
+        shared = [stream for stream in self._streams if stream.shared and (stream.shares_gradients or scaled)]
         waiting = [(stream, stream.gradients()) for stream in shared]
         cleared = [all(g is None or not elements_of(g).any() for g, _ in before) for _, before in waiting]
         yield
@@ -503,13 +543,15 @@ class Synchronizer:
             if same(before, stream.gradients()):
                 continue
             if not empty:
+                done = "divided by the loss scale" if scaled else "shared between ranks"
+                sum_would = "be of scaled and unscaled ones" if scaled else "differ from rank to rank"
                 raise RuntimeError(
                     f"a backward pass added to gradients of {type(stream.optimizer).__name__} that clipping had already"
-                    " shared between ranks: the sum would differ from rank to rank. Call clip_gradients after the last"
-                    " backward pass before step(), or zero_grad() first."
+                    f" {done}: the sum would {sum_would}. Call clip_gradients after the last backward pass before"
+                    " step(), or zero_grad() first."
                 )
             stream.shared = False
-        for stream in self._streams:
+        for stream in self._streams if self.buckets is None else []:
             stream.written = [version for _, version in stream.gradients()]
 
     def _refuse_bypass(self, optimizer: Optimizer) -> None:
@@ -613,6 +655,8 @@ class Synchronizer:
         """Lets go of the optimizers: their steps are no longer watched."""
         if self._release is not None:
             self._release()
+        if self.scaling is not None:
+            self.scaling.close()
         for stream in self._streams:
             if stream.takeover is not None:
                 stream.takeover.close()

@@ -12,7 +12,8 @@ Rank = dict[str, Any]
 
 
 def bits(tensor: Tensor) -> bytes:
-    return bytes(tensor.contiguous().numpy().tobytes())
+    # As bytes first: NumPy has no bfloat16.
+    return bytes(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
 
 
 def replicas_are_equal(ranks: Sequence[Rank]) -> None:

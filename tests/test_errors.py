@@ -236,6 +236,13 @@ class Complex(nn.Module):
         return (x.to(torch.complex64) @ self.weight).abs()
 
 
+class Scaler:
+    """Has nothing that a torch.amp.GradScaler has."""
+
+    def __repr__(self) -> str:
+        return "a scaler of one's own"
+
+
 REFUSED_AT_SETUP: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "exclude matches nothing": (
         lambda: {"strategy": with_method(gradient_dropping(exclude=["*.bais"]))},
@@ -262,10 +269,10 @@ REFUSED_AT_SETUP: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         "TypeError: parameter 'network.weight' is complex, which no method can take. Hold it as a real tensor"
         " (torch.view_as_real), or use strategy='ddp'.",
     ),
-    "loss scaler": (
-        lambda: {"plugins": [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))]},
-        "ValueError: precision='16-mixed' is not supported yet: its loss scaler may skip a step after the gradients"
-        " have been exchanged, and a residual would keep scaled values. Use precision='bf16-mixed' or '32-true'.",
+    "loss scaler of another kind": (
+        lambda: {"plugins": [MixedPrecision("16-mixed", "cpu", Scaler())]},
+        "TypeError: the precision plugin's scaler must be a torch.amp.GradScaler, whose records all ranks are to agree"
+        " on; got a scaler of one's own. Use precision='16-mixed', 'bf16-mixed' or '32-true'.",
     ),
     "LBFGS": (
         lambda: {"model": Model(optimizer=torch.optim.LBFGS)},
@@ -409,8 +416,9 @@ def _train_by_hand(rank: int, case: str) -> str:
     os.environ.update({"MASTER_ADDR": "localhost", "MASTER_PORT": "0"})
     method = gradient_dropping(exclude=["2.bais"] if case == "exclude matches nothing" else ["2.bias"])
     plugins: list[Any] = [TorchElasticEnvironment()]
-    if case == "loss scaler":
-        plugins.append(FabricMixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu")))
+    if "loss scaler" in case:
+        scaler: Any = Scaler() if "of another kind" in case else torch.amp.GradScaler("cpu")
+        plugins.append(FabricMixedPrecision("16-mixed", "cpu", scaler))
     fabric = Fabric(accelerator="cpu", devices=1, strategy=FabricStrategy(method), plugins=plugins)
     fabric.launch()
     network = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
@@ -435,7 +443,8 @@ def _train_by_hand(rank: int, case: str) -> str:
     [
         ("nothing wrong", ""),
         ("exclude matches nothing", "ValueError: exclude: the pattern '2.bais' matches no parameter"),
-        ("loss scaler", "ValueError: precision='16-mixed' is not supported yet"),
+        ("loss scaler", ""),
+        ("loss scaler of another kind", "TypeError: the precision plugin's scaler must be a torch.amp.GradScaler"),
         ("sparse embedding", "TypeError: the gradient of '3.weight' is sparse (sparse=True), which this method cannot"),
         ("LBFGS", "TypeError: the method is not defined for LBFGS: it evaluates the gradient several times per step"),
         ("parameter that the model lacks", "ValueError: the optimizer holds 1 parameter(s) that the model lacks"),

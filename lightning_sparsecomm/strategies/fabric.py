@@ -1,5 +1,6 @@
 """The strategy for Fabric; the bindings join it to the DDPStrategy of their package."""
 
+import math
 import warnings
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -98,14 +99,18 @@ class FabricMixin(SynchronizingMixin, DDPStrategy):
         error_if_nonfinite: bool = True,
     ) -> Tensor:
         """Clips the shared gradient; or, where the method clips so, each rank's own, whose norm it then returns."""
-        norm = self._own_norm(optimizer)
-        if norm is None:
-            self.synchronize(optimizer)
-            return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
-        if norm_type != 2:
-            raise ValueError(f"norm_type must be 2 with a method that clips each rank's own gradient; got {norm_type}.")
-        self._clip(optimizer, float(max_norm), by_value=False)
-        return torch.tensor(norm)
+        if self.synchronizer.clips(self._bare(optimizer)):
+            if norm_type != 2:
+                raise ValueError(
+                    f"norm_type must be 2 with a method that clips each rank's own gradient; got {norm_type}."
+                )
+            self._clip(optimizer, float(max_norm), by_value=False)
+            norm = self.synchronizer.clipped_norm(self._bare(optimizer))
+            if not math.isinf(norm):
+                return torch.tensor(norm)
+            # A step that is skipped: as under ddp, on all ranks.
+        self.synchronize(optimizer)
+        return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
         if not self._clip(optimizer, clip_val, by_value=True):

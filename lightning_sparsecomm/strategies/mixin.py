@@ -7,6 +7,7 @@ from typing import Protocol, TypeVar
 
 import torch
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -104,26 +105,22 @@ class SynchronizingMixin(SavingMixin):
         """Shares the optimizer's gradients; whether they are clipped by now, in the method's way."""
         return self.synchronizer.clip(self._bare(optimizer), max_norm, by_value)
 
-    def _own_norm(self, optimizer: Optimizer) -> float | None:
-        """The norm of this rank's own gradient where the method clips that; else None."""
-        optimizer = self._bare(optimizer)
-        return self.synchronizer.local_norm(optimizer) if self.synchronizer.clips(optimizer) else None
-
     def _begin(self, device: torch.device, scaler: object) -> Synchronizer:
         """A new run: its wire, its ledger, its synchronizer.
 
         Raises:
-            ValueError: A device, backend or precision that cannot work.
+            ValueError: A device or backend that cannot work.
+            TypeError: A loss scaler of a kind that is not known.
         """
         if device.type not in ("cpu", "cuda"):
             raise ValueError(
                 f"accelerator must be 'cpu' or 'cuda'; got {device.type!r}, on which DDP does not run."
                 " Use accelerator='cpu'."
             )
-        if scaler is not None:
-            raise ValueError(
-                "precision='16-mixed' is not supported yet: its loss scaler may skip a step after the gradients have"
-                " been exchanged, and a residual would keep scaled values. Use precision='bf16-mixed' or '32-true'."
+        if scaler is not None and not isinstance(scaler, GradScaler):
+            raise TypeError(
+                "the precision plugin's scaler must be a torch.amp.GradScaler, whose records all ranks are to agree on;"
+                f" got {scaler!r}. Use precision='16-mixed', 'bf16-mixed' or '32-true'."
             )
         wire = Wire()
         if device.type == "cpu" and "gloo" not in wire.backend:
@@ -132,7 +129,10 @@ class SynchronizingMixin(SavingMixin):
             )
         self._ledger = wire.ledger
         self._ended = None
-        self._synchronizer = Synchronizer(self.method, wire, self.seed)
+        scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        synchronizer = self._synchronizer = Synchronizer(self.method, wire, self.seed, scaler)
+        if synchronizer.scaling is not None:
+            synchronizer.scaling.take_over(lambda optimizer: synchronizer.unscale_(self._bare(optimizer)))
         if wire.world_size == 1 and not self._synchronizer.shares_gradients:
             warnings.warn(
                 "one process: nothing crosses a network, so the method saves nothing. It still exchanges with itself,"

@@ -28,6 +28,17 @@ else:
 T = TypeVar("T")
 
 
+def _with_result(closure: Callable[[], Any]) -> Callable[[], Any]:
+    """The closure for a precision plugin with a loss scaler, which makes no step where a closure, such as one of the
+    user's own in `optimizer_step`, gives None. But by then gradients are shared, and other ranks may step."""
+
+    def with_result() -> Any:
+        result = closure()
+        return result if result is not None else torch.zeros(())
+
+    return with_result
+
+
 class TrainerMixin(SynchronizingMixin, DDPStrategy):
     """Trains by DDP, with the gradients synchronized by a method.
 
@@ -142,8 +153,11 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
     ) -> Any:
         synchronizer = self.synchronizer
         synchronizer.epoch = self._epoch()
+        closure = synchronizer.closure(optimizer, closure)
+        if synchronizer.scaling is not None:
+            closure = _with_result(closure)
         with synchronizer.stepping(optimizer):
-            return super().optimizer_step(optimizer, synchronizer.closure(optimizer, closure), model, **kwargs)
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def _epoch(self) -> float:
         """Epochs finished, with fraction; whole ones only where the length of an epoch is not known."""

@@ -1,5 +1,6 @@
 """Small trainings that differ in how they use DDP. Every one runs under plain ddp and under any method."""
 
+import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from lightning_fabric.plugins.environments import TorchElasticEnvironment
 from pytorch_lightning.strategies import DDPStrategy, Strategy
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -16,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sparsecomm.method import Method
 from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
+from tests.distributed.launch import run_ranks
 
 FEATURES, CLASSES, BATCH = 12, 5, 8
 
@@ -235,8 +238,53 @@ def fit(
     **trainer_options: Any,
 ) -> list[dict[str, Any]]:
     """Trains in `world_size` processes, by plain ddp where `method` is None; what each rank ends with."""
+    _train(folder, scenario, world_size, method, callbacks, model, trainer_options, {"start_method": "fork"})
+    return _endings(folder, world_size)
+
+
+@dataclass(frozen=True)
+class Training:
+    """One of several trainings that share processes; as the arguments of `fit`. Diaries are made in each process."""
+
+    scenario: Scenario
+    method: Method | None = None
+    callbacks: Callable[[Path], tuple[pl.Callback, ...]] = lambda folder: ()
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def fit_several(folder: Path, world_size: int, trainings: dict[str, Training]) -> dict[str, list[dict[str, Any]]]:
+    """What each rank ends with in each training, one after the other, in processes that are started once."""
+    run_ranks(folder, world_size, _train_several, folder, world_size, trainings)
+    return {name: _endings(folder / name, world_size) for name in trainings}
+
+
+def _train_several(rank: int, folder: Path, world_size: int, trainings: dict[str, Training]) -> None:
+    size = str(world_size)
+    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size})
+    os.environ.update({"MASTER_ADDR": "localhost", "MASTER_PORT": "0"})
+    for name, training in trainings.items():
+        plugins = [*training.options.get("plugins", []), TorchElasticEnvironment()]
+        options = {**training.options, "plugins": plugins}
+        callbacks = training.callbacks(folder / name)
+        _train(folder / name, training.scenario, world_size, training.method, callbacks, None, options, {})
+
+
+def _endings(folder: Path, world_size: int) -> list[dict[str, Any]]:
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
+
+
+def _train(
+    folder: Path,
+    scenario: Scenario,
+    world_size: int,
+    method: Method | None,
+    callbacks: tuple[pl.Callback, ...],
+    model: pl.LightningModule | None,
+    trainer_options: dict[str, Any],
+    strategy_options: dict[str, Any],
+) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    options = {"start_method": "fork", **scenario.strategy}
+    options = {**strategy_options, **scenario.strategy}
     strategy: Strategy = DDPStrategy(**options) if method is None else SparseCommStrategy(method=method, **options)
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(BATCH * world_size * 10, FEATURES, generator=generator)
@@ -260,4 +308,3 @@ def fit(
             }
         )
         trainer.fit(model or scenario.model(), DataLoader(data, batch_size=BATCH))
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world_size)]

@@ -32,6 +32,7 @@ class Setup:
     def __init__(self) -> None:
         self.method: Method = dgc(density=0.01)
         self.seed = 0
+        self.scaler: torch.amp.GradScaler | None = None
         self.module: nn.Module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
         self.optimizers: Callable[[nn.Module], list[torch.optim.Optimizer]] = lambda module: [
             torch.optim.SGD(module.parameters(), lr=0.1)
@@ -83,6 +84,11 @@ DIFFERENCES: dict[str, tuple[Change, str, str]] = {
         STRATEGY,
     ),
     "seed": (_set("seed", 7), "seed must be equal on all ranks; got 0 on ranks 0, 2; 7 on rank 1. ", STRATEGY),
+    "scaler": (
+        _set("scaler", torch.amp.GradScaler("cpu")),
+        "the loss scaler must be equal on all ranks; got none on ranks 0, 2; one on rank 1. ",
+        "Train with the same precision on all ranks.",
+    ),
     "parameter_more": (
         _set("module", nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.PReLU())),
         "parameter '2.weight' must be equal on all ranks; got none on ranks 0, 2;"
@@ -138,7 +144,7 @@ DIFFERENCES: dict[str, tuple[Change, str, str]] = {
 
 
 def _agree(setup: Setup) -> Wire:
-    synchronizer = Synchronizer(setup.method, Wire(), setup.seed)
+    synchronizer = Synchronizer(setup.method, Wire(), setup.seed, setup.scaler)
     synchronizer.add_module(setup.module)
     synchronizer.agree()
     synchronizer.agree_on_optimizers(setup.optimizers(setup.module))

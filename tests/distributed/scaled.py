@@ -1,0 +1,144 @@
+"""Trainings with a loss scaler on CPUs, in which a gradient of one rank overflows, and a diary of them."""
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.plugins.precision.amp import MixedPrecision
+from torch import Tensor
+
+from lightning_sparsecomm.method import Method
+from lightning_sparsecomm.methods import (
+    RECIPES,
+    dense,
+    dgc,
+    diloco,
+    federated_averaging,
+    gradient_dropping,
+    s2_reducer,
+    sbc,
+    sketched_sgd,
+    sparse_loco,
+    split,
+)
+from tests import laws
+from tests.distributed.scenarios import Classifier
+
+METHODS: dict[str, Method] = {
+    "dense": dense(),
+    "gradient_dropping": gradient_dropping(density=0.05),
+    "partial": gradient_dropping(density=0.05, local="partial", average_every=3),
+    "dgc": dgc(density=0.05, warmup_steps=0),
+    "sketched_sgd": sketched_sgd(0.05, columns=40, candidates=4),
+    "s2_reducer": s2_reducer(block_density=0.2, block_size=8),
+    "split": split(["head.*"], gradient_dropping(density=0.05), dgc(density=0.05, warmup_steps=0)),
+    "sbc": sbc(0.05, every=3),
+    "federated_averaging": federated_averaging(every=3),
+    "diloco": diloco(every=3),
+    "sparse_loco": sparse_loco(every=3, k=8, chunk=64),
+}
+assert METHODS.keys() >= RECIPES.keys()
+
+WITHOUT_MEMORY = ("dense", "federated_averaging", "diloco")
+
+SCALE, GROWTH = 2.0**10, 3
+"""The scale at first, and after how many steps in a row that are made it is doubled."""
+
+
+def make_scaler(**options: Any) -> torch.amp.GradScaler:
+    return torch.amp.GradScaler("cpu", **{"init_scale": SCALE, "growth_interval": GROWTH, **options})
+
+
+def scaled(**options: Any) -> dict[str, Any]:
+    """The Trainer's options for 16-mixed on CPUs."""
+    return {"plugins": [MixedPrecision("16-mixed", "cpu", make_scaler(**options))]}
+
+
+def scales(at: int | None, steps: int = 10) -> list[float]:
+    """The scale after each step, if of all steps that at `at` is skipped."""
+    scale, made, found = SCALE, 0, []
+    for step in range(steps):
+        scale, made = (scale / 2, 0) if step == at else (scale, made + 1)
+        if made == GROWTH:
+            scale, made = scale * 2, 0
+        found.append(scale)
+    return found
+
+
+class Overflowing(Classifier):
+    """Rank 1's gradients overflow in the step `at`. An `exact` one computes in float32, of which a scale that is a
+    power of two changes no bit; else in float16."""
+
+    def __init__(self, at: int | None = None, exact: bool = True) -> None:
+        super().__init__()
+        self.at, self.exact = at, exact
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        with torch.autocast("cpu", torch.float16, enabled=not self.exact):
+            loss = super().training_step(batch, batch_idx)
+        return loss * math.inf if (self.global_rank, batch_idx) == (1, self.at) else loss
+
+
+def channels(strategy: Any) -> list[Any]:
+    """All channels at work."""
+    found: list[Any] = []
+    for sync in strategy.synchronizer.syncs:
+        found += [channel for _, channel in getattr(sync, "_streams", {}).values()]
+        found += [local.channel for local in getattr(sync, "_locals", {}).values()]
+    return found
+
+
+class Diary(pl.Callback):
+    """Writes down what a rank has after each batch."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.pages: list[dict[str, Any]] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        strategy: Any = trainer.strategy
+        self.pages.append(
+            {
+                "weights": [parameter.detach().clone() for parameter in pl_module.parameters()],
+                "memories": copy.deepcopy([channel.state_dict() for channel in channels(strategy)]),
+                "optimizers": copy.deepcopy([[*optimizer.state.values()] for optimizer in trainer.optimizers]),
+                "scale": trainer.scaler.get_scale() if trainer.scaler is not None else None,
+                "sent": strategy.ledger.sent_bytes,
+                "ddp": strategy.ledger.ddp_bytes,
+            }
+        )
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        torch.save(self.pages, self.folder / f"diary-{trainer.global_rank}.pt")
+
+
+def with_diary(folder: Path) -> tuple[pl.Callback, ...]:
+    return (Diary(folder),)
+
+
+def diaries(folder: Path) -> list[list[dict[str, Any]]]:
+    """Of both ranks."""
+    return [torch.load(folder / f"diary-{rank}.pt") for rank in range(2)]
+
+
+def scales_in(diary: list[dict[str, Any]]) -> list[float | None]:
+    return [page["scale"] for page in diary]
+
+
+def tensors(tree: Any) -> list[Tensor]:
+    if isinstance(tree, Tensor):
+        return [tree.detach()]
+    parts = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else []
+    return [tensor for part in parts for tensor in tensors(part)]
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether all tensors have the same bits."""
+    return [laws.bits(tensor) for tensor in tensors(a)] == [laws.bits(tensor) for tensor in tensors(b)]
+
+
+def finite(tree: Any) -> bool:
+    return all(bool(tensor.isfinite().all()) for tensor in tensors(tree))
