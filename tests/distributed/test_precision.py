@@ -1,0 +1,50 @@
+"""Precisions without a loss scaler: methods train, replicas stay equal, and memories are float32, or wider."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import laws
+from tests.distributed.scaled import METHODS, WITHOUT_MEMORY, diaries, finite, same, tensors, with_diary
+from tests.distributed.scenarios import Classifier, Scenario, Training, fit_several
+
+# Of weights and memories, and a dtype that could not hold what memories do.
+DTYPES = {
+    "bf16-mixed": (torch.float32, torch.float32, torch.bfloat16),
+    "bf16-true": (torch.bfloat16, torch.float32, torch.bfloat16),
+    "64-true": (torch.float64, torch.float64, torch.float32),
+}
+
+
+# Those whose kernels for float64 other tests compile too; the sketches' take long.
+COMPILED = ("dense", "gradient_dropping", "dgc", "federated_averaging")
+
+
+@pytest.mark.parametrize(
+    ("precision", "names"),
+    [
+        ("bf16-true", tuple(METHODS)),
+        ("64-true", COMPILED),
+        pytest.param("64-true", tuple(name for name in METHODS if name not in COMPILED), marks=pytest.mark.slow),
+        pytest.param("bf16-mixed", tuple(METHODS), marks=pytest.mark.slow),
+    ],
+    ids=lambda value: value if isinstance(value, str) else len(value),
+)
+def test_every_method_trains_with_memories_that_are_wide(tmp_path: Path, precision: Any, names: Any) -> None:
+    of_weights, of_memories, narrower = DTYPES[precision]
+    scenario = Scenario(Classifier, steps=7)
+    trainings = {name: Training(scenario, METHODS[name], with_diary, {"precision": precision}) for name in names}
+    for name, ranks in fit_several(tmp_path, 2, trainings).items():
+        laws.replicas_are_equal(ranks)
+        laws.trained(Classifier().to(of_weights).state_dict(), ranks[0])
+        both = diaries(tmp_path / name)
+        for diary in both:
+            assert finite(diary)
+            assert {tensor.dtype for tensor in tensors([page["weights"] for page in diary])} == {of_weights}
+            memories = tensors([page["memories"] for page in diary])
+            assert {tensor.dtype for tensor in memories} == (set() if name in WITHOUT_MEMORY else {of_memories})
+            assert name in WITHOUT_MEMORY or any(bool((m != m.to(narrower)).any()) for m in memories)
+        if all(not sync.drifts for sync in METHODS[name].syncs):
+            assert same(*([page["weights"] for page in diary] for diary in both))
