@@ -592,6 +592,8 @@ class Synchronizer:
             "streams": [self._state_of(index) for index in range(len(self._streams))],
             "leading": None if self._leading is None else self._streams.index(self._leading),
             "weights": self.replicas.state_dict(not self.broadcasts_buffers) if self.drifts else {},
+            # Each rank scales by itself between two exchanges; else as the checkpoint says.
+            "scaler": self.scaling.scaler.state_dict() if self.scaling is not None and self.drifts else {},
             "ledger": self.wire.ledger.state_dict(),
         }
 
@@ -630,6 +632,8 @@ class Synchronizer:
             self.replicas.load_state_dict(state["weights"])
         elif state["weights"]:
             dropped.append("each rank's own weights")
+        if self.scaling is not None and state["scaler"]:
+            self.scaling.scaler.load_state_dict(state["scaler"])
         if same_world:
             self.wire.ledger.load_state_dict(state["ledger"])
         return dropped

@@ -10,6 +10,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.plugins.precision import MixedPrecision
 from pytorch_lightning.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -71,6 +72,13 @@ class Network(pl.LightningModule):
 class Watch(pl.Callback):
     """Takes what a rank holds at the end of the last epoch, before the end of training changes it."""
 
+    def __init__(self) -> None:
+        self.scales: list[float] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        self.scales += [scaler.get_scale()] if scaler is not None else []
+
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         strategy = trainer.strategy
         self.seen = {
@@ -85,6 +93,7 @@ class Watch(pl.Callback):
             rows = state["ledger"]["rows"]
             state["ledger"]["rows"] = {row: rows[row] for row in rows if row in ("gradients", "weight updates")}
             self.seen["state"] = state
+        self.seen["scales"] = self.scales[-2 * BATCHES :]
 
 
 def outside_launcher(rank: int, world_size: int) -> None:
@@ -180,19 +189,30 @@ CASES: dict[str, tuple[Callable[[], Method], dict[str, Any], Callable[[], tuple[
 }
 
 
+def loss_scaler() -> dict[str, Any]:
+    """Doubles the scale every other step, until it overflows on one rank or another."""
+    return {"plugins": [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", 2.0**16, growth_interval=2))]}
+
+
+SCALED = {"dgc, loss scaler": "dgc", "sbc, loss scaler": "sbc"}
+
+
 def _stopped_and_not(rank: int, folder: Path) -> dict[str, list[str]]:
     outside_launcher(rank, 2)
     found = {}
-    for name, (method, model, callbacks) in CASES.items():
-        place = folder / name.replace(" ", "_")
-        _, whole = train(place, 2, method(), 3, Network(**model), callbacks=callbacks())
-        _, resumed = train(
-            place / "resumed", 2, method(), 3, Network(**model), place / "epoch=0.ckpt", callbacks=callbacks()
-        )
-        found[name] = differences(whole.seen, resumed.seen)
+    for name in [*CASES, *SCALED]:
+        method, model, callbacks = CASES[SCALED.get(name, name)]
+        place, watches = folder / name.replace(" ", "_"), []
+        for where, resume in ((place, None), (place / "resumed", place / "epoch=0.ckpt")):
+            options = loss_scaler() if name in SCALED else {}
+            _, watch = train(where, 2, method(), 3, Network(**model), resume, callbacks(), **options)
+            watches.append(watch)
+        found[name] = differences(watches[0].seen, watches[1].seen)
+        if name in SCALED:
+            assert min(watches[0].scales) < max(watches[0].scales), "nothing was skipped"
     return found
 
 
 def test_a_resumed_run_is_the_run_that_never_stopped(tmp_path: Path) -> None:
     for rank in run_ranks(tmp_path, 2, _stopped_and_not, tmp_path, timeout=110):
-        assert rank == {name: [] for name in CASES}
+        assert rank == {name: [] for name in [*CASES, *SCALED]}
