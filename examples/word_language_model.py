@@ -125,7 +125,7 @@ class Separately(Exchange):
 
     def run(self, outgoing: Outgoing, round: Round, wire: Wire) -> Exchanged:
         """As the other does."""
-        return self.exchange.run(outgoing, round, Wire(wire.ledger, wire.group, self.row))
+        return self.exchange.run(outgoing, round, wire.under(self.row))
 
     def __repr__(self) -> str:
         return f"Separately({self.exchange!r})"

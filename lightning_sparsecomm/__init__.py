@@ -12,7 +12,7 @@ from lightning_sparsecomm.memory import ErrorFeedback
 from lightning_sparsecomm.method import Method
 from lightning_sparsecomm.metrics import CompressionRatio
 from lightning_sparsecomm.sync import BucketSync, GradientSync
-from lightning_sparsecomm.wire import Ledger
+from lightning_sparsecomm.wire import Ledger, PeerError
 
 if TYPE_CHECKING:
     from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy as SparseCommStrategy
@@ -33,6 +33,7 @@ __all__ = [
     "NonFiniteGradientError",
     "ParameterAveraging",
     "PayloadError",
+    "PeerError",
     "SparsityWarmup",
     "methods",
 ]

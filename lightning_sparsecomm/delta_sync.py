@@ -217,7 +217,7 @@ class DeltaSync(Sync):
         anchors = [local.anchors[name].detach() for name, _ in parameters]
         ledger, begin = wire.ledger, time.perf_counter()
         changes = _changes_in(weights, anchors)
-        wire = Wire(ledger, wire.group, UPDATES)
+        wire = wire.under(UPDATES)
         with local.channel.reducing(changes, replace(round, quantity="weight update"), wire) as finish:
             ledger.exchange_seconds += time.perf_counter() - begin
             yield True

@@ -278,6 +278,7 @@ class Synchronizer:
             together = any(sync.meets(parameters) for sync, parameters, _ in stream.pieces)
             stream.skips = self.scaling.unscale_(optimizer, together)
         stream.norm = math.inf if stream.skips else self._asked_norm(stream)
+        self.wire.step = stream.steps
         # No memory forgets, and no gradient is written, before all syncs have exchanged: a step is shared whole or not.
         with torch.no_grad(), ExitStack() as turns:
             for sync, parameters, layout in stream.pieces:
@@ -314,6 +315,7 @@ class Synchronizer:
         self._exchange_weights(stream, stream.steps, last=False)
         stream.steps += 1
         self.replicas.after_step(stream)
+        self.wire.step = stream.steps
 
     def settle(self) -> None:
         """Leaves one model on all ranks, after the last step; they call it together."""
@@ -334,6 +336,7 @@ class Synchronizer:
 
     def _exchange_weights(self, stream: Stream, step: int, last: bool) -> None:
         index, untrained = self._streams.index(stream), False
+        self.wire.step = step
         try:
             with torch.no_grad(), ExitStack() as turns:
                 for sync, parameters, layout in stream.pieces:
@@ -532,13 +535,15 @@ class Synchronizer:
             RuntimeError: It did. (Two passes before clipping are fine, and so is one after `zero_grad`.)
         """
         if self.buckets is not None and self.scaling is None:
-            yield
+            with self._hook_failures():
+                yield
             return
         scaled = self.scaling is not None
         shared = [stream for stream in self._streams if stream.shared and (stream.shares_gradients or scaled)]
         waiting = [(stream, stream.gradients()) for stream in shared]
         cleared = [all(g is None or not elements_of(g).any() for g, _ in before) for _, before in waiting]
-        yield
+        with self._hook_failures():
+            yield
         for (stream, before), empty in zip(waiting, cleared):
             if same(before, stream.gradients()):
                 continue
@@ -553,6 +558,18 @@ class Synchronizer:
             stream.shared = False
         for stream in self._streams if self.buckets is None else []:
             stream.written = [version for _, version in stream.gradients()]
+
+    @contextmanager
+    def _hook_failures(self) -> Iterator[None]:
+        """DDP does not say whose it is; but where the hook fails, what it says is only quoted by what reaches us."""
+        if self.buckets is not None:
+            self.wire.step = max((stream.steps for stream in self._streams), default=0)
+        try:
+            yield
+        except RuntimeError:
+            if not self.wire.failures:
+                raise
+            raise self.wire.failures[0] from self.wire.failures[0].__cause__
 
     def _refuse_bypass(self, optimizer: Optimizer) -> None:
         if self._depth or not any(id(p) in self._known for group in optimizer.param_groups for p in group["params"]):

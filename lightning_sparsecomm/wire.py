@@ -1,7 +1,11 @@
 """Collectives, and the ledger of what they moved. The only file that imports torch.distributed."""
 
+import copy
+import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any, Literal
 
 import torch
@@ -25,6 +29,17 @@ DDP_UNUSED = "DDP unused-parameter map"
 LIGHTNING = "Lightning, metrics"
 
 BACKENDS = ("gloo", "nccl")
+
+# What Gloo and NCCL say where another rank is the reason; they raise RuntimeError for everything, a wrong dtype too.
+_GONE = re.compile(
+    r"connection|timed out|timeout|broken pipe|no route to host|remote (worker|process)|nccl(Remote|System)Error",
+    re.IGNORECASE,
+)
+
+
+class PeerError(RuntimeError):
+    """Another rank is gone, or did not come within the process group's timeout. What it was waited for, and for how
+    long, is in the message; the backend's own error is the cause."""
 
 
 def link_bytes(collective: Collective, handed_bytes: float, world_size: int) -> float:
@@ -141,13 +156,57 @@ class Ledger:
         return self.sent_elements / self.elements if self.elements else float("nan")
 
 
+class Waiting:
+    """From when a rank hands something over until it has what it waits for, in a `with` statement.
+
+    Args:
+        wire: Who waits.
+        call: What for, in words.
+
+    Raises:
+        PeerError: In the place of an error within it whose reason is another rank.
+    """
+
+    def __init__(self, wire: "Wire", call: str) -> None:
+        self._wire = wire
+        self._call = call
+        self._begin = time.monotonic()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if not isinstance(error, RuntimeError) or isinstance(error, PeerError) or not _GONE.search(str(error)):
+            return
+        wire, seconds = self._wire, time.monotonic() - self._begin
+        if wire.failures:
+            # A broken connection stays broken: whatever is tried next, such as to save, fails for the first reason.
+            raise wire.failures[0] from wire.failures[0].__cause__
+        when = "before the first optimizer step" if wire.step is None else f"in optimizer step {wire.step}"
+        failure = PeerError(
+            f"rank {wire.rank} waited {seconds:.1f} s in vain for its {self._call} {when}. Another rank is gone, or did"
+            " not come within the process group's timeout: look for the first error in the logs of all ranks. Where one"
+            " is only slow at times, give the strategy a longer timeout=datetime.timedelta(hours=1)."
+        )
+        wire.failures.append(failure)
+        raise failure from error
+
+
 class Wire:
     """Collectives over one process group; every call is entered in the ledger.
+
+    Each raises a `PeerError` where another rank is gone, or does not come within the group's timeout.
 
     Args:
         ledger: Where the calls are entered; a new one by default.
         group: Process group; the default group where None.
         row: The purpose under which they are entered, where a call names none.
+
+    Attributes:
+        step: Optimizer steps finished before the one that is at work, for messages; None before the first.
+        failures: The first peer error, if there was one.
 
     Raises:
         ValueError: The group's backend is not one that these collectives are written for.
@@ -168,20 +227,47 @@ class Wire:
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.ledger = ledger if ledger is not None else Ledger(self.world_size)
+        self.step: int | None = None
+        self.failures: list[PeerError] = []
+
+    def under(self, row: str) -> "Wire":
+        """The same wire, whose calls are entered under another purpose."""
+        wire = copy.copy(self)
+        wire.row = row
+        return wire
+
+    def calling(self, collective: Collective, handed_bytes: int, row: str | None = None, peer: str = "") -> Waiting:
+        """Enters one call in the ledger; it is to be made, and waited for, within the context."""
+        row = row or self.row
+        self.ledger.record(row, collective, handed_bytes)
+        return Waiting(self, f"{collective}{peer} of {handed_bytes:,} bytes ({row})")
+
+    def _calling(self, collective: Collective, tensor: Tensor, row: str | None, peer: str = "") -> Waiting:
+        return self.calling(collective, tensor.numel() * tensor.element_size(), row, peer)
 
     def all_reduce_(self, tensor: Tensor, row: str | None = None) -> Tensor:
         """Sums `tensor` over ranks, in place. Bit-equal on all ranks."""
-        self.ledger.record(row or self.row, "all_reduce", tensor.numel() * tensor.element_size())
-        dist.all_reduce(tensor, group=self.group)
+        with self._calling("all_reduce", tensor, row):
+            dist.all_reduce(tensor, group=self.group)
         return tensor
 
     def all_reduce_future(self, tensor: Tensor, row: str | None = None) -> "torch.futures.Future[list[Tensor]]":
-        """Begins to sum `tensor` over ranks, in place; the future holds `[tensor]`."""
-        self.ledger.record(row or self.row, "all_reduce", tensor.numel() * tensor.element_size())
-        work = dist.all_reduce(tensor, group=self.group, async_op=True)
+        """Begins to sum `tensor` over ranks, in place; the future holds `[tensor]`.
+
+        An error reaches whoever waits for the future as torch's own, of which a `PeerError` is but a part of the text:
+        it is in `failures`.
+        """
+        waiting = self._calling("all_reduce", tensor, row)
+        with waiting:
+            work = dist.all_reduce(tensor, group=self.group, async_op=True)
         assert work is not None
+
+        def received(future: torch.futures.Future[list[Tensor]]) -> list[Tensor]:
+            with waiting:
+                return future.value()
+
         future: torch.futures.Future[list[Tensor]] = work.get_future()
-        return future
+        return future.then(received)
 
     def all_reduce_or_(self, tensor: Tensor, row: str | None = None) -> Tensor:
         """The bitwise OR of `tensor` (uint8) over ranks. In place on Gloo; NCCL has none, so all are gathered there."""
@@ -190,8 +276,8 @@ class Wire:
             for other in gathered[1:]:
                 gathered[0].bitwise_or_(other)
             return gathered[0]
-        self.ledger.record(row or self.row, "all_reduce", tensor.numel() * tensor.element_size())
-        dist.all_reduce(tensor, op=dist.ReduceOp.BOR, group=self.group)
+        with self._calling("all_reduce", tensor, row):
+            dist.all_reduce(tensor, op=dist.ReduceOp.BOR, group=self.group)
         return tensor
 
     def send(self, payload: Tensor, rank: int, row: str | None = None) -> None:
@@ -212,10 +298,10 @@ class Wire:
         peer = rank if self.group is None else dist.get_global_rank(self.group, rank)
         received = torch.zeros(1, dtype=torch.int64, device=device)
         for part in ("length", "payload"):
-            operations = []
+            operations, waiting = [], None
             if payload is not None:
                 going = payload if part == "payload" else torch.tensor([payload.numel()], device=payload.device)
-                self.ledger.record(row or self.row, "send", going.numel() * going.element_size())
+                waiting = self._calling("send", going, row, f" to rank {rank}")
                 operations.append(dist.P2POp(dist.isend, going, peer, self.group))
             if device is not None:
                 if part == "payload":
@@ -223,13 +309,15 @@ class Wire:
                     check(int(received), rank)
                     received = torch.empty(int(received), dtype=torch.uint8, device=device)
                 operations.append(dist.P2POp(dist.irecv, received, peer, self.group))
-            for work in dist.batch_isend_irecv(operations):
-                work.wait()
+            expected = received.numel() * received.element_size()
+            with waiting or Waiting(self, f"receive from rank {rank} of {expected:,} bytes ({row or self.row})"):
+                for work in dist.batch_isend_irecv(operations):
+                    work.wait()
         return received
 
     def all_gather(self, tensor: Tensor, row: str | None = None) -> Tensor:
         """Every rank's `tensor`, `[W, *tensor.shape]`; shapes must be equal on all ranks."""
-        self.ledger.record(row or self.row, "all_gather", tensor.numel() * tensor.element_size())
         gathered = tensor.new_empty((self.world_size, *tensor.shape))
-        dist.all_gather_single(gathered.view(-1), tensor.reshape(-1), group=self.group)
+        with self._calling("all_gather", tensor, row):
+            dist.all_gather_single(gathered.view(-1), tensor.reshape(-1), group=self.group)
         return gathered

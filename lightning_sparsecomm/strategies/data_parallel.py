@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparsecomm.wire import DDP_BUFFERS, DDP_SETUP, Ledger
+from lightning_sparsecomm.wire import DDP_BUFFERS, DDP_SETUP, Wire
 
 
 def tensor_bytes(tensors: Sequence[Tensor]) -> int:
@@ -20,24 +20,24 @@ class CountedDataParallel(DistributedDataParallel):
 
     Args:
         module: The module to train.
-        ledger: Where the traffic is entered.
+        wire: Whose ledger it is.
         options: DDP's own.
     """
 
-    def __init__(self, module: nn.Module, ledger: Ledger, **options: object) -> None:
+    def __init__(self, module: nn.Module, wire: Wire, **options: object) -> None:
         super().__init__(module, **options)  # type: ignore[arg-type]
-        self.ledger = ledger
+        self.wire = wire
         if options.get("init_sync", True):
             # The older of DDP's two options for buffers leaves them out here too, the newer one does not.
             older = options.get("broadcast_buffers") is False and options.get("forward_sync_buffers") is None
             named = (*module.named_parameters(), *(() if older else module.named_buffers()))
             state = [tensor for name, tensor in named if name not in self.parameters_to_ignore]
-            ledger.record(DDP_SETUP, "broadcast", tensor_bytes(state))
+            wire.ledger.record(DDP_SETUP, "broadcast", tensor_bytes(state))
 
-    def forward(self, *inputs: object, **kwargs: object) -> object:
-        if self.will_sync_module_buffers():  # type: ignore[no-untyped-call]
-            self.ledger.record(DDP_BUFFERS, "broadcast", tensor_bytes(self.modules_buffers))
-        return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+    # DDP's own, and private: the one place where it broadcasts buffers, and nothing of the user's runs.
+    def _sync_buffers(self) -> None:
+        with self.wire.calling("broadcast", tensor_bytes(self.modules_buffers), DDP_BUFFERS):
+            super()._sync_buffers()  # type: ignore[no-untyped-call]
 
 
 class LocalDataParallel(CountedDataParallel):
@@ -49,16 +49,16 @@ class LocalDataParallel(CountedDataParallel):
 
     Args:
         module: The module to train.
-        ledger: Where the traffic is entered.
+        wire: Whose ledger the traffic is entered in.
         broadcasts: Whether buffers are broadcast before forward passes, as DDP's options say.
         options: DDP's own.
     """
 
     REDUCER_OPTIONS = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view")
 
-    def __init__(self, module: nn.Module, ledger: Ledger, broadcasts: bool = True, **options: object) -> None:
+    def __init__(self, module: nn.Module, wire: Wire, broadcasts: bool = True, **options: object) -> None:
         self._wanted = self._buffers_due = self._broadcasts = broadcasts
-        super().__init__(module, ledger, **{k: v for k, v in options.items() if k not in self.REDUCER_OPTIONS})
+        super().__init__(module, wire, **{k: v for k, v in options.items() if k not in self.REDUCER_OPTIONS})
 
     # DDP and Lightning switch reduction on and off by this attribute. It reads False, so gradients stay local; what it
     # was set to decides whether the next forward pass broadcasts buffers.

@@ -147,18 +147,18 @@ class SynchronizingMixin(SavingMixin):
         synchronizer.add_module(module)
         # Before DDP, which waits for ever for some differences, and says little of others.
         synchronizer.agree()
-        ledger, buckets = synchronizer.wire.ledger, synchronizer.buckets
+        wire, buckets = synchronizer.wire, synchronizer.buckets
         if buckets is None:
-            local = LocalDataParallel(module, ledger, synchronizer.broadcasts_buffers, **options)
+            local = LocalDataParallel(module, wire, synchronizer.broadcasts_buffers, **options)
             synchronizer.begin()
             return local
-        model = CountedDataParallel(module, ledger, **options)
+        model = CountedDataParallel(module, wire, **options)
         in_buckets = [
             parameter
             for name, parameter in module.named_parameters()
             if parameter.requires_grad and name not in model.parameters_to_ignore
         ]
-        buckets.attach(in_buckets, model.find_unused_parameters and not model.static_graph, synchronizer.wire)
+        buckets.attach(in_buckets, model.find_unused_parameters and not model.static_graph, wire)
         model.register_comm_hook(None, buckets.hook)
         return model
 

@@ -4,7 +4,7 @@ import math
 import pickle
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -17,7 +17,7 @@ from lightning_sparsecomm.checkpoint import RankFiles, fingerprint_of
 from lightning_sparsecomm.method import Method
 from lightning_sparsecomm.strategies.mixin import SynchronizingMixin
 from lightning_sparsecomm.strategies.settling import Settling
-from lightning_sparsecomm.wire import LIGHTNING, Collective
+from lightning_sparsecomm.wire import LIGHTNING, Collective, Waiting
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
@@ -171,22 +171,37 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
         # Before each batch, Lightning from 2.6 on broadcasts whether rank 0 was told to stop: one 64-bit integer.
         assert self.lightning_module is not None
         if hasattr(self.lightning_module.trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"):
-            self._count("broadcast", 8)
+            self.synchronizer.wire.ledger.record(LIGHTNING, "broadcast", 8)
         return super().training_step(*args, **kwargs)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        if self._synchronizer is not None:
-            self._count("broadcast", len(pickle.dumps(obj)) + 8)
-        return super().broadcast(obj, src)
+        if self._synchronizer is None:
+            return super().broadcast(obj, src)
+        with self.synchronizer.wire.calling("broadcast", len(pickle.dumps(obj)) + 8, LIGHTNING):
+            return super().broadcast(obj, src)
 
     def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(tensor, Tensor):
-            self._count("all_reduce", tensor.numel() * tensor.element_size())
-        return super().reduce(tensor, *args, **kwargs)
+        with self._calling("all_reduce", tensor):
+            return super().reduce(tensor, *args, **kwargs)
 
     def all_gather(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        self._count("all_gather", tensor.numel() * tensor.element_size())
-        return super().all_gather(tensor, *args, **kwargs)
+        with self._calling("all_gather", tensor):
+            return super().all_gather(tensor, *args, **kwargs)
+
+    def _calling(self, collective: Collective, tensor: Any) -> AbstractContextManager[None]:
+        if self._synchronizer is None or not isinstance(tensor, Tensor):
+            return nullcontext()
+        return self._synchronizer.wire.calling(collective, tensor.numel() * tensor.element_size(), LIGHTNING)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        if self._synchronizer is None:
+            return super().barrier(*args, **kwargs)
+        wire = self._synchronizer.wire
+        # Who has lost a peer may have a checkpoint to save, and has nobody to wait for after it.
+        if not wire.failures:
+            with Waiting(wire, f"barrier ({', '.join(map(str, args)) or LIGHTNING})"):
+                super().barrier(*args, **kwargs)
+        return None
 
     def on_validation_start(self) -> None:
         super().on_validation_start()
@@ -259,10 +274,6 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
             return False
         trainer = self.lightning_module.trainer
         return not trainer.sanity_checking and not trainer.interrupted
-
-    def _count(self, collective: Collective, handed_bytes: int) -> None:
-        if self._synchronizer is not None:
-            self._synchronizer.wire.ledger.record(LIGHTNING, collective, handed_bytes)
 
     def on_train_end(self) -> None:
         assert self.lightning_module is not None

@@ -3,7 +3,8 @@
 import multiprocessing
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,19 @@ import torch.distributed as dist
 FORK = multiprocessing.get_context("fork")
 
 
-def _rank_main(function: Callable[..., Any], rank: int, world_size: int, store: str, results: Any, args: Any) -> None:
+def _rank_main(
+    function: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    store: str,
+    patience: timedelta | None,
+    results: Any,
+    args: Any,
+) -> None:
     try:
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=patience
+        )
         value = function(rank, *args)
         dist.destroy_process_group()
         results.put((rank, value, None))
@@ -27,29 +38,44 @@ def _rank_main(function: Callable[..., Any], rank: int, world_size: int, store: 
 
 
 def run_ranks(
-    tmp_path: Path, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 60
+    tmp_path: Path,
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout: float = 60,
+    patience: timedelta | None = None,
+    lost: Collection[int] = (),
 ) -> list[Any]:
     """`function(rank, *args)` in `world_size` processes joined by Gloo; their results, by rank.
 
     Results must pickle without shared memory: plain Python values or NumPy arrays, not tensors.
+
+    Args:
+        tmp_path: A folder for the test.
+        world_size: How many processes.
+        function: At a module's top or not: processes are forked.
+        args: Its arguments behind the rank.
+        timeout: Seconds until all results must be there.
+        patience: The process group's timeout.
+        lost: Ranks that die, or hang, and give no result.
     """
     results = FORK.Queue()
     store = str(tmp_path / f"store-{os.urandom(6).hex()}")
     processes = [
-        FORK.Process(target=_rank_main, args=(function, rank, world_size, store, results, args))
+        FORK.Process(target=_rank_main, args=(function, rank, world_size, store, patience, results, args))
         for rank in range(world_size)
     ]
     for process in processes:
         process.start()
     values: dict[int, Any] = {}
     try:
-        for _ in processes:
+        for _ in range(world_size - len(lost)):
             rank, value, failure = results.get(timeout=timeout)
             assert failure is None, f"rank {rank} failed:\n{failure}"
             values[rank] = value
     finally:
-        for process in processes:
-            process.join(0.5 if len(values) == world_size else 0)
+        for rank, process in enumerate(processes):
+            process.join(0.5 if rank in values else 0)
             if process.is_alive():
                 process.kill()
-    return [values[rank] for rank in range(world_size)]
+    return [values[rank] for rank in range(world_size) if rank not in lost]
