@@ -2,6 +2,7 @@
 
 import math
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,28 @@ class BackwardAfterClipping(ByHand):
 def test_backward_after_clipping_is_refused(tmp_path: Path) -> None:
     """Also by methods that take it without a scaler."""
     fit_several(tmp_path, 2, {name: by_hand(name, BackwardAfterClipping, **scaled()) for name in ("dense", "sbc")})
+
+
+class ClipsScaled(ByHand):
+    """Changes gradients that DDP has added up, and that no one has unscaled."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(cross_entropy(self(batch[0]), batch[1]))
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+        assert not [warning for warning in caught if "before they were shared" in str(warning.message)]
+
+
+def test_in_buckets_they_are_shared_already(tmp_path: Path) -> None:
+    """As under ddp, and without the warning that other methods give there."""
+    ours = by_hand("dense", ClipsScaled, **scaled())
+    ddp = Training(ours.scenario, None, options=scaled())
+    found = fit_several(tmp_path, 2, {"ours": ours, "ddp": ddp})
+    laws.bit_equal(found["ours"][0], found["ddp"][0])
 
 
 # Fabric
