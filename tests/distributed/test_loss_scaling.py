@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_sparsecomm.methods import dense, dgc, gradient_dropping
+from lightning_sparsecomm.methods import RECIPES, dense, dgc, gradient_dropping
 from tests import laws
 from tests.distributed.scaled import (
     METHODS,
@@ -36,13 +36,16 @@ def training(
 
 SHARING = [name for name, method in METHODS.items() if all(sync.shares_gradients for sync in method.syncs)]
 # In a later step, where memories hold something, and in the first, where nothing is set up yet.
-OVERFLOWS = [*((name, 4) for name in METHODS), ("dense", 0), ("dgc", 0), ("sbc", 0)]
+OVERFLOWS = [*((name, 4) for name in RECIPES), ("dgc", 0), ("sbc", 0)]
+MORE = [("partial", 4), ("split", 4), ("dense", 0), ("split", 0)]
 
 
-@pytest.mark.parametrize("sharing", [True, False])
-def test_what_overflows_on_one_rank_is_skipped_by_all(tmp_path: Path, sharing: bool) -> None:
+@pytest.mark.parametrize(
+    ("sharing", "overflows"), [(True, OVERFLOWS), (False, OVERFLOWS), pytest.param(True, MORE, marks=pytest.mark.slow)]
+)
+def test_what_overflows_on_one_rank_is_skipped_by_all(tmp_path: Path, sharing: bool, overflows: Any) -> None:
     """Where ranks share gradients; where each makes steps by itself, the others make theirs."""
-    cases = {f"{name}-{at}": (name, at) for name, at in OVERFLOWS if (name in SHARING) == sharing}
+    cases = {f"{name}-{at}": (name, at) for name, at in overflows if (name in SHARING) == sharing}
     trainings = {
         case: training(name, lambda at=at: Overflowing(at, exact=False), **scaled())
         for case, (name, at) in cases.items()

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_sparsecomm.methods import RECIPES
 from tests import laws
 from tests.distributed.scaled import METHODS, WITHOUT_MEMORY, diaries, finite, same, tensors, with_diary
 from tests.distributed.scenarios import Classifier, Scenario, Training, fit_several
@@ -25,7 +26,7 @@ COMPILED = ("dense", "gradient_dropping", "dgc", "federated_averaging")
 @pytest.mark.parametrize(
     ("precision", "names"),
     [
-        ("bf16-true", tuple(METHODS)),
+        ("bf16-true", tuple(RECIPES)),
         ("64-true", COMPILED),
         pytest.param("64-true", tuple(name for name in METHODS if name not in COMPILED), marks=pytest.mark.slow),
         pytest.param("bf16-mixed", tuple(METHODS), marks=pytest.mark.slow),
