@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from lightning_sparsecomm import _lightning, methods
+from lightning_sparsecomm.agreement import ReplicaError
 from lightning_sparsecomm.callbacks import CompressionMonitor, ParameterAveraging, SparsityWarmup
 from lightning_sparsecomm.channel import Channel
 from lightning_sparsecomm.codecs import PayloadError
@@ -34,6 +35,7 @@ __all__ = [
     "ParameterAveraging",
     "PayloadError",
     "PeerError",
+    "ReplicaError",
     "SparsityWarmup",
     "methods",
 ]

@@ -1,13 +1,14 @@
-"""Whether all ranks were set up alike, asked before anything is exchanged: what differs is said, by rank."""
+"""Whether ranks agree, in how they were set up and in the weights that they share: what differs is said, by rank."""
 
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
@@ -19,12 +20,20 @@ from lightning_sparsecomm.wire import SETUP, Wire
 _INSTALL = "Install the same version on all ranks."
 _ARGUMENTS = "Make the strategy with the same arguments on all ranks."
 _MODEL = "Build the same model, and freeze the same parameters, on all ranks."
+_CHANGED = (
+    "Look for what changes it on some ranks only, such as a callback or a hook; machines of different kinds may also"
+    " round differently."
+)
 _OPTIMIZERS = "Give the same parameters to the same optimizers, in the same order, on all ranks."
 
 # Of an object without a repr of its own: differs between processes that are set up alike.
 _ADDRESS = re.compile(r" at 0x[0-9A-Fa-f]+")
 _ABSENT = "none"
 _LONG, _CONTEXT = 160, 60
+
+
+class ReplicaError(RuntimeError):
+    """Weights differ between ranks that should share them. Raised on all ranks, naming the first that does."""
 
 
 class Fact(NamedTuple):
@@ -46,7 +55,9 @@ def plain_repr(method: Method) -> str:
     return _ADDRESS.sub("", repr(method))
 
 
-def facts_of_run(method: Method, seed: int, parameters: NamedParameters, scales_loss: bool) -> list[Fact]:
+def facts_of_run(
+    method: Method, seed: int, check_replicas_every: int | None, parameters: NamedParameters, scales_loss: bool
+) -> list[Fact]:
     """What each rank's strategy and model are, as far as an exchange depends on it."""
     # Not yet there when the package imports this module.
     from lightning_sparsecomm import __version__
@@ -57,6 +68,7 @@ def facts_of_run(method: Method, seed: int, parameters: NamedParameters, scales_
         Fact("the version of the payload format", str(FORMAT_VERSION), _INSTALL),
         Fact("method", plain_repr(method), _ARGUMENTS),
         Fact("seed", str(seed), _ARGUMENTS),
+        Fact("check_replicas_every", str(check_replicas_every), _ARGUMENTS),
         Fact("the loss scaler", "one" if scales_loss else _ABSENT, "Train with the same precision on all ranks."),
     ]
     for name, parameter in parameters:
@@ -77,22 +89,49 @@ def facts_of_optimizers(optimizers: Sequence[Optimizer], parameters: NamedParame
     return facts
 
 
-def require_agreement(facts: Sequence[Fact], wire: Wire, device: torch.device) -> None:
+def facts_of_weights(weights: Mapping[str, Tensor], steps: int) -> list[Fact]:
+    """The bits of each parameter, as a digest, after so many optimizer steps."""
+    return [
+        Fact(f"parameter {name!r} after optimizer step {steps}", f"digest {_digest(weight)}", _CHANGED)
+        for name, weight in weights.items()
+    ]
+
+
+def _digest(tensor: Tensor) -> str:
+    # NumPy knows no bfloat16. Positions count in row-major order, whatever the memory format.
+    data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return hashlib.blake2b(data.numpy().data, digest_size=8).hexdigest()
+
+
+def require_agreement(
+    facts: Sequence[Fact],
+    wire: Wire,
+    device: torch.device,
+    row: str = SETUP,
+    error: type[Exception] = ValueError,
+) -> None:
     """Refuses ranks whose facts differ. Called on all of them together; 32 bytes each where they agree.
 
+    Args:
+        facts: This rank's.
+        wire: Where to communicate.
+        device: Where what is gathered lies.
+        row: The ledger's, under which that is entered.
+        error: What is raised.
+
     Raises:
-        ValueError: They differ; raised on all ranks, in the same words, naming the first difference.
+        Exception: As `error` says, where they differ; on all ranks, in the same words, naming the first difference.
     """
     if wire.world_size == 1:
         return
     # Other versions of this package must be able to read it: three strings for each fact.
     text = json.dumps(facts).encode()
-    digests = wire.all_gather(_tensor(hashlib.sha256(text).digest(), device), SETUP)
+    digests = wire.all_gather(_tensor(hashlib.sha256(text).digest(), device), row)
     if bool((digests == digests[0]).all()):
         return
-    lengths = wire.all_gather(torch.tensor([len(text)], device=device), SETUP).view(-1).tolist()
-    texts = wire.all_gather(_tensor(text.ljust(max(lengths)), device), SETUP).cpu()
-    raise ValueError(_difference([[Fact(*fact) for fact in json.loads(bytes(each.tolist()))] for each in texts]))
+    lengths = wire.all_gather(torch.tensor([len(text)], device=device), row).view(-1).tolist()
+    texts = wire.all_gather(_tensor(text.ljust(max(lengths)), device), row).cpu()
+    raise error(_difference([[Fact(*fact) for fact in json.loads(bytes(each.tolist()))] for each in texts]))
 
 
 def _tensor(data: bytes, device: torch.device) -> torch.Tensor:

@@ -51,6 +51,25 @@ class Replicas:
         with torch.no_grad():
             average_(tensors, self._wire)
 
+    def in_common(self, stream: Stream, every: int) -> dict[int, Tensor]:
+        """What all ranks have equal of an optimizer's parameters after its step, if a comparison is due after every so
+        many: by the parameters' identities, their weights, or the shared values that a sync keeps apart from them.
+
+        Where local gradients let replicas go apart, nothing is; but at the first average that comes when it is due.
+        """
+        steps, averaging = stream.steps, self._averaging(stream)
+        common: dict[int, Tensor] = {}
+        for sync, piece, _ in stream.pieces:
+            shared, since = sync.shared_model(self._streams.index(stream), piece), 1
+            if shared is None and sync.drifts:
+                if averaging is None or steps % averaging.every:
+                    continue
+                since = averaging.every
+            if steps // every > (steps - since) // every:
+                values = [value for _, value in shared] if shared else [weight for _, weight in piece]
+                common.update((id(weight), value) for (_, weight), value in zip(piece, values))
+        return common
+
     def keep_untrained(self) -> None:
         """Takes what no optimizer trains as it is, equal on all ranks: floating-point buffers, and parameters such as
         those of a moving average. Buffers are copied for the shared model; parameters, which may be large and never

@@ -12,13 +12,20 @@ from dataclasses import replace
 from typing import TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lightning_sparsecomm.agreement import Fact, facts_of_optimizers, facts_of_run, require_agreement
+from lightning_sparsecomm.agreement import (
+    Fact,
+    ReplicaError,
+    facts_of_optimizers,
+    facts_of_run,
+    facts_of_weights,
+    require_agreement,
+)
 from lightning_sparsecomm.checkpoint import State, save_number
 from lightning_sparsecomm.delta_sync import DeltaSync
 from lightning_sparsecomm.gradients import (
@@ -40,7 +47,7 @@ from lightning_sparsecomm.scaling import LossScaling
 from lightning_sparsecomm.schedules import Schedule, Warmup, every_at
 from lightning_sparsecomm.streams import Stream, same
 from lightning_sparsecomm.sync import BucketSync, Sync, matches
-from lightning_sparsecomm.wire import SETUP, Wire
+from lightning_sparsecomm.wire import COMPARISON, SETUP, Wire
 
 T = TypeVar("T")
 
@@ -60,6 +67,8 @@ class Synchronizer:
         method: The recipe. Its syncs are copied, so that it can serve again.
         wire: Where to communicate.
         seed: Seed of the method's randomness, equal on all ranks.
+        check_replicas_every: Optimizer steps between two comparisons of the weights that ranks share; None compares
+            them in `settle` only.
         scaler: The loss scaler, where there is one.
 
     Attributes:
@@ -71,7 +80,14 @@ class Synchronizer:
         scaling: What the loss scaler does, done together; None without one.
     """
 
-    def __init__(self, method: Method, wire: Wire, seed: int = 0, scaler: GradScaler | None = None) -> None:
+    def __init__(
+        self,
+        method: Method,
+        wire: Wire,
+        seed: int = 0,
+        check_replicas_every: int | None = None,
+        scaler: GradScaler | None = None,
+    ) -> None:
         self.methods: list[Method] = []
         following: Method | None = copy.deepcopy(method)
         while following is not None:
@@ -80,6 +96,7 @@ class Synchronizer:
         self.syncs: tuple[Sync, ...] = tuple(sync for each in self.methods for sync in each.syncs)
         self.wire = wire
         self.seed = seed
+        self.check_replicas_every = check_replicas_every
         self.epoch = 0.0
         self.max_norm: float | None = None
         self.warmup: Warmup | None = None
@@ -150,8 +167,10 @@ class Synchronizer:
         Raises:
             ValueError: They differ; on all ranks, naming the first difference.
         """
-        parameters = list(self._known.values())
-        self._require(facts_of_run(self.methods[0], self.seed, parameters, self.scaling is not None))
+        named = list(self._known.values())
+        self._require(
+            facts_of_run(self.methods[0], self.seed, self.check_replicas_every, named, self.scaling is not None)
+        )
         if not self.run:
             self.run = secrets.randbits(63)
             if self.wire.world_size > 1:
@@ -167,13 +186,24 @@ class Synchronizer:
             optimizers = [stream.optimizer for stream in self._streams]
         self._require(facts_of_optimizers(optimizers, list(self._known.values())))
 
-    def _require(self, facts: list[Fact]) -> None:
-        require_agreement(facts, self.wire, self._device)
+    def _require(self, facts: list[Fact], row: str = SETUP, error: type[Exception] = ValueError) -> None:
+        require_agreement(facts, self.wire, self._device, row, error)
 
     @property
     def _device(self) -> torch.device:
         """Where tensors must be that travel."""
         return next((parameter.device for _, parameter in self._known.values()), torch.device("cpu"))
+
+    def _compare(self, shared: Sequence[tuple[int, dict[int, Tensor]]]) -> None:
+        """Compares weights between ranks, each so many by the steps after which they are; a collective, if any are."""
+        if self.wire.world_size == 1:
+            return
+        facts: list[Fact] = []
+        for steps, weights in shared:
+            named = {name: weights[key] for key, (name, _) in self._known.items() if key in weights}
+            facts += facts_of_weights(named, steps)
+        if facts:
+            self._require(facts, COMPARISON, ReplicaError)
 
     def check(self) -> None:
         """Refuses patterns that match nothing, and parameters that belong to no sync or to several.
@@ -316,9 +346,15 @@ class Synchronizer:
         stream.steps += 1
         self.replicas.after_step(stream)
         self.wire.step = stream.steps
+        if self.check_replicas_every is not None:
+            self._compare([(stream.steps, self.replicas.in_common(stream, self.check_replicas_every))])
 
     def settle(self) -> None:
-        """Leaves one model on all ranks, after the last step; they call it together."""
+        """Leaves one model on all ranks, after the last step, and makes sure that it is one; they call it together.
+
+        Raises:
+            ReplicaError: Their weights differ all the same; on all ranks.
+        """
         self.replicas.view_own()
         for stream in self._streams:
             self._exchange_weights(stream, max(stream.steps - 1, 0), last=True)
@@ -326,6 +362,7 @@ class Synchronizer:
         if any(stream.steps for stream in self._streams) and any(sync.averages_buffers for sync in self.syncs):
             self.replicas.average_untrained()
         self.replicas.settle()
+        self._compare([(each.steps, {id(p): p for _, p in each.parameters()}) for each in self._streams])
         if self.drifts:
             self.replicas.note_end()
 

@@ -23,6 +23,7 @@ UPDATES = "weight updates"
 PARAMETERS = "parameters"
 OURS = (GRADIENTS, UPDATES, PARAMETERS)
 SETUP = "set-up"
+COMPARISON = "comparison of replicas"
 DDP_SETUP = "DDP set-up"
 DDP_BUFFERS = "DDP buffers"
 DDP_UNUSED = "DDP unused-parameter map"

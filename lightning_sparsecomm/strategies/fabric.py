@@ -35,15 +35,24 @@ class FabricMixin(SynchronizingMixin, DDPStrategy):
         method: How gradients are synchronized; by default `methods.dgc()` for SGD, and for other optimizers
             `methods.gradient_dropping(density=0.01)`.
         seed: Seed of the method's own randomness, if it has any; equal on all ranks.
+        check_replicas_every: Optimizer steps between two comparisons of the trained weights between ranks, which should
+            be equal to the bit: a difference raises `ReplicaError` on all ranks, naming the first parameter that
+            differs. None compares them only in `settle()`, as is always done with several ranks.
+            With methods that exchange weights every H steps the shared anchor is compared, and where local gradients
+            let replicas go apart, their next average. It costs 32 bytes, and hashing at 0.6 GB/s on one core: 0.16 s
+            for 25 M float32.
         **kwargs: Options of DDPStrategy and of DistributedDataParallel.
 
     Raises:
         TypeError: `method` is not a Method.
+        ValueError: `check_replicas_every` is not a whole number of at least 1.
     """
 
-    def __init__(self, method: Method | None = None, seed: int = 0, **kwargs: Any) -> None:
+    def __init__(
+        self, method: Method | None = None, seed: int = 0, check_replicas_every: int | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(**kwargs)
-        self._prepare(method, seed)
+        self._prepare(method, seed, check_replicas_every)
         self._checked = False
 
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
@@ -154,8 +163,12 @@ class FabricMixin(SynchronizingMixin, DDPStrategy):
 
     def settle(self) -> None:
         """Makes replicas that have gone apart one, for good: by their average, or by a last exchange of what their
-        weights have changed. Call it on all ranks after the last step, as a Trainer's strategy does by itself; it does
-        nothing where replicas are equal."""
+        weights have changed. Call it on all ranks after the last step, as a Trainer's strategy does by itself; where
+        replicas are equal, it only makes sure of that.
+
+        Raises:
+            ReplicaError: Weights differ between ranks all the same; on all of them.
+        """
         self.synchronizer.settle()
 
     def teardown(self) -> None:

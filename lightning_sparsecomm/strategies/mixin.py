@@ -40,7 +40,7 @@ class SynchronizingMixin(SavingMixin):
     lightning_package: str
     """The package whose Trainer or Fabric this strategy is for, as users import it."""
 
-    def _prepare(self, method: Method | None, seed: int) -> None:
+    def _prepare(self, method: Method | None, seed: int, check_replicas_every: int | None) -> None:
         if method is not None and not isinstance(method, Method):
             # Its name, or the function itself instead of what it returns.
             name = method if isinstance(method, str) else getattr(method, "__name__", None)
@@ -55,9 +55,15 @@ class SynchronizingMixin(SavingMixin):
                     f"{option} cannot be combined with a method, which takes the place of DDP's communication hook."
                     " Leave it out, or use strategy='ddp'. methods.dense(wire_dtype='bfloat16') rounds on the wire."
                 )
+        if check_replicas_every is not None and (type(check_replicas_every) is not int or check_replicas_every < 1):
+            raise ValueError(
+                "check_replicas_every must be a whole number of optimizer steps, at least 1; got"
+                f" {check_replicas_every!r}. Leave it out to compare replicas at the end of training only."
+            )
         self._prepare_saving()
         self.method = method if method is not None else default()
         self.seed = seed
+        self.check_replicas_every = check_replicas_every
         self._synchronizer: Synchronizer | None = None
         self._ledger: Ledger | None = None
 
@@ -130,7 +136,9 @@ class SynchronizingMixin(SavingMixin):
         self._ledger = wire.ledger
         self._ended = None
         scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        synchronizer = self._synchronizer = Synchronizer(self.method, wire, self.seed, scaler)
+        synchronizer = self._synchronizer = Synchronizer(
+            self.method, wire, self.seed, self.check_replicas_every, scaler
+        )
         if synchronizer.scaling is not None:
             synchronizer.scaling.take_over(lambda optimizer: synchronizer.unscale_(self._bare(optimizer)))
         if wire.world_size == 1 and not self._synchronizer.shares_gradients:

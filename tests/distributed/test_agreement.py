@@ -33,6 +33,7 @@ class Setup:
         self.method: Method = dgc(density=0.01)
         self.seed = 0
         self.scaler: torch.amp.GradScaler | None = None
+        self.every: int | None = None
         self.module: nn.Module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
         self.optimizers: Callable[[nn.Module], list[torch.optim.Optimizer]] = lambda module: [
             torch.optim.SGD(module.parameters(), lr=0.1)
@@ -89,6 +90,11 @@ DIFFERENCES: dict[str, tuple[Change, str, str]] = {
         "the loss scaler must be equal on all ranks; got none on ranks 0, 2; one on rank 1. ",
         "Train with the same precision on all ranks.",
     ),
+    "every": (
+        _set("every", 5),
+        "check_replicas_every must be equal on all ranks; got None on ranks 0, 2; 5 on rank 1. ",
+        STRATEGY,
+    ),
     "parameter_more": (
         _set("module", nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.PReLU())),
         "parameter '2.weight' must be equal on all ranks; got none on ranks 0, 2;"
@@ -144,7 +150,7 @@ DIFFERENCES: dict[str, tuple[Change, str, str]] = {
 
 
 def _agree(setup: Setup) -> Wire:
-    synchronizer = Synchronizer(setup.method, Wire(), setup.seed, setup.scaler)
+    synchronizer = Synchronizer(setup.method, Wire(), setup.seed, setup.every, setup.scaler)
     synchronizer.add_module(setup.module)
     synchronizer.agree()
     synchronizer.agree_on_optimizers(setup.optimizers(setup.module))

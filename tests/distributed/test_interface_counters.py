@@ -40,6 +40,7 @@ from lightning_sparsecomm.methods import dense
 from lightning_sparsecomm.rounds import Round
 from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
 from lightning_sparsecomm.wire import (
+    COMPARISON,
     DDP_BUFFERS,
     DDP_SETUP,
     DDP_UNUSED,
@@ -464,4 +465,6 @@ def test_the_rows_explain_a_training_run(tmp_path: Path, namespaces: bool, strat
         # One gathered tensor, half a broadcast, and a few bytes of Lightning's own in each step.
         users_bytes = FLOAT_BYTES * LOGGED + len(BROADCAST) / 2
         assert rows.pop(LIGHTNING) == pytest.approx(STEPS * users_bytes, rel=0.01)
+        # Once, when training ends: a digest of all weights, gathered from both.
+        assert rows.pop(COMPARISON) == 32
         assert rows == {row: STEPS * count for row, count in expected.items()}

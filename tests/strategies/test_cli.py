@@ -86,7 +86,7 @@ def test_defaults_are_those_of_python(cli: Cli, package: str) -> None:
     python = of_package()
     for config, method in (
         (with_strategy(), default()),
-        (with_strategy(seed=0), default()),
+        (with_strategy(seed=0, check_replicas_every=None), default()),
         (with_strategy(method=part("methods.gradient_dropping")), gradient_dropping()),
         (with_strategy(method=part("methods.dgc")), dgc()),
         ({"trainer": {"strategy": "sparsecomm"}}, default()),
@@ -98,6 +98,7 @@ def test_defaults_are_those_of_python(cli: Cli, package: str) -> None:
         assert repr(strategy.method) == repr(method)
         assert repr(python.method) == repr(default())
         assert strategy.seed == python.seed
+        assert strategy.check_replicas_every is python.check_replicas_every is None
         assert strategy._start_method == python._start_method
         assert strategy._timeout == python._timeout
     strategy = cli(with_strategy(method=part("methods.dense"))).trainer.strategy
@@ -148,10 +149,12 @@ def test_overrides_on_the_command_line(cli: Cli) -> None:
         assert repr(method) == repr(gradient_dropping(density=0.02, scope="tensor"))
     # Without a file, too.
     name = "lightning_sparsecomm.methods.gradient_dropping"
-    trainer = cli(STRATEGY, f"{METHOD}={name}", f"{METHOD}.values=float16", "--trainer.strategy.seed=4").trainer
-    strategy = trainer.strategy
+    options = ("--trainer.strategy.seed=4", "--trainer.strategy.check_replicas_every=7")
+    strategy = cli(STRATEGY, f"{METHOD}={name}", f"{METHOD}.values=float16", *options).trainer.strategy
     assert repr(strategy.method) == repr(gradient_dropping(values="float16"))
     assert strategy.seed == 4
+    assert strategy.check_replicas_every == 7
+    assert cli(with_strategy(check_replicas_every=500)).trainer.strategy.check_replicas_every == 500
     # Another method than the file's.
     method = cli(config, f"{METHOD}=lightning_sparsecomm.methods.dense").trainer.strategy.method
     assert repr(method) == repr(dense())
@@ -285,6 +288,7 @@ def test_help_of_the_strategy(cli: Cli, capsys: pytest.CaptureFixture[str]) -> N
     assert "Trains by DDP, with the gradients synchronized by a method" in text
     assert "How gradients are synchronized; by default `methods.dgc()` for SGD, and for other optimizers" in text
     assert "Seed of the method's own randomness, if it has any; equal on all ranks." in text
+    assert "Optimizer steps between two comparisons of the trained weights between ranks" in text
     assert "--trainer.strategy.find_unused_parameters FIND_UNUSED_PARAMETERS Traverse the autograd graph" in text
     assert "--trainer.strategy.start_method {popen,spawn,fork,forkserver}" in text
     for method in ("dense", "gradient_dropping"):

@@ -1,0 +1,260 @@
+"""Weights that ranks should share are compared, to the bit: when training ends, and every so many steps if asked."""
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from lightning_fabric import Fabric
+from torch import nn
+
+from lightning_sparsecomm import ReplicaError
+from lightning_sparsecomm.method import Method
+from lightning_sparsecomm.methods import RECIPES, dense, dgc, federated_averaging, gradient_dropping, sbc, split
+from lightning_sparsecomm.strategies.lightning_fabric import SparseCommStrategy as FabricStrategy
+from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
+from lightning_sparsecomm.synchronizer import Synchronizer
+from lightning_sparsecomm.wire import COMPARISON, OURS, Wire
+from tests.distributed.launch import run_ranks
+from tests.test_errors import Model, refusals
+from tests.test_errors import fit as train
+
+
+class Network(nn.Module):
+    """Of several dtypes, shapes and memory formats."""
+
+    def __init__(self, ignored: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.nothing = nn.Parameter(torch.zeros(0, 2))
+        self.last = nn.Linear(4, 2).bfloat16()
+        if ignored:
+            self._ddp_params_and_buffers_to_ignore = ["scale"]
+
+
+class Run:
+    """One rank's training; gradients are each rank's own."""
+
+    def __init__(self, rank: int, method: Method, every: int | None = None, ignored: bool = False) -> None:
+        self.module = Network(ignored)
+        self.synchronizer = Synchronizer(copy.deepcopy(method), Wire(), check_replicas_every=every)
+        self.synchronizer.add_module(self.module)
+        self.synchronizer.agree()
+        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1)
+        self.synchronizer.register(self.optimizer)
+        self.generator = torch.Generator().manual_seed(rank)
+
+    def step(self) -> None:
+        for parameter in self.module.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=self.generator).to(parameter)
+            if self.synchronizer.buckets is not None:
+                # In the place of DDP's hook.
+                Wire().all_reduce_(parameter.grad)
+        with self.synchronizer.stepping(self.optimizer):
+            self.synchronizer.closure(self.optimizer, lambda: None)()
+            self.optimizer.step()
+
+    def change(self, name: str) -> None:
+        kind, _, name = name.rpartition(" ")
+        tensor = self.module.get_parameter(name).detach()
+        if kind == "anchor":
+            tensor = next(iter(self.synchronizer.syncs[0]._locals.values())).anchors[name].detach()  # type: ignore[attr-defined]
+        tensor[(-1,) * tensor.dim()] += 1
+
+    def compared(self) -> int:
+        """How often, at 32 bytes each."""
+        rows = self.synchronizer.wire.ledger.rows.get(COMPARISON, {})
+        assert all(traffic.handed_bytes == 32 * traffic.calls for traffic in rows.values())
+        return sum(traffic.calls for traffic in rows.values())
+
+
+def local(average_every: int | None) -> Method:
+    return gradient_dropping(0.5, local="partial", average_every=average_every)
+
+
+# Method, every how many steps, what is changed, on which of three ranks, after which step, and after which it is seen.
+CAUGHT: list[tuple[Method, int, str, tuple[int, ...], int, int]] = [
+    (dgc(0.5, warmup_steps=0), 1, "first.weight", (1,), 2, 3),
+    (dgc(0.5, warmup_steps=0), 5, "first.bias", (0,), 2, 5),
+    (gradient_dropping(0.5), 2, "last.weight", (1, 2), 4, 6),
+    (dense(), 3, "scale", (2,), 0, 3),
+    (federated_averaging(every=4), 3, "anchor last.weight", (1,), 2, 3),
+    # Its own weights are each rank's own until the exchange, which makes them one again.
+    (federated_averaging(every=4), 3, "last.weight", (1,), 2, 0),
+    (local(4), 3, "last.weight", (1,), 2, 0),
+]
+WHO = {(0,): " 0; {} on ranks 1, 2", (1,): "s 0, 2; {} on rank 1", (2,): "s 0, 1; {} on rank 2"}
+WHO[1, 2] = WHO[0,]
+
+
+def _catch(rank: int) -> list[str]:
+    messages = []
+    for method, every, name, ranks, after, _ in CAUGHT:
+        run, message = Run(rank, method, every), ""
+        for step in range(8):
+            if step == after and rank in ranks:
+                run.change(name)
+            try:
+                run.step()
+            except ReplicaError as error:
+                message = f"{step + 1}: {error}"
+                break
+        messages.append(message)
+        run.synchronizer.close()
+    return messages
+
+
+def test_a_change_on_some_ranks_is_caught(tmp_path: Path) -> None:
+    results = run_ranks(tmp_path, 3, _catch)
+    assert results[0] == results[1] == results[2]
+    digest = "digest [0-9a-f]{16}"
+    for message, (_, _, name, ranks, _, seen) in zip(results[0], CAUGHT, strict=True):
+        words = (
+            rf"{seen}: parameter '{name.split()[-1]}' after optimizer step {seen} must be equal on all ranks;"
+            rf" got {digest} on rank{WHO[ranks].format(digest)}\. Look for what changes it on some ranks only, .*"
+        )
+        assert re.fullmatch(words, message) if seen else not message, message
+
+
+EQUAL: dict[str, tuple[Method, int, int]] = {name: (recipe(), 1, 12) for name, recipe in RECIPES.items()}
+EQUAL |= {
+    "every third": (dgc(0.5, warmup_steps=0), 3, 4),
+    "two methods": (split(["first.*"], sbc(0.5, every=2), gradient_dropping(0.5)), 1, 12),
+    # Steps 4, 8 and 12 are averaged: the first average after each third, or sixth, step is compared.
+    "average after third": (local(4), 3, 3),
+    "average after sixth": (local(4), 6, 2),
+    "never averaged": (split(["nothing"], dense(), local(100)), 1, 12),
+}
+
+
+def _stay_equal(rank: int) -> dict[str, list[int]]:
+    counts = {}
+    for name, (method, every, _) in EQUAL.items():
+        run = Run(rank, method, every)
+        for _ in range(12):
+            run.step()
+        during = run.compared()
+        run.synchronizer.settle()
+        counts[name] = [during, run.compared() - during]
+        assert COMPARISON not in OURS
+        run.synchronizer.close()
+    return counts
+
+
+def test_every_recipe_passes(tmp_path: Path) -> None:
+    for counts in run_ranks(tmp_path, 2, _stay_equal):
+        for name, (_, _, often) in EQUAL.items():
+            assert counts[name] == [often, 1], name
+
+
+def test_a_lone_process_compares_nothing(tmp_path: Path) -> None:
+    (counts,) = run_ranks(tmp_path, 1, _stay_equal)
+    assert all(each == [0, 0] for each in counts.values())
+
+
+def _by_default(rank: int) -> str:
+    run = Run(rank, dgc(0.5, warmup_steps=0))
+    run.step()
+    if rank == 1:
+        run.change("first.weight")
+    run.step()
+    assert run.compared() == 0
+    with pytest.raises(ReplicaError) as raised:
+        run.synchronizer.settle()
+    run.synchronizer.close()
+    # DDP is told to leave this one alone.
+    run = Run(rank, gradient_dropping(0.5), 1, ignored=True)
+    run.step()
+    run.change("scale")
+    run.synchronizer.settle()
+    assert run.compared() == 2
+    run.synchronizer.close()
+    return str(raised.value)
+
+
+def test_only_the_end_is_compared_by_default(tmp_path: Path) -> None:
+    for message in run_ranks(tmp_path, 2, _by_default):
+        assert message.startswith("parameter 'first.weight' after optimizer step 2 must be equal on all ranks; got ")
+
+
+def _with_fabric(rank: int) -> list[str]:
+    messages = []
+    for every in (None, 2):
+        strategy = FabricStrategy(gradient_dropping(0.5), check_replicas_every=every)
+        fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+        fabric.strategy._begin(torch.device("cpu"), None)
+        network = nn.Linear(3, 2)
+        nn.init.ones_(network.weight)
+        nn.init.ones_(network.bias)
+        module = fabric.strategy._wrap(network)
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+        with pytest.raises(ReplicaError) as raised:  # noqa: PT012
+            for step in range(3):
+                network.bias.data += step * rank
+                optimizer.zero_grad()
+                fabric.strategy.backward(module(torch.ones(1, 3)).sum(), module)
+                fabric.strategy.optimizer_step(optimizer)
+            fabric.strategy.settle()
+        fabric.strategy._end()
+        messages.append(str(raised.value))
+    return messages
+
+
+def test_fabric(tmp_path: Path) -> None:
+    for messages in run_ranks(tmp_path, 2, _with_fabric):
+        for message, step in zip(messages, (3, 2), strict=True):
+            assert message.startswith(f"parameter 'bias' after optimizer step {step} must be equal on all ranks; got")
+
+
+class Meddles(pl.Callback):
+    """Changes a weight on the second rank after the second step, or ends training after the third."""
+
+    def __init__(self, folder: Path, meddles: bool = True, raises: bool = False) -> None:
+        self.folder, self.meddles, self.raises = folder, meddles, raises
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
+        if trainer.global_step == 2 and trainer.global_rank == 1 and self.meddles:
+            module.network[2].bias.data[0] += 1
+        if trainer.global_step == 3 and self.raises:
+            raise KeyError("an error of the user's own")
+
+    def _note(self, trainer: pl.Trainer, _: Any) -> None:
+        rows = trainer.strategy.ledger.rows  # type: ignore[attr-defined]
+        calls = sum(traffic.calls for traffic in rows.get(COMPARISON, {}).values())
+        (self.folder / f"{trainer.global_rank}").write_text(str(calls))
+
+    def on_exception(self, trainer: pl.Trainer, module: Any, exception: BaseException) -> None:
+        self._note(trainer, module)
+
+    def on_fit_end(self, trainer: pl.Trainer, module: Any) -> None:
+        self._note(trainer, module)
+
+
+# Check every so many steps, whether an error comes first, after which step the difference is seen, and how many gathers
+# that takes: one each time, and two more where something differs.
+@pytest.mark.parametrize(
+    ("every", "raises", "seen", "calls"),
+    [(None, False, 4, 3), (1, False, 3, 2 + 3), (3, False, 3, 3), (4, True, None, 0)],
+)
+def test_a_trainer(tmp_path: Path, every: int | None, raises: bool, seen: int | None, calls: int) -> None:
+    strategy = SparseCommStrategy(gradient_dropping(0.1), check_replicas_every=every)
+    for message in refusals(tmp_path, Model(), strategy, callbacks=[Meddles(tmp_path, raises=raises)]):
+        if raises:
+            assert message.startswith("KeyError")
+        else:
+            assert message.startswith(
+                f"ReplicaError: parameter 'network.2.bias' after optimizer step {seen} must be eq"
+            )
+    assert [(tmp_path / f"{rank}").read_text() for rank in range(2)] == [str(calls)] * 2
+
+
+def test_a_trainer_that_finds_nothing(tmp_path: Path) -> None:
+    for every, calls in ((None, 1), (3, 2)):
+        strategy = SparseCommStrategy(gradient_dropping(0.1), check_replicas_every=every)
+        train(tmp_path, Model(), strategy, callbacks=[Meddles(tmp_path, meddles=False)])
+        assert [(tmp_path / f"{rank}").read_text() for rank in range(2)] == [str(calls)] * 2
