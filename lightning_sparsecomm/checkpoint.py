@@ -52,15 +52,17 @@ class RankFiles:
     Args:
         path: The checkpoint's.
         io: Lightning's plugin that reads and writes it.
+        follow: For reading: where the path is a link, the files are those of what it points at. Without it they are the
+            link's own: a save takes the link's place, and a removal leaves what it points at.
     """
 
-    def __init__(self, path: Any, io: CheckpointIO) -> None:
+    def __init__(self, path: Any, io: CheckpointIO, follow: bool = False) -> None:
         self.folder = f"{os.fspath(path)}{SUFFIX}"
         self._io = io
         self._fs, self._root = fsspec.core.url_to_fs(self.folder)
         checkpoint = self._root.removesuffix(SUFFIX)
         # Lightning's save_last="link" makes a link to a checkpoint; the folder is beside what it points at.
-        if isinstance(self._fs, LocalFileSystem) and os.path.islink(checkpoint):
+        if follow and isinstance(self._fs, LocalFileSystem) and os.path.islink(checkpoint):
             self.folder = self._root = os.path.realpath(checkpoint) + SUFFIX
 
     def found(self) -> list[RankFile]:

@@ -143,7 +143,7 @@ class FabricMixin(SynchronizingMixin, DDPStrategy):
         if not self._trains(state):
             return remainder
         if self._synchronizer is None:
-            if RankFiles(path, self.checkpoint_io).found():
+            if RankFiles(path, self.checkpoint_io, follow=True).found():
                 warnings.warn(
                     f"{path} was loaded before fabric.setup(), so what the method held is lost, and memories start"
                     " empty. Call fabric.load() after fabric.setup().",

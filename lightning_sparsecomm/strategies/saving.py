@@ -91,7 +91,7 @@ class SavingMixin:
             loaded: State = io.load_checkpoint(file, weights_only=weights_only is not False)
             return loaded
 
-        resumed = read(RankFiles(path, io), fingerprint, load, synchronizer.wire, self.root_device)
+        resumed = read(RankFiles(path, io, follow=True), fingerprint, load, synchronizer.wire, self.root_device)
         said: list[str] = []
         if resumed.state is None:
             if self._holds_state:

@@ -11,6 +11,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from lightning_fabric import Fabric
+from lightning_fabric.plugins.io import TorchCheckpointIO
 from pytorch_lightning.callbacks import Checkpoint, ModelCheckpoint
 from pytorch_lightning.plugins.io import AsyncCheckpointIO
 from torch import nn
@@ -385,3 +386,18 @@ def test_names(tmp_path: Path) -> None:
         (folder / str(file)).touch()
     (folder / "notes.txt").touch()
     assert files.found() == [RankFile(0, 2, 5), RankFile(1, 2, 2**64 - 1)]
+
+
+def test_a_link_is_followed_by_who_reads_alone(tmp_path: Path) -> None:
+    io, link = TorchCheckpointIO(), tmp_path / "last.ckpt"
+    kept, written = RankFiles(tmp_path / "epoch=0.ckpt", io), [RankFile(rank, 2, 5) for rank in range(2)]
+    for file in written:
+        kept.write(file, {})
+    link.symlink_to("epoch=0.ckpt")
+    assert RankFiles(link, io, follow=True).found() == written
+    # A save takes the link's place, and not that of the files of what it points at; no more does a removal.
+    RankFiles(link, io).write(RankFile(1, 2, 6), {})
+    assert names(tmp_path / "last.ckpt.sparsecomm") == [str(RankFile(1, 2, 6))]
+    for rank in (1, 0):
+        RankFiles(link, io).remove(rank)
+    assert kept.found() == written
