@@ -1,6 +1,7 @@
 """The strategy for Fabric; the bindings join it to the DDPStrategy of their package."""
 
 import math
+import os
 import warnings
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -54,10 +55,12 @@ class FabricMixin(SynchronizingMixin, DDPStrategy):
         super().__init__(**kwargs)
         self._prepare(method, seed, check_replicas_every)
         self._checked = False
+        self._resumed_from: str | None = None
 
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
         if self._synchronizer is None:
             self._begin(self.root_device, getattr(self.precision, "scaler", None))
+            self._resumed_from = None
             self._refuse_epochs()
         self._checked = False
         device_ids = self._determine_ddp_device_ids()
@@ -140,7 +143,8 @@ class FabricMixin(SynchronizingMixin, DDPStrategy):
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
         remainder = super().load_checkpoint(path, state, strict, weights_only)
-        if not self._trains(state):
+        # A model that is loaded after its optimizer, from the same checkpoint: it has made us forget.
+        if not self._trains(state) and self._resumed_from != os.fspath(path):
             return remainder
         if self._synchronizer is None:
             if RankFiles(path, self.checkpoint_io, follow=True).found():
@@ -155,6 +159,7 @@ class FabricMixin(SynchronizingMixin, DDPStrategy):
         if self.global_rank == 0:
             checkpoint = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
         self._read_state(path, fingerprint_of(checkpoint), weights_only)
+        self._resumed_from = os.fspath(path)
         return remainder
 
     def _trains(self, state: Any) -> bool:
