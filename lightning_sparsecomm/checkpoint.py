@@ -67,8 +67,10 @@ class RankFiles:
 
     def found(self) -> list[RankFile]:
         """All files that are there."""
+        # Other ranks write there too. Not every file system's `ls` knows `refresh`.
+        self._fs.invalidate_cache(self._root)
         try:
-            paths = self._fs.ls(self._root, detail=False, refresh=True)
+            paths = self._fs.ls(self._root, detail=False)
         except FileNotFoundError:
             return []
         names = [_NAME.fullmatch(os.path.basename(path)) for path in paths]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
+from fsspec.implementations.local import LocalFileSystem
 from lightning_fabric import Fabric
 from lightning_fabric.plugins.io import TorchCheckpointIO
 from pytorch_lightning.callbacks import Checkpoint, ModelCheckpoint
@@ -380,7 +381,7 @@ def test_means() -> None:
     assert mean["b"].tolist() == [1]
 
 
-def test_names(tmp_path: Path) -> None:
+def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = RankFiles(tmp_path / "a.ckpt", None)  # type: ignore[arg-type]
     assert files.found() == []
     folder = tmp_path / "a.ckpt.sparsecomm"
@@ -388,6 +389,13 @@ def test_names(tmp_path: Path) -> None:
     for file in (RankFile(1, 2, 2**64 - 1), RankFile(0, 2, 5)):
         (folder / str(file)).touch()
     (folder / "notes.txt").touch()
+    assert files.found() == [RankFile(0, 2, 5), RankFile(1, 2, 2**64 - 1)]
+
+    # SFTP's, for one, takes nothing else.
+    def listed(self: LocalFileSystem, path: str, detail: bool = False) -> list[str]:
+        return [f"{path}/{name}" for name in os.listdir(path)]
+
+    monkeypatch.setattr(LocalFileSystem, "ls", listed)
     assert files.found() == [RankFile(0, 2, 5), RankFile(1, 2, 2**64 - 1)]
 
 
