@@ -143,11 +143,21 @@ class FabricMixin(SynchronizingMixin, DDPStrategy):
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
         remainder = super().load_checkpoint(path, state, strict, weights_only)
-        # A model that is loaded after its optimizer, from the same checkpoint: it has made us forget.
-        if not self._trains(state) and self._resumed_from != os.fspath(path):
+        files, ready = RankFiles(path, self.checkpoint_io, follow=True), self._synchronizer is not None
+        if state is None:
+            if ready and files.found():
+                warnings.warn(
+                    f"what the method held is in {files.folder}/, and is not taken over where a checkpoint is loaded by"
+                    " hand: memories start empty. To resume, give fabric.load() model and optimizer in its state.",
+                    stacklevel=2,
+                )
             return remainder
-        if self._synchronizer is None:
-            if RankFiles(path, self.checkpoint_io, follow=True).found():
+        # A model that is loaded after its optimizer, from the same checkpoint, has made us forget what came with that.
+        again = ready and self._resumed_from == os.fspath(path)
+        if not self._trains(state) and not again:
+            return remainder
+        if not ready:
+            if files.found():
                 warnings.warn(
                     f"{path} was loaded before fabric.setup(), so what the method held is lost, and memories start"
                     " empty. Call fabric.load() after fabric.setup().",
