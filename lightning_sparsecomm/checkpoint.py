@@ -163,9 +163,10 @@ class Resumed(NamedTuple):
 
 
 _NONE, _FOREIGN, _FOUND = range(3)
-_READ, _MISSING, _UNREADABLE, _OTHER_FORMAT = range(4)
+_READ, _MISSING, _OTHER_SAVE, _UNREADABLE, _OTHER_FORMAT = range(5)
 _PROBLEMS = {
     _MISSING: "is missing",
+    _OTHER_SAVE: "is missing: that rank has saved after another step, or not to the end",
     _UNREADABLE: "cannot be read",
     _OTHER_FORMAT: "has a format unknown here",
 }
@@ -232,7 +233,8 @@ def _read_one(
     files: RankFiles, file: RankFile, found: list[RankFile], load: Callable[[str], State]
 ) -> tuple[int, State | None]:
     if file not in found:
-        return _MISSING, None
+        earlier = any((file.rank, file.world_size) == (each.rank, each.world_size) for each in found)
+        return _OTHER_SAVE if earlier else _MISSING, None
     try:
         content = load(files.path(file))
     except Exception as error:

@@ -200,6 +200,9 @@ def _problems(rank: int, folder: Path) -> dict[str, Any]:
     resume("damaged")
     change(lambda: Path(files[1]).unlink())
     resume("missing")
+    change(lambda: Path(files[1]).with_name(str(RankFile(1, 2, 1))).touch())
+    resume("elsewhere")
+    change(lambda: Path(files[1]).with_name(str(RankFile(1, 2, 1))).unlink())
     change(lambda: Path(files[1]).write_bytes(damaged))
     change(lambda: os.rename(f"{first}.sparsecomm", folder / "put away"))
     resume("none")
@@ -220,13 +223,14 @@ def test_what_is_said(tmp_path: Path) -> None:
     assert {name: steps for name, (_, steps) in first.items()} == {name: steps for name, (_, steps) in second.items()}
     assert {name: words for name, (words, _) in second.items() if words}.keys() <= {"damaged"}
     begun = {name for name, (_, steps) in first.items() if steps == 0}
-    assert begun == {"ddp's", "damaged", "missing", "none", "another"}
+    assert begun == {"ddp's", "damaged", "missing", "elsewhere", "none", "another"}
     path = tmp_path / "run" / "epoch=0.ckpt"
     assert first["fits"][0] == []
     lost = f"resuming from {path} with empty memories, and with warm-ups from their beginning: "
     for name, problem in {
         "damaged": r"rank_1_of_2\.\w+\.pt cannot be read\. What ranks had not sent yet is lost\.",
         "missing": r"rank_1_of_2\.\w+\.pt is missing\.",
+        "elsewhere": r"rank_1_of_2\.\w+\.pt is missing: that rank has saved after another step, or not to the end\.",
         "none": r"there is no .*epoch=0.ckpt.sparsecomm/ beside it\.",
         "another": r"rank_0_of_2\.\w+\.pt belongs to another save\.",
     }.items():
