@@ -128,6 +128,7 @@ def _overwritten(rank: int, folder: Path) -> list[Any]:
     trainer, _ = train(folder / "run", 2, methods.dgc(0.1, warmup_steps=4), 2, callbacks=(Every(path),))
     before = names(folder / "model.ckpt.sparsecomm")
     strategy: Any = trainer.strategy
+    torch.distributed.barrier()
     number, state = strategy._ended
     strategy._ended = number + 1, state
     if rank == 1:

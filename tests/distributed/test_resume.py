@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
@@ -197,10 +198,23 @@ def loss_scaler() -> dict[str, Any]:
 SCALED = {"dgc, loss scaler": "dgc", "sbc, loss scaler": "sbc"}
 
 
-def _stopped_and_not(rank: int, folder: Path) -> dict[str, list[str]]:
+QUICK = [
+    "local gradients, partial",
+    "dgc",
+    "dgc, two optimizers",
+    "sbc, two optimizers",
+    "diloco",
+    "sketched_sgd",
+    "split",
+    "sbc, loss scaler",
+]
+ALL = pytest.param([*CASES, *SCALED], marks=pytest.mark.slow)
+
+
+def _stopped_and_not(rank: int, folder: Path, names: list[str]) -> dict[str, list[str]]:
     outside_launcher(rank, 2)
     found = {}
-    for name in [*CASES, *SCALED]:
+    for name in names:
         method, model, callbacks = CASES[SCALED.get(name, name)]
         place, watches = folder / name.replace(" ", "_"), []
         for where, resume in ((place, None), (place / "resumed", place / "epoch=0.ckpt")):
@@ -213,6 +227,7 @@ def _stopped_and_not(rank: int, folder: Path) -> dict[str, list[str]]:
     return found
 
 
-def test_a_resumed_run_is_the_run_that_never_stopped(tmp_path: Path) -> None:
-    for rank in run_ranks(tmp_path, 2, _stopped_and_not, tmp_path, timeout=110):
-        assert rank == {name: [] for name in [*CASES, *SCALED]}
+@pytest.mark.parametrize("names", [QUICK, ALL], ids=["some", "all"])
+def test_a_resumed_run_is_the_run_that_never_stopped(names: list[str], tmp_path: Path) -> None:
+    for rank in run_ranks(tmp_path, 2, _stopped_and_not, tmp_path, names, timeout=110):
+        assert rank == {name: [] for name in names}
