@@ -140,6 +140,42 @@ def _texts(item: object) -> Iterator[object]:
         yield item
 
 
+# What a Trainer itself puts into a checkpoint, apart from what callbacks hold.
+_TRAINERS = ("state_dict", "loops", "callbacks", "optimizer_states", "lr_schedulers")
+
+
+def own_entries(checkpoint: State, handed: State | None) -> State:
+    """What in a checkpoint is each rank's own where replicas go apart: averages of weights over time, which callbacks
+    keep in their state, put beside it, or in the place of the weights.
+
+    Args:
+        checkpoint: As this rank has put it together.
+        handed: The weights in it, before callbacks had their say.
+    """
+    entries = {key: value for key, value in checkpoint.items() if key not in _TRAINERS and _holds_weights(value)}
+    if checkpoint["state_dict"] is not handed:
+        entries["state_dict"] = checkpoint["state_dict"]
+    callbacks = checkpoint.get("callbacks", {})
+    return entries | {"callbacks": {key: value for key, value in callbacks.items() if _holds_weights(value)}}
+
+
+def with_entries(checkpoint: State, entries: State) -> None:
+    """Puts a rank's own entries into the checkpoint that it has read, in the place of rank 0's."""
+    for key, value in entries.items():
+        if key == "callbacks":
+            checkpoint.setdefault(key, {}).update(value)
+        else:
+            checkpoint[key] = value
+
+
+def _holds_weights(item: object) -> bool:
+    if isinstance(item, Tensor):
+        return item.dim() > 0
+    if isinstance(item, Mapping):
+        return any(map(_holds_weights, item.values()))
+    return isinstance(item, (list, tuple)) and any(map(_holds_weights, item))
+
+
 def save_number(run: int, steps: Iterable[int]) -> int:
     """Names a save, equally on all ranks and without a collective: by the run, and by what each optimizer has done."""
     text = f"{run} {list(steps)}"
@@ -151,12 +187,14 @@ class Resumed(NamedTuple):
 
     Attributes:
         state: This rank's state, or the mean over the ranks of a world of another size; None where there is none.
+        entries: This rank's own entries of the checkpoint, where replicas go apart; empty in a world of another size.
         method: The `repr` of the method that it was saved by.
         world_size: Ranks of the world that it was saved by.
         problem: In words, why there is none; equal on all ranks.
     """
 
     state: State | None
+    entries: State = {}  # noqa: RUF012
     method: str = ""
     world_size: int = 0
     problem: str = ""
@@ -200,6 +238,7 @@ def read(files: RankFiles, fingerprint: str, load: Callable[[str], State], wire:
         return Resumed(None, problem=f"{files.path(RankFile(0, world_size, save))} belongs to another save")
     ranks = [wire.rank] if world_size == wire.world_size else range(world_size)
     outcome, failed, state, method = _READ, 0, None, ""
+    entries: State = {}
     for count, rank in enumerate(ranks, start=1):
         file = RankFile(rank, world_size, save)
         outcome, content = _read_one(files, file, found, load)
@@ -207,12 +246,13 @@ def read(files: RankFiles, fingerprint: str, load: Callable[[str], State], wire:
             failed = rank
             break
         method = content["method"]
+        entries = content["entries"] if world_size == wire.world_size else {}
         state = content["state"] if state is None else mean_with(state, content["state"], count)
     for ended, rank in agreed(outcome, failed):
         if ended != _READ:
             path = files.path(RankFile(rank, world_size, save))
             return Resumed(None, problem=f"{path} {_PROBLEMS[ended]}")
-    return Resumed(state, method, world_size)
+    return Resumed(state, entries, method, world_size)
 
 
 def _chosen(

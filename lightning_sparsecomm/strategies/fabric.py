@@ -136,7 +136,7 @@ class FabricMixin(SynchronizingMixin, DDPStrategy):
     def save_checkpoint(self, path: Any, state: Any, storage_options: Any = None, filter: Any = None) -> None:
         # As Lightning does it, so that what is written is known beforehand.
         content = self._convert_stateful_objects_in_state(state, filter=filter or {})
-        self._write_state(path, content, self._trains(state), storage_options)
+        self._write_state(path, content, {}, self._trains(state), storage_options)
         super().save_checkpoint(path, content, storage_options)
 
     def load_checkpoint(
@@ -168,7 +168,8 @@ class FabricMixin(SynchronizingMixin, DDPStrategy):
         checkpoint: dict[str, Any] = {}
         if self.global_rank == 0:
             checkpoint = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
-        self._read_state(path, fingerprint_of(checkpoint), weights_only)
+        resumed = self._read_state(path, fingerprint_of(checkpoint), weights_only, self.synchronizer.wire)
+        self._take_over_state(path, resumed)
         self._resumed_from = os.fspath(path)
         return remainder
 

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from lightning_sparsecomm.agreement import plain_repr
-from lightning_sparsecomm.checkpoint import FORMAT, SUFFIX, RankFile, RankFiles, State, fingerprint_of, read
+from lightning_sparsecomm.checkpoint import FORMAT, SUFFIX, RankFile, RankFiles, Resumed, State, fingerprint_of, read
 from lightning_sparsecomm.method import Method
 from lightning_sparsecomm.sync import BucketSync
 from lightning_sparsecomm.synchronizer import Synchronizer
+from lightning_sparsecomm.wire import Wire
 
 
 class SavingMixin:
@@ -35,12 +36,15 @@ class SavingMixin:
         if self._synchronizer is not None:
             self._ended = self._synchronizer.save_number(), _on_cpu(self._synchronizer.state_dict())
 
-    def _write_state(self, path: Any, checkpoint: object, to_resume: bool, storage_options: Any = None) -> None:
+    def _write_state(
+        self, path: Any, checkpoint: object, entries: State, to_resume: bool, storage_options: Any = None
+    ) -> None:
         """Writes this rank's file beside a checkpoint that is about to be written; without a collective.
 
         Args:
             path: The checkpoint's.
             checkpoint: What will be written there.
+            entries: What of it is this rank's own, though rank 0's is written.
             to_resume: Whether it is one to resume from, and not of weights alone.
             storage_options: For the plugin that writes both.
         """
@@ -58,6 +62,7 @@ class SavingMixin:
             "format": FORMAT,
             "method": plain_repr(self.method),
             "checkpoint": fingerprint_of(checkpoint) if self.global_rank == 0 else "",
+            "entries": entries,
             "state": state,
         }
         files.write(file, content, storage_options)
@@ -75,23 +80,26 @@ class SavingMixin:
             self._written = None
             files.prune(file)
 
-    def _read_state(self, path: Any, fingerprint: str, weights_only: bool | None) -> None:
-        """Takes over what the ranks wrote beside a checkpoint, or says why it cannot. All ranks call it together.
+    def _read_state(self, path: Any, fingerprint: str, weights_only: bool | None, wire: Wire) -> Resumed:
+        """Reads what the ranks wrote beside a checkpoint. All ranks call it together.
 
         Args:
             path: The checkpoint's.
             fingerprint: Its content's, as rank 0 has read it.
             weights_only: As the checkpoint was loaded.
+            wire: Where ranks agree.
         """
-        assert self._synchronizer is not None
-        synchronizer, io = self._synchronizer, self.checkpoint_io
 
         def load(file: str) -> State:
-            # Nothing but tensors and numbers is in it, unless an optimizer of the user's own holds something else.
-            loaded: State = io.load_checkpoint(file, weights_only=weights_only is not False)
+            loaded: State = self.checkpoint_io.load_checkpoint(file, weights_only=weights_only)
             return loaded
 
-        resumed = read(RankFiles(path, io, follow=True), fingerprint, load, synchronizer.wire, self.root_device)
+        return read(RankFiles(path, self.checkpoint_io, follow=True), fingerprint, load, wire, self.root_device)
+
+    def _take_over_state(self, path: Any, resumed: Resumed) -> None:
+        """Goes on with what was read beside a checkpoint, or says why there is none."""
+        assert self._synchronizer is not None
+        synchronizer = self._synchronizer
         said: list[str] = []
         if resumed.state is None:
             if self._holds_state:

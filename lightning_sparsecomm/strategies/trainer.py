@@ -13,11 +13,11 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_sparsecomm.checkpoint import RankFiles, fingerprint_of
+from lightning_sparsecomm.checkpoint import RankFiles, Resumed, State, fingerprint_of, own_entries, with_entries
 from lightning_sparsecomm.method import Method
 from lightning_sparsecomm.strategies.mixin import SynchronizingMixin
 from lightning_sparsecomm.strategies.settling import Settling
-from lightning_sparsecomm.wire import LIGHTNING, Collective, Waiting
+from lightning_sparsecomm.wire import LIGHTNING, Collective, Ledger, Waiting, Wire
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
@@ -71,7 +71,8 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
         super().__init__(**kwargs)
         self._prepare(method, seed, check_replicas_every)
         self._viewing = False
-        self._loaded: tuple[Any, str, bool | None] | None = None
+        self._resumed: tuple[Any, Resumed, Ledger] | None = None
+        self._handed: dict[str, Any] | None = None
         self._settling: tuple[list[Any], Settling | None] = [], None
 
     def setup(self, trainer: "pl.Trainer") -> None:
@@ -225,7 +226,11 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         # Ours first: where the checkpoint is there, so is what belongs to it. Called on all ranks.
-        self._write_state(filepath, checkpoint, "optimizer_states" in checkpoint, storage_options)
+        entries: State = {}
+        if self._synchronizer is not None and self._synchronizer.drifts:
+            entries = own_entries(checkpoint, self._handed)
+        self._handed = None
+        self._write_state(filepath, checkpoint, entries, "optimizer_states" in checkpoint, storage_options)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -234,16 +239,24 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        # Before the hooks of those who change it when it is loaded.
-        self._loaded = checkpoint_path, fingerprint_of(checkpoint), weights_only
+        self._resumed = None
+        assert self.lightning_module is not None
+        if self.lightning_module.trainer.state.fn == "fit":
+            # Before the hooks of those who change it when it is loaded, and who are to find this rank's own entries.
+            wire = Wire()
+            resumed = self._read_state(checkpoint_path, fingerprint_of(checkpoint), weights_only, wire)
+            with_entries(checkpoint, resumed.entries)
+            self._resumed = checkpoint_path, resumed, wire.ledger
         return checkpoint
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         super().load_optimizer_state_dict(checkpoint)
-        if self._synchronizer is not None and self._loaded is not None:
-            self._read_state(*self._loaded)
+        if self._synchronizer is not None and self._resumed is not None:
+            path, resumed, ledger = self._resumed
+            self._take_over_state(path, resumed)
+            self._synchronizer.wire.ledger.load_state_dict(ledger.state_dict())
             self._warn_of_random_numbers()
-        self._loaded = None
+        self._resumed = None
 
     def _warn_of_random_numbers(self) -> None:
         """Says so where a resumed run cannot equal one that was never stopped, under ddp neither."""
@@ -270,10 +283,14 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """What is saved of the model: where replicas go apart, the one that they share. Called on all ranks."""
         if self._synchronizer is None or not self._synchronizer.replicas.view_shared(self._together()):
-            return super().lightning_module_state_dict()
+            self._handed = super().lightning_module_state_dict()
+            return self._handed
         try:
             state = super().lightning_module_state_dict()
-            return {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}
+            self._handed = {
+                name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()
+            }
+            return self._handed
         finally:
             self.synchronizer.replicas.view_own()
 

@@ -132,7 +132,7 @@ def _overwritten(rank: int, folder: Path) -> list[Any]:
     number, state = strategy._ended
     strategy._ended = number + 1, state
     if rank == 1:
-        strategy._write_state(path, {}, to_resume=True)
+        strategy._write_state(path, {}, {}, to_resume=True)
     torch.distributed.barrier()
     between = names(folder / "model.ckpt.sparsecomm")
     begin = Begin()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
 from pytorch_lightning.plugins.precision import MixedPrecision
 from pytorch_lightning.strategies import DDPStrategy
 from torch import Tensor, nn
@@ -28,12 +28,12 @@ FEATURES, CLASSES, BATCH, BATCHES = 12, 5, 4, 6
 class Network(pl.LightningModule):
     """Buffers, a parameter that only rank 0 uses, a learning rate schedule, and any optimizer."""
 
-    def __init__(self, adam: bool = False, two: bool = False, nesterov: bool = False) -> None:
+    def __init__(self, adam: bool = False, two: bool = False, nesterov: bool = False, norm: bool = True) -> None:
         super().__init__()
         self.adam, self.two, self.nesterov = adam, two, nesterov
         # In manual optimization ddp leaves buffers to each rank, and a checkpoint has rank 0's.
-        norm = nn.Identity() if two else nn.BatchNorm1d(16)
-        self.body = nn.Sequential(nn.Linear(FEATURES, 16), norm, nn.ReLU())
+        middle = nn.BatchNorm1d(16) if norm and not two else nn.Identity()
+        self.body = nn.Sequential(nn.Linear(FEATURES, 16), middle, nn.ReLU())
         self.head = nn.Linear(16, CLASSES)
         self.side = nn.Linear(16, CLASSES)
         self.automatic_optimization = not two
@@ -143,6 +143,7 @@ def train(
             DataLoader(TensorDataset(x, y), batch_size=BATCH, shuffle=True),
             ckpt_path=resume,
         )
+    watch.seen["in the end"] = {name: tensor.clone() for name, tensor in trainer.lightning_module.state_dict().items()}
     return trainer, watch
 
 
@@ -187,6 +188,17 @@ CASES: dict[str, tuple[Callable[[], Method], dict[str, Any], Callable[[], tuple[
     "sketched_sgd": (lambda: methods.sketched_sgd(density=0.02, columns=40, candidates=2), {}, tuple),
     "s2_reducer": (lambda: methods.s2_reducer(block_size=8), {"adam": True}, tuple),
     "split": (lambda: methods.split(["head.*"], methods.gradient_dropping(0.1), methods.sbc(0.05, every=4)), {}, tuple),
+    # Callbacks that average each rank's own weights over time.
+    "sbc, moving average": (
+        lambda: methods.sbc(0.02, every=4),
+        {"adam": True, "norm": False},
+        lambda: (EMAWeightAveraging(decay=0.8),),
+    ),
+    "local gradients, stochastic average": (
+        lambda: methods.gradient_dropping(0.05, local="sum", average_every=7),
+        {"norm": False},
+        lambda: (StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1),),
+    ),
 }
 
 
@@ -206,6 +218,7 @@ QUICK = [
     "diloco",
     "sketched_sgd",
     "split",
+    "sbc, moving average",
     "sbc, loss scaler",
 ]
 ALL = pytest.param([*CASES, *SCALED], marks=pytest.mark.slow)
