@@ -170,13 +170,11 @@ def test_word_language_model_with_sparse_gradients_trains_as_with_dense_ones(tmp
 
 
 # Each takes ten seconds or more, most of them to import Lightning; what YAML may say is tested in tests/strategies.
-QUICK = ("diloco.yaml",)
 CONFIGS = sorted(path.name for path in (EXAMPLES / "configs").glob("*.yaml"))
 
 
-@pytest.mark.parametrize(
-    "config", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CONFIGS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("config", CONFIGS)
 def test_config_trains(config: str, tmp_path: Path) -> None:
     arguments = ["fit", f"--config={EXAMPLES / 'configs' / config}"]
     arguments += ["--trainer.max_steps=3", "--trainer.log_every_n_steps=1"]

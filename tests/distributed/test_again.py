@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.strategies import DDPStrategy, Strategy
@@ -148,6 +149,7 @@ def _check(ends: dict[str, dict[str, dict[str, Any]]]) -> None:
             )
 
 
+@pytest.mark.slow
 def test_two_processes(tmp_path: Path) -> None:
     ranks = run_ranks(tmp_path, 2, _each, tmp_path)
     _check(ranks[0])

@@ -149,7 +149,7 @@ def _killed_and_not(tmp_path: Path, name: str, kills: int) -> None:
 
 @pytest.mark.parametrize("name", ["dgc", "sbc"])
 def test_killed_some_times(name: str, tmp_path: Path) -> None:
-    _killed_and_not(tmp_path, name, 3)
+    _killed_and_not(tmp_path, name, 2)
 
 
 @pytest.mark.slow

@@ -320,6 +320,7 @@ def _all_methods(rank: int) -> None:
         _two_trainings(rank, name)
 
 
+@pytest.mark.slow
 def test_a_step_is_shared_by_all_syncs_or_by_none(tmp_path: Path) -> None:
     """An earlier sync, which has exchanged already, takes it back: no gradient is written, and nothing forgotten."""
     run_ranks(tmp_path, 2, _all_methods)

@@ -213,11 +213,8 @@ SCALED = {"dgc, loss scaler": "dgc", "sbc, loss scaler": "sbc"}
 QUICK = [
     "local gradients, partial",
     "dgc",
-    "dgc, two optimizers",
     "sbc, two optimizers",
-    "diloco",
     "sketched_sgd",
-    "split",
     "sbc, moving average",
     "sbc, loss scaler",
 ]
