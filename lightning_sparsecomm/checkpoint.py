@@ -6,6 +6,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import fsspec
@@ -223,6 +224,8 @@ def read(files: RankFiles, fingerprint: str, load: Callable[[str], State], wire:
         device: Of tensors that travel.
     """
     found = files.found()
+    # Rank 0 reads a file to choose it, and again to go on with it.
+    load = lru_cache(maxsize=1)(load)
 
     def agreed(*numbers: int) -> list[list[int]]:
         # As bits: a save's number needs all 64.

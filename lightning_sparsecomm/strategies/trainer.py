@@ -240,8 +240,7 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         self._resumed = None
-        assert self.lightning_module is not None
-        if self.lightning_module.trainer.state.fn == "fit":
+        if self.lightning_module is not None and self.lightning_module.trainer.state.fn == "fit":
             # Before the hooks of those who change it when it is loaded, and who are to find this rank's own entries.
             wire = Wire()
             resumed = self._read_state(checkpoint_path, fingerprint_of(checkpoint), weights_only, wire)

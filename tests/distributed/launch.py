@@ -12,6 +12,14 @@ import torch.distributed as dist
 
 FORK = multiprocessing.get_context("fork")
 
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+"""Of a Trainer: on the CPU, and nothing but what a test asks for."""
+
 
 def _rank_main(
     function: Callable[..., Any],

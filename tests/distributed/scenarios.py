@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sparsecomm.method import Method
 from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
-from tests.distributed.launch import run_ranks
+from tests.distributed.launch import QUIET, run_ranks
 
 FEATURES, CLASSES, BATCH = 12, 5, 8
 
@@ -294,14 +294,11 @@ def _train(
         warnings.simplefilter("ignore")
         trainer = pl.Trainer(
             **{
+                **QUIET,
                 "strategy": strategy,
-                "accelerator": "cpu",
                 "devices": world_size,
                 "max_steps": scenario.steps,
-                "logger": False,
                 "enable_checkpointing": False,
-                "enable_progress_bar": False,
-                "enable_model_summary": False,
                 "callbacks": [Harvest(folder), *callbacks],
                 **scenario.trainer,
                 **trainer_options,

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sparsecomm import CompressionMonitor, methods
 from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
-from tests.distributed.launch import run_ranks
+from tests.distributed.launch import QUIET, run_ranks
 from tests.distributed.test_resume import BATCH, CLASSES, FEATURES, Network, outside_launcher
 
 Make = Callable[[], Strategy]
@@ -46,14 +46,11 @@ def _data() -> DataLoader[Any]:
 def _trainer(strategy: Strategy, devices: int = 2, **options: Any) -> pl.Trainer:
     return pl.Trainer(
         **{
-            "accelerator": "cpu",
+            **QUIET,
             "devices": devices,
             "strategy": strategy,
             "max_epochs": 1,
-            "logger": False,
             "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
             **options,
         }
     )

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from pytorch_lightning.callbacks import ModelCheckpoint
 
 from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
-from tests.distributed.launch import FORK
+from tests.distributed.launch import FORK, QUIET
 from tests.distributed.test_resume import BATCH, CASES, CLASSES, FEATURES, Network, outside_launcher
 
 RANKS, STEPS, EPOCH = 2, 48, 30
@@ -67,15 +67,12 @@ def _rank(rank: int, folder: Path, name: str, store: Path, resume: Path | None) 
     torch.manual_seed(7)
     checkpoint = ModelCheckpoint(folder, "{step}", every_n_train_steps=3, save_top_k=-1)
     trainer = pl.Trainer(
-        accelerator="cpu",
         devices=RANKS,
         strategy=SparseCommStrategy(method(), find_unused_parameters=True),
         max_steps=STEPS * (2 if model.get("two") else 1),
         use_distributed_sampler=False,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[checkpoint, Progress(folder / "progress"), *callbacks()],
+        **QUIET,
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -30,7 +30,7 @@ from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
 from lightning_sparsecomm.synchronizer import Synchronizer
 from lightning_sparsecomm.wire import Wire
 from tests import laws
-from tests.distributed.launch import run_ranks
+from tests.distributed.launch import QUIET, run_ranks
 from tests.distributed.scenarios import CLASSES, FEATURES, Classifier
 
 # Lightning's advice on workers and checkpoints is not what is tested here.
@@ -163,16 +163,13 @@ def _train(rank: int, world_size: int, method: Method | None, model: Loses, fold
         saver = ModelCheckpoint(folder, "saved-{step}", save_on_exception=True, every_n_train_steps=3, save_top_k=-1)
     trainer = pl.Trainer(
         strategy=DDPStrategy() if method is None else SparseCommStrategy(method),
-        accelerator="cpu",
         devices=world_size,
         max_epochs=1,
-        logger=False,
         callbacks=[OnExceptionCheckpoint(folder), saver],
-        enable_progress_bar=False,
-        enable_model_summary=False,
         val_check_interval=3 if model.point == "validation" else None,
         num_sanity_val_steps=0,
         plugins=[TorchElasticEnvironment()],
+        **QUIET,
     )
     begin = time.monotonic()
     try:
@@ -262,13 +259,10 @@ def test_a_launcher_does_not_wait_for_the_killed(tmp_path: Path, strategy: Any) 
     """Lightning's own: it ends the others as soon as one is gone, whatever they are doing."""
     trainer = pl.Trainer(
         strategy=strategy(start_method="fork"),
-        accelerator="cpu",
         devices=2,
         max_epochs=1,
-        logger=False,
         enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     begin = time.monotonic()
     with pytest.raises(ProcessExitedException, match="process 1 terminated with signal SIGKILL"):

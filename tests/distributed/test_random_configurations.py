@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_sparsecomm import ParameterAveraging, SparsityWarmup, methods
 from lightning_sparsecomm.method import Method
 from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
-from tests.distributed.launch import run_ranks
+from tests.distributed.launch import QUIET, run_ranks
 from tests.distributed.test_resume import outside_launcher
 
 WORDS, WIDTH, CLASSES, BATCH, STEPS = 30, 8, 4, 4, 6
@@ -153,18 +153,15 @@ def _train(number: int, rank: int, world_size: int) -> tuple[str, str, str]:
             callbacks.append(ParameterAveraging(2, buffers=True))
         described = f"{number}: {method!r} {model.what} {model.make_optimizer} {options} {callbacks}"
         trainer = pl.Trainer(
-            accelerator="cpu",
             devices=world_size,
             strategy=SparseCommStrategy(method, find_unused_parameters=True),
             max_steps=STEPS * (2 if model.what["two"] else 1),
-            logger=False,
             enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
             num_sanity_val_steps=1,
             val_check_interval=3,
             callbacks=callbacks,
             **options,
+            **QUIET,
         )
         generator = torch.Generator().manual_seed(number)
         x = torch.randint(WORDS, (BATCH * world_size * 12, 3), generator=generator)

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_sparsecomm import ParameterAveraging, SparsityWarmup, methods
 from lightning_sparsecomm.method import Method
 from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
-from tests.distributed.launch import run_ranks
+from tests.distributed.launch import QUIET, run_ranks
 
 FEATURES, CLASSES, BATCH, BATCHES = 12, 5, 4, 6
 
@@ -120,7 +120,7 @@ def train(
     watch = Watch()
     trainer = pl.Trainer(
         **{
-            "accelerator": "cpu",
+            **QUIET,
             "devices": world_size,
             "strategy": (
                 DDPStrategy(find_unused_parameters=True)
@@ -128,9 +128,6 @@ def train(
                 else SparseCommStrategy(method, find_unused_parameters=True)
             ),
             "max_epochs": epochs,
-            "logger": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
             "default_root_dir": folder,
             "callbacks": [watch, ModelCheckpoint(folder, "{epoch}", save_top_k=-1), *callbacks],
             **options,

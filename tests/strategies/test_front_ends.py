@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from lightning_sparsecomm.method import Method
 from lightning_sparsecomm.methods import RECIPES, dgc, federated_averaging, gradient_dropping
 from lightning_sparsecomm.strategies.mixin import START_METHODS
+from tests.distributed.launch import QUIET
 
 TRAINERS = ["pytorch_lightning", "lightning.pytorch"]
 FABRICS = ["lightning_fabric", "lightning.fabric"]
@@ -88,13 +89,10 @@ def fit(package: str, folder: Path, strategy: Any) -> list[dict[str, Any]]:
 def train(package: str, folder: Path, strategy: Any) -> None:
     trainer = importlib.import_module(package).Trainer(
         strategy=strategy,
-        accelerator="cpu",
         devices=2,
         max_epochs=1,
-        logger=False,
         enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     trainer.fit(model_of(package, folder), DataLoader(torch.cat(batches() + batches(1)), batch_size=8))
 

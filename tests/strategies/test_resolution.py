@@ -17,7 +17,7 @@ from pytorch_lightning.plugins.environments import TorchElasticEnvironment
 from torch.utils.data import DataLoader
 
 from lightning_sparsecomm.methods import dense, gradient_dropping
-from tests.distributed.launch import run_ranks
+from tests.distributed.launch import QUIET, run_ranks
 
 PACKAGES = ["pytorch_lightning", "lightning.pytorch", "lightning_fabric", "lightning.fabric"]
 
@@ -177,14 +177,11 @@ def _fit_again_and_again(rank: int) -> list[tuple[bytes, int, int]]:
     strategy = strategy_of("pytorch_lightning")(gradient_dropping(0.1))
     trainer = pl.Trainer(
         strategy=strategy,
-        accelerator="cpu",
         devices=2,
         max_epochs=1,
-        logger=False,
         enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         plugins=[TorchElasticEnvironment()],
+        **QUIET,
     )
     found = []
     for _ in range(2):
@@ -218,14 +215,11 @@ def _copy_after_fit(rank: int) -> tuple[int, int]:
     strategy = strategy_of("pytorch_lightning")(gradient_dropping(0.1))
     trainer = pl.Trainer(
         strategy=strategy,
-        accelerator="cpu",
         devices=1,
         max_steps=4,
-        logger=False,
         enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         plugins=[TorchElasticEnvironment()],
+        **QUIET,
     )
     trainer.fit(Regression(), DataLoader(torch.randn(32, 6), batch_size=4))
     return copy.deepcopy(strategy.ledger).steps, pickle.loads(pickle.dumps(strategy.ledger)).steps
