@@ -24,6 +24,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks import network
+from benchmarks.network import Counters
 from lightning_sparsecomm.codecs import SparseCodec, TopK
 from lightning_sparsecomm.exchange import (
     BlockReduce,
@@ -53,8 +55,8 @@ from tests.distributed.launch import FORK, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("default:the interface's counters")
 
-# IPv4 20, TCP 20, its timestamps 12. The loopback device counts packets without Ethernet's 14.
-HEADER_BYTES = 52
+# The loopback device counts packets without Ethernet's.
+HEADER_BYTES = network.HEADER_BYTES - 14
 
 # What Gloo says besides each message: about 185 bytes in an all-reduce or an all-gather, 90 to 150 in a broadcast.
 MESSAGE_BYTES = 185
@@ -63,33 +65,6 @@ TOLERANCE = 0.02
 
 # TCP sends again what it fears lost, also on loopback, and also for no reason. Such bytes are no one's: measure anew.
 ATTEMPTS = 6
-
-
-class Counters(NamedTuple):
-    """What the loopback device has carried, and how many segments TCP has sent again."""
-
-    device_bytes: int
-    packets: int
-    repeated: int
-
-    @classmethod
-    def read(cls) -> "Counters":
-        if not Path("/proc/self/net/snmp").exists():
-            return cls(0, 0, 0)
-        # Not /sys/class/net, which shows the namespace that it was mounted in.
-        devices = dict(line.split(":") for line in Path("/proc/self/net/dev").read_text().splitlines() if ":" in line)
-        fields = {name.strip(): values.split() for name, values in devices.items()}["lo"]
-        names, values = (
-            line.split() for line in Path("/proc/self/net/snmp").read_text().splitlines() if line.startswith("Tcp:")
-        )
-        return cls(int(fields[0]), int(fields[1]), int(values[names.index("RetransSegs")]))
-
-    def since(self, earlier: "Counters") -> "Counters":
-        return Counters(*(now - then for now, then in zip(self, earlier)))
-
-    @property
-    def payload_bytes(self) -> int:
-        return self.device_bytes - HEADER_BYTES * self.packets
 
 
 # A namespace of one's own -------------------------------------------------------------------------------------------
@@ -187,6 +162,10 @@ class Span(NamedTuple):
     counted: Counters
 
 
+def _payload_bytes(counted: Counters) -> int:
+    return counted.sent_bytes - HEADER_BYTES * counted.packets
+
+
 def _unexplained(spans: list[Span]) -> float:
     """What the interface counted and the ledgers of all ranks do not explain, as a fraction of what they say."""
     world_size = len(spans)
@@ -198,7 +177,7 @@ def _unexplained(spans: list[Span]) -> float:
         "send": 1,
     }
     message_count = sum(count * messages[name] for span in spans for name, count in span.sent.calls.items())
-    payload_bytes = max(span.counted.payload_bytes for span in spans) - MESSAGE_BYTES * message_count
+    payload_bytes = max(_payload_bytes(span.counted) for span in spans) - MESSAGE_BYTES * message_count
     return payload_bytes / _ledger_bytes(spans) - 1
 
 
@@ -236,14 +215,14 @@ def _through_a_connection(length: int) -> Counters:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as sender:
         receiver, _ = server.accept()
         with receiver:
-            before = Counters.read()
+            before = Counters.read("lo")
             sending = threading.Thread(target=sender.sendall, args=(bytes(length),))
             sending.start()
             arrived = 0
             while arrived < length:
                 arrived += len(receiver.recv(2**16))
             sending.join()
-            return Counters.read().since(before)
+            return Counters.read("lo").since(before)
 
 
 def test_counters_less_headers_are_what_went_through_a_connection(namespaces: bool) -> None:
@@ -253,7 +232,7 @@ def test_counters_less_headers_are_what_went_through_a_connection(namespaces: bo
         if not namespaces or not counted.repeated:
             break
     if namespaces:
-        assert counted.payload_bytes == 10**6
+        assert _payload_bytes(counted) == 10**6
 
 
 # Collectives and exchanges ------------------------------------------------------------------------------------------
@@ -326,12 +305,12 @@ def _send_rounds(rank: int, name: str, barrier: Barrier) -> Span:
     traffic.send(wire, vector, 0)
     sent = Sent.of(wire.ledger)
     barrier.wait(30)
-    counters = Counters.read()
+    counters = Counters.read("lo")
     barrier.wait(30)
     for step in range(1, ROUNDS + 1):
         traffic.send(wire, vector, step)
     barrier.wait(30)
-    counted = Counters.read().since(counters)
+    counted = Counters.read("lo").since(counters)
     barrier.wait(30)
     return Span(Sent.of(wire.ledger).since(sent), counted)
 
@@ -393,12 +372,12 @@ class Reader(pl.Callback):
     def __init__(self, ranks: int) -> None:
         self.barrier = FORK.Barrier(ranks)
         self.results = FORK.SimpleQueue()
-        self.sent, self.counters = [Sent.of(None)], [Counters.read()]
+        self.sent, self.counters = [Sent.of(None)], [Counters.read("lo")]
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.barrier.wait(30)
         self.sent.append(Sent.of(trainer.strategy.ledger))
-        self.counters.append(Counters.read())
+        self.counters.append(Counters.read("lo"))
         self.barrier.wait(30)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

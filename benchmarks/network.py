@@ -1,0 +1,372 @@
+"""A slow network on one machine: each rank on a host of its own, and all hosts on one switch.
+
+Runs a command once per rank, told by torchrun's environment variables who it is. A Lightning script needs
+`Trainer(devices=1, num_nodes=int(os.environ["WORLD_SIZE"]))`. Hosts are network namespaces: nothing outside them is
+touched, and the kernel removes them with the last process in them, however that ended. Needs Linux, root, and the
+commands ip, tc and unshare (packages iproute2 and util-linux).
+"""
+
+import argparse
+import ctypes
+import multiprocessing
+import multiprocessing.connection
+import os
+import queue
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+FORK = multiprocessing.get_context("fork")
+
+UNLIMITED = "unlimited"
+DEVICE = "eth0"  # of each host
+
+# The token bucket holds what the rate brings in this time. A smaller one throttles below the rate, since it is filled
+# too rarely; a larger one lets short messages pass for nothing.
+BURST_SECONDS = 0.002
+
+# A packet that would wait longer is dropped, as a switch does whose buffer is full.
+QUEUE_SECONDS = 0.4
+
+# Ethernet 14, IPv4 20, TCP 20, its timestamps 12.
+HEADER_BYTES = 66
+
+_NEW_NETWORK = 0x40000000  # CLONE_NEWNET
+_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
+_UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+
+
+class LabError(RuntimeError):
+    """The lab cannot be set up here; the message says what is missing."""
+
+
+class Counters(NamedTuple):
+    """What a network device has sent since it exists, and what TCP in its namespace has sent again.
+
+    Attributes:
+        sent_bytes: Headers included; segments that the kernel sends as one packet have one header.
+        packets: How many it sent.
+        repeated: TCP segments that were sent again.
+    """
+
+    sent_bytes: int
+    packets: int
+    repeated: int
+
+    @classmethod
+    def read(cls, device: str) -> "Counters":
+        """Of a device in this process's namespace; zeros where the system is not Linux."""
+        if not Path("/proc/self/net/snmp").exists():
+            return cls(0, 0, 0)
+        # Not /sys/class/net, which shows the namespace that it was mounted in.
+        devices = dict(line.split(":") for line in Path("/proc/self/net/dev").read_text().splitlines() if ":" in line)
+        fields = {name.strip(): values.split() for name, values in devices.items()}[device]
+        names, values = (
+            line.split() for line in Path("/proc/self/net/snmp").read_text().splitlines() if line.startswith("Tcp:")
+        )
+        return cls(int(fields[8]), int(fields[9]), int(values[names.index("RetransSegs")]))
+
+    def since(self, earlier: "Counters") -> "Counters":
+        return Counters(*(now - then for now, then in zip(self, earlier)))
+
+
+def bits_per_second(rate: str) -> int | None:
+    """What `100mbit` and the like stand for; None for `unlimited`.
+
+    Raises:
+        ValueError: It is no rate.
+    """
+    if rate == UNLIMITED:
+        return None
+    match = re.fullmatch(r"(\d+)(kbit|mbit|gbit)", rate)
+    if match is None or not int(match[1]):
+        raise ValueError(
+            f"a rate is a number of kbit, mbit or gbit a second, or {UNLIMITED}; got {rate!r}. Try 100mbit."
+        )
+    return int(match[1]) * _UNITS[match[2]]
+
+
+class Lab:
+    """Hosts on a switch, each with a cable of `rate` in both directions. To be used in a `with` statement.
+
+    Args:
+        ranks: How many hosts; one rank runs on each.
+        rate: Of each cable: `100mbit`, `1gbit`, ..., or `unlimited`.
+
+    Raises:
+        ValueError: Too many or too few ranks, or no rate.
+        LabError: No Linux, no root, or a command is missing.
+    """
+
+    def __init__(self, ranks: int, rate: str) -> None:
+        if not 1 <= ranks <= 250:
+            raise ValueError(f"ranks must be from 1 to 250; got {ranks}.")
+        self.ranks = ranks
+        self.rate = rate
+        self._shaping = _shaping(rate)
+        self._namespaces: list[int] = []
+
+    def __enter__(self) -> "Lab":
+        if not sys.platform.startswith("linux"):
+            raise LabError(f"the network lab is made of Linux network namespaces; this is {sys.platform}.")
+        missing = [command for command in ("ip", "tc", "unshare") if shutil.which(command) is None]
+        if missing:
+            raise LabError(f"commands are missing: {', '.join(missing)}. Install the packages iproute2 and util-linux.")
+        try:
+            # The switch is the last: without anyone who keeps it, it would take all cables with it.
+            self._namespaces = [_new_namespace() for _ in range(self.ranks + 1)]
+        except PermissionError as error:
+            raise LabError(
+                f"network namespaces need root: {error}. Run it with sudo, or as root in a container that is"
+                " started with --privileged."
+            ) from error
+        *hosts, switch = self._namespaces
+        try:
+            _run_in(switch, "ip link add switch type bridge", "ip link set switch addrgenmode none up")
+            for rank, host in enumerate(hosts):
+                self._connect(switch, rank, host)
+        except BaseException:
+            self._close()
+            raise
+        return self
+
+    def _connect(self, switch: int, rank: int, host: int) -> None:
+        port = f"port{rank}"
+        # A thread's file descriptors are its process's: the command's parent.
+        _run_in(
+            switch,
+            f"ip link add {port} type veth peer name {DEVICE} netns /proc/{os.getpid()}/fd/{host}",
+            f"ip link set {port} master switch addrgenmode none up",
+            *(f"tc qdisc add dev {port} {shaping}" for shaping in self._shaping),
+        )
+        _run_in(
+            host,
+            # Nothing but the ranks' own traffic: IPv6 would look for routers.
+            f"ip link set {DEVICE} addrgenmode none",
+            "ip link set lo up",
+            f"ip address add {address(rank)}/16 dev {DEVICE}",
+            f"ip link set {DEVICE} up",
+            *(f"tc qdisc add dev {DEVICE} {shaping}" for shaping in self._shaping),
+        )
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        for namespace in self._namespaces:
+            os.close(namespace)
+        self._namespaces = []
+
+    def environment(self, rank: int) -> dict[str, str]:
+        """What torchrun would tell this rank, were each host a machine."""
+        return {
+            "RANK": str(rank),
+            "GROUP_RANK": str(rank),
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": str(self.ranks),
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": address(0),
+            "MASTER_PORT": "29500",  # free: the host is new
+            "TORCHELASTIC_RUN_ID": "lab",
+            "GLOO_SOCKET_IFNAME": DEVICE,
+        }
+
+    def move_to(self, rank: int) -> None:
+        """Moves this process, which must have one thread only, to a rank's host, where it dies with its parent."""
+        _die_with_parent()
+        _system_call("setns", self._namespaces[rank], _NEW_NETWORK)
+        os.environ.update(self.environment(rank))
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 3600) -> list[Any]:
+        """`function(rank, *args)` on each host, in a forked process; what they return, by rank.
+
+        Raises:
+            RuntimeError: One failed, with its traceback, or died, or was not done within `timeout` seconds. The
+                others are killed.
+        """
+        results = FORK.Queue()
+        processes = [
+            FORK.Process(target=self._rank_main, args=(results, rank, function, args)) for rank in range(self.ranks)
+        ]
+        for process in processes:
+            process.start()
+        values: dict[int, Any] = {}
+        deadline = time.monotonic() + timeout
+        try:
+            while len(values) < self.ranks:
+                try:
+                    rank, value, failure = results.get(timeout=1)
+                except queue.Empty:
+                    dead = [rank for rank, each in enumerate(processes) if not each.is_alive() and rank not in values]
+                    if dead and results.empty():
+                        raise RuntimeError(f"rank {dead[0]} died, exit code {processes[dead[0]].exitcode}") from None
+                    if time.monotonic() > deadline:
+                        raise RuntimeError(f"not done after {timeout:.0f} s") from None
+                    continue
+                if failure is not None:
+                    raise RuntimeError(f"rank {rank} failed:\n{failure}")
+                values[rank] = value
+        finally:
+            for process in processes:
+                process.join(5 if len(values) == self.ranks else 0)
+                if process.is_alive():
+                    process.kill()
+                process.join()
+        return [values[rank] for rank in range(self.ranks)]
+
+    def _rank_main(self, results: Any, rank: int, function: Callable[..., Any], args: Sequence[Any]) -> None:
+        try:
+            self.move_to(rank)
+            results.put((rank, function(rank, *args), None))
+        except BaseException:
+            results.put((rank, None, traceback.format_exc()))
+        results.close()
+        results.join_thread()
+        # Without the exit handlers of the process that forked.
+        os._exit(0)
+
+    def run_command(self, command: Sequence[str]) -> int:
+        """A command on each host, until all have ended or one has failed; the first exit code that is not 0."""
+        # In a PID namespace of its own: with the command ends whatever it has started.
+        command = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", *command]
+        processes = [FORK.Process(target=self._execute, args=(rank, command)) for rank in range(self.ranks)]
+        for process in processes:
+            process.start()
+        try:
+            running = list(processes)
+            while running:
+                multiprocessing.connection.wait([process.sentinel for process in running])
+                running = [process for process in running if process.is_alive()]
+                failed = [process.exitcode for process in processes if process.exitcode]
+                if failed:
+                    return failed[0]
+            return 0
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+    def _execute(self, rank: int, command: Sequence[str]) -> None:
+        self.move_to(rank)
+        os.execvp(command[0], command)
+
+
+def address(rank: int) -> str:
+    """A host's, in its namespace."""
+    return f"10.99.0.{rank + 1}"
+
+
+def _shaping(rate: str) -> list[str]:
+    bits = bits_per_second(rate)
+    if bits is None:
+        return []
+    burst_bytes = max(3000, int(bits / 8 * BURST_SECONDS))
+    return [f"root tbf rate {bits}bit burst {burst_bytes} latency {QUEUE_SECONDS * 1000:.0f}ms"]
+
+
+def _system_call(name: str, *arguments: int) -> None:
+    library = ctypes.CDLL(None, use_errno=True)
+    if getattr(library, name)(*arguments) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}")
+
+
+def _die_with_parent() -> None:
+    parent = os.getppid()
+    _system_call("prctl", _PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _in_thread(function: Callable[[], Any]) -> Any:
+    """Namespaces belong to threads: what this one enters, it alone is in, and the commands that it starts."""
+    outcome: list[Any] = []
+    failures: list[BaseException] = []
+
+    def body() -> None:
+        try:
+            outcome.append(function())
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    if failures:
+        raise failures[0]
+    return outcome[0]
+
+
+def _new_namespace() -> int:
+    """A network namespace with nothing in it, as a file descriptor that keeps it."""
+
+    def enter() -> int:
+        _system_call("unshare", _NEW_NETWORK)
+        return os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+
+    return int(_in_thread(enter))
+
+
+def _run_in(namespace: int, *commands: str) -> None:
+    """Runs commands in a network namespace, one after the other.
+
+    Raises:
+        LabError: One failed.
+    """
+
+    def enter() -> None:
+        _system_call("setns", namespace, _NEW_NETWORK)
+        for command in commands:
+            done = subprocess.run(shlex.split(command), capture_output=True, text=True)
+            if done.returncode:
+                raise LabError(f"{command!r} failed: {done.stderr.strip()}")
+
+    _in_thread(enter)
+
+
+def _sent(rank: int) -> Counters:
+    return Counters.read(DEVICE)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="%(prog)s [--ranks N] [--rate RATE] -- command ...",
+    )
+    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="hosts, with one rank on each (default: 2)")
+    parser.add_argument(
+        "--rate", default="100mbit", help=f"of each host's cable, as 100mbit, 1gbit, or {UNLIMITED} (default: 100mbit)"
+    )
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="what each rank runs")
+    options = parser.parse_args()
+    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    if not command:
+        parser.error("a command is missing: -- python my_training.py")
+    try:
+        with Lab(options.ranks, options.rate) as lab:
+            begin = time.monotonic()
+            code = lab.run_command(command)
+            seconds = time.monotonic() - begin
+            sent = [counters.sent_bytes / 1e6 for counters in lab.run(_sent)]
+    except (LabError, ValueError) as error:
+        sys.exit(str(error))
+    each = ", ".join(f"{megabytes:,.2f}" for megabytes in sent)
+    print(f"{options.rate}: {seconds:.1f} s; MB sent by each rank, by its network device: {each}", file=sys.stderr)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

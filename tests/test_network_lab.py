@@ -1,0 +1,145 @@
+"""The lab's network is as slow as it says, its counters count, and it leaves nothing behind.
+
+Where the machine permits no network namespaces a warning says so, and only the refusal is tested.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+
+from benchmarks.network import DEVICE, HEADER_BYTES, Counters, Lab, LabError, address, bits_per_second
+
+pytestmark = pytest.mark.filterwarnings("default:the network lab")
+
+SCRIPT = Path(__file__).parent.parent / "benchmarks" / "network.py"
+LENGTH = 2_000_000
+
+
+@pytest.fixture(scope="module")
+def permitted() -> bool:
+    try:
+        with Lab(1, "unlimited"):
+            return True
+    except LabError as error:
+        warnings.warn(f"the network lab was not tested: {error}", stacklevel=1)
+        return False
+
+
+def _through_a_connection(rank: int) -> tuple[float, Counters]:
+    """Rank 0 sends `LENGTH` bytes to rank 1; the seconds and the counters of both."""
+    if rank == 0:
+        with socket.create_server((address(0), 4000)) as server:
+            connection, _ = server.accept()
+        with connection:
+            begin = time.perf_counter()
+            connection.sendall(bytes(LENGTH))
+            connection.recv(1)
+            return time.perf_counter() - begin, Counters.read(DEVICE)
+    for _ in range(100):
+        try:
+            connection = socket.create_connection((address(0), 4000))
+            break
+        except ConnectionRefusedError:
+            time.sleep(0.05)
+    with connection:
+        arrived = 0
+        while arrived < LENGTH:
+            arrived += len(connection.recv(2**16))
+        connection.sendall(b"!")
+        return 0.0, Counters.read(DEVICE)
+
+
+@pytest.mark.parametrize("rate", ["50mbit", "200mbit"])
+def test_what_is_sent_takes_as_long_as_the_rate_says_and_is_counted(permitted: bool, rate: str) -> None:
+    if not permitted:
+        return
+    with Lab(2, rate) as lab:
+        (seconds, sender), (_, receiver) = lab.run(_through_a_connection, timeout=30)
+    bits = bits_per_second(rate)
+    assert bits is not None
+    # Headers take their part, and the bucket's content comes at once.
+    assert seconds == pytest.approx(8 * LENGTH / bits, rel=0.25)
+    payload_bytes = sender.sent_bytes - HEADER_BYTES * sender.packets
+    if not sender.repeated:
+        # Addresses are asked for, and connections made.
+        assert payload_bytes + 200 >= LENGTH and payload_bytes <= LENGTH + 200
+    assert receiver.sent_bytes < LENGTH / 20
+
+
+def test_a_rank_that_fails_ends_the_others(permitted: bool) -> None:
+    if not permitted:
+        return
+
+    def one_fails(rank: int) -> None:
+        if rank == 1:
+            raise ValueError("on purpose")
+        time.sleep(60)
+
+    def one_dies(rank: int) -> None:
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+
+    begin = time.monotonic()
+    with Lab(2, "unlimited") as lab:
+        with pytest.raises(RuntimeError, match=r"(?s)rank 1 failed.*on purpose"):
+            lab.run(one_fails)
+        with pytest.raises(RuntimeError, match="rank 1 died, exit code -9"):
+            lab.run(one_dies)
+    assert time.monotonic() - begin < 30
+
+
+def _namespaces() -> set[str]:
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            found.add(os.readlink(process / "ns" / "net"))
+        except OSError:
+            continue  # it has ended
+    return found
+
+
+def test_nothing_is_left_of_a_lab_that_is_killed(permitted: bool, tmp_path: Path) -> None:
+    """Each rank's command has started another, that nobody knows of."""
+    if not permitted:
+        return
+    script = f'readlink /proc/self/ns/net > "{tmp_path}/$RANK"; sleep 300 & sleep 301'
+    launcher = subprocess.Popen([sys.executable, SCRIPT, "--ranks=2", "--", "sh", "-c", script])
+    deadline = time.monotonic() + 30
+    while len([path for path in tmp_path.glob("*") if path.read_text()]) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    hosts = {path.read_text().strip() for path in tmp_path.glob("*")}
+    assert len(hosts) == 2 and hosts <= _namespaces()
+    launcher.kill()
+    launcher.wait()
+    while hosts & _namespaces():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_command_runs_on_each_host(permitted: bool, tmp_path: Path) -> None:
+    if not permitted:
+        return
+    script = 'test "$GLOO_SOCKET_IFNAME" = eth0 && echo "$MASTER_ADDR $WORLD_SIZE" > "$0/$RANK"; exit $RANK'
+    arguments = ["--ranks=2", "--rate=1gbit", "--", "sh", "-c", script, str(tmp_path)]
+    done = subprocess.run([sys.executable, SCRIPT, *arguments], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "1gbit: " in done.stderr and "MB sent by each rank" in done.stderr
+    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == [f"{address(0)} 2\n"] * 2
+
+
+def test_what_the_lab_refuses() -> None:
+    with pytest.raises(ValueError, match=r"kbit, mbit or gbit, or unlimited; got '100'. Try 100mbit"):
+        Lab(2, "100")
+    with pytest.raises(ValueError, match="from 1 to 250; got 0"):
+        Lab(0, "unlimited")
+    done = subprocess.run([sys.executable, SCRIPT, "--rate=fast", "--", "true"], capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.startswith("a rate is")
