@@ -31,6 +31,9 @@ FORK = multiprocessing.get_context("fork")
 UNLIMITED = "unlimited"
 DEVICE = "eth0"  # of each host
 
+# No network: all ranks on this machine, as Lightning starts them. Needs no root.
+LOOPBACK = "loopback"
+
 # The token bucket holds what the rate brings in this time. A smaller one throttles below the rate, since it is filled
 # too rarely; a larger one lets short messages pass for nothing.
 BURST_SECONDS = 0.002

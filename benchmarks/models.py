@@ -1,0 +1,184 @@
+"""What the benchmarks of training steps train: three networks of ten million parameters and more, on real data."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.utils.data import Dataset, TensorDataset
+
+# The examples are scripts, not a package.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+from images import read_fashion_mnist
+from words import read_words
+
+EXCERPT = Path(__file__).resolve().parent.parent / "examples" / "shakespeare-excerpt.txt"
+
+
+class Trained(pl.LightningModule):
+    """A network, its loss, and SGD with momentum.
+
+    Args:
+        network: Gives scores `[..., classes]`.
+        learning_rate: Of SGD.
+    """
+
+    def __init__(self, network: nn.Module, learning_rate: float) -> None:
+        super().__init__()
+        self.network = network
+        self.learning_rate = learning_rate
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        scores = self.network(batch[0])
+        return cross_entropy(scores.flatten(0, -2), batch[1].flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), self.learning_rate, momentum=0.9)
+
+
+class Block(nn.Module):
+    """Two convolutions with batch normalization, and the input added (He et al. 2016)."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.path = nn.Sequential(
+            nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False),
+            nn.BatchNorm2d(outputs),
+            nn.ReLU(),
+            nn.Conv2d(outputs, outputs, 3, padding=1, bias=False),
+            nn.BatchNorm2d(outputs),
+        )
+        self.shortcut: nn.Module = nn.Identity()
+        if stride > 1 or inputs != outputs:
+            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.path(x) + self.shortcut(x))
+
+
+def resnet(classes: int) -> nn.Module:
+    """ResNet-18 with the first layer that small images call for: 11.2 million parameters."""
+    layers: list[nn.Module] = [nn.Conv2d(1, 64, 3, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU()]
+    inputs = 64
+    for outputs, stride in ((64, 1), (128, 2), (256, 2), (512, 2)):
+        layers += [Block(inputs, outputs, stride), Block(outputs, outputs, 1)]
+        inputs = outputs
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes))
+
+
+class WordLSTM(nn.Module):
+    """An embedding of 512 dimensions, 1,280 LSTM units and a linear layer: 9.2 million parameters, and 1,793 a word."""
+
+    def __init__(self, symbols: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(symbols, 512)
+        self.lstm = nn.LSTM(512, 1280, batch_first=True)
+        self.output = nn.Linear(1280, symbols)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.output(self.lstm(self.embedding(x))[0])
+        return scores
+
+
+class Layer(nn.Module):
+    """Causal attention and two linear layers, each behind a normalization and added to its input."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.before_attention, self.before_linear = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attend = nn.Linear(width, 3 * width)
+        self.attended = nn.Linear(width, width)
+        self.linear = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.attend(self.before_attention(x)).unflatten(-1, (3, self.heads, -1))
+        query, key, value = parts.permute(2, 0, 3, 1, 4)
+        mixed = scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.attended(mixed.transpose(1, 2).flatten(2))
+        out: Tensor = x + self.linear(self.before_linear(x))
+        return out
+
+
+class GPT(nn.Module):
+    """A character model of 6 layers, 6 heads and 384 dimensions: 10.7 million parameters."""
+
+    def __init__(self, symbols: int, length: int) -> None:
+        super().__init__()
+        self.symbols, self.positions = nn.Embedding(symbols, 384), nn.Embedding(length, 384)
+        self.layers = nn.Sequential(*(Layer(384, 6) for _ in range(6)), nn.LayerNorm(384))
+        self.output = nn.Linear(384, symbols)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.output(self.layers(self.symbols(x) + self.positions.weight[: x.shape[1]]))
+        return scores
+
+
+class Loaded(NamedTuple):
+    """A data set in memory.
+
+    Attributes:
+        data: A pair of input and targets for each sample.
+        classes: What is told apart.
+    """
+
+    data: Dataset[tuple[Tensor, ...]]
+    classes: int
+
+
+class Model(NamedTuple):
+    """What is trained.
+
+    Attributes:
+        load: Reads its data, given the folder of Fashion-MNIST and a text.
+        network: Makes it, given the number of classes.
+        batch_size: Samples per rank and step.
+        learning_rate: Of SGD with momentum.
+        samples: What a batch is made of, in words.
+    """
+
+    load: Callable[[Path, Path], Loaded]
+    network: Callable[[int], nn.Module]
+    batch_size: int
+    learning_rate: float
+    samples: str
+
+
+LENGTH = 16  # words that the LSTM reads at once
+CHARACTERS = 64  # that GPT reads at once
+
+
+def load_images(folder: Path, text: Path) -> Loaded:
+    read = read_fashion_mnist(folder)
+    mean, deviation = read.train_images.mean(), read.train_images.std()
+    return Loaded(TensorDataset((read.train_images - mean) / deviation, read.train_labels), 10)
+
+
+def load_words(folder: Path, text: Path) -> Loaded:
+    words = read_words(text).text
+    return Loaded(_windows(words.train, LENGTH), words.symbols)
+
+
+def load_characters(folder: Path, text: Path) -> Loaded:
+    characters = text.read_text(encoding="utf-8")
+    known = {character: number for number, character in enumerate(sorted(set(characters)))}
+    return Loaded(_windows(torch.tensor([known[character] for character in characters]), CHARACTERS), len(known))
+
+
+def _windows(sequence: Tensor, length: int) -> Dataset[tuple[Tensor, ...]]:
+    """Pieces of a text, each with what follows each of its symbols."""
+    count = (len(sequence) - 1) // length
+    return TensorDataset(
+        sequence[: count * length].view(count, length), sequence[1 : count * length + 1].view(count, length)
+    )
+
+
+MODELS = {
+    "resnet": Model(load_images, resnet, 8, 0.05, "images of 28×28"),
+    "lstm": Model(load_words, WordLSTM, 4, 0.5, f"× {LENGTH} words"),
+    "gpt": Model(load_characters, lambda symbols: GPT(symbols, CHARACTERS), 2, 0.05, f"× {CHARACTERS} characters"),
+}

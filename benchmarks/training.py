@@ -1,0 +1,534 @@
+"""Seconds per step of ddp, of ddp with torch's own compression, and of each method, on networks of several rates.
+
+Each rank runs on a host of its own in the lab of network.py, which needs Linux and root. All rows train the same model
+on the same batches for as many steps, through Lightning's Trainer. Each run is written to a JSON file as it ends:
+`--resume` goes on after the last one. Prints a Markdown table of them, and draws it.
+"""
+
+import argparse
+import json
+import logging
+import os
+import platform
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from importlib.metadata import version
+from itertools import pairwise
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# torch looks up the names of hosts, which have none here, and says so.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+import pytorch_lightning as pl
+import torch
+import torch.distributed as dist
+from models import EXCERPT, MODELS, Loaded, Trained
+from network import DEVICE, FORK, HEADER_BYTES, UNLIMITED, Counters, Lab, LabError, bits_per_second
+from pytorch_lightning.plugins.environments import TorchElasticEnvironment
+from pytorch_lightning.strategies import DDPStrategy, Strategy
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+import lightning_sparsecomm
+from lightning_sparsecomm import Method, methods
+from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
+from lightning_sparsecomm.wire import Ledger
+
+# Buckets are rebuilt after the first step, and buffers are touched for the first time; PowerSGD begins with the third.
+WARM_UP_STEPS = 5
+
+ALONE, BASELINE = "no communication", "ddp"
+
+
+class Apart(DDPStrategy):
+    """The same processes and the same model in DDP, which never reduces a gradient: each trains alone."""
+
+    def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
+        wrapped = super()._setup_model(model)
+        wrapped.require_backward_grad_sync = False
+        return wrapped
+
+
+class Hooked(DDPStrategy):
+    """ddp with one of torch's communication hooks, which Lightning registers on GPUs only.
+
+    Args:
+        hook: The hook.
+        state: Makes what it is given.
+        options: Of DDP.
+    """
+
+    def __init__(self, hook: Callable[..., Any], state: Callable[[], object] = lambda: None, **options: float) -> None:
+        super().__init__(**options)
+        self._hook, self._state = hook, state
+
+    def _register_ddp_hooks(self) -> None:
+        assert isinstance(self.model, DistributedDataParallel)
+        self.model.register_comm_hook(self._state(), self._hook)
+
+
+def bf16_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """torch's, under another name: it works on Gloo, but torch refuses it there by its name."""
+    return bf16_compress_hook(state, bucket)  # type: ignore[arg-type]
+
+
+def power_sgd() -> Strategy:
+    """As torch has it, but from the third step on. All gradients are in one bucket: with several it hangs on Gloo."""
+    return Hooked(powerSGD_hook, lambda: PowerSGDState(None, start_powerSGD_iter=2), bucket_cap_mb=10_000)
+
+
+def ours(method: Callable[[], Method]) -> Callable[[], Strategy]:
+    return lambda: SparseCommStrategy(method=method())
+
+
+STRATEGIES: dict[str, Callable[[], Strategy]] = {
+    ALONE: Apart,
+    BASELINE: DDPStrategy,
+    "ddp, bf16 hook": lambda: Hooked(bf16_hook),
+    "ddp, PowerSGD hook, rank 1": power_sgd,
+    "dense()": ours(methods.dense),
+    "dense('bfloat16')": ours(lambda: methods.dense("bfloat16")),
+    "dgc(0.001)": ours(lambda: methods.dgc(0.001, warmup_steps=0)),
+    "dgc(0.001, clip=1)": ours(lambda: methods.dgc(0.001, warmup_steps=0, clip=1.0)),
+    "gradient_dropping(0.01)": ours(lambda: methods.gradient_dropping(0.01)),
+    "gradient_dropping(0.001)": ours(lambda: methods.gradient_dropping(0.001)),
+    "sketched_sgd(0.001)": ours(lambda: methods.sketched_sgd(0.001)),
+    "s2_reducer()": ours(methods.s2_reducer),
+    "sbc1()": ours(methods.sbc1),
+    "sbc2()": ours(methods.sbc2),
+    "federated_averaging(every=20)": ours(lambda: methods.federated_averaging(every=20)),
+    "diloco(every=20)": ours(lambda: methods.diloco(every=20)),
+    "sparse_loco(every=20)": ours(lambda: methods.sparse_loco(every=20)),
+}
+"""Rows. Those that exchange every 30 to 500 steps by default do it every 20 here, so that it is measured."""
+
+
+class Setting(NamedTuple):
+    """Where rows are compared with each other."""
+
+    model: str
+    ranks: int
+    rate: str
+
+
+class Marks(NamedTuple):
+    """What one rank has sent until some moment.
+
+    Attributes:
+        counters: Of its network device.
+        link_bytes: By the ledger, for whatever purpose; None of ddp, which has no ledger.
+        framing_bytes: What Gloo says besides, on average over ranks.
+        exchange_seconds: Spent in exchanges, waiting included, by the ledger.
+        cpu_seconds: Of the whole process.
+    """
+
+    counters: Counters
+    link_bytes: float | None
+    framing_bytes: float
+    exchange_seconds: float
+    cpu_seconds: float
+
+    @classmethod
+    def read(cls, strategy: Strategy) -> "Marks":
+        ledger = strategy.ledger if isinstance(strategy, SparseCommStrategy) else None
+        return cls(
+            Counters.read(DEVICE),
+            None if ledger is None else sum(ledger.link_bytes(row) for row in ledger.rows),
+            0.0 if ledger is None else framing_bytes(ledger),
+            0.0 if ledger is None else ledger.exchange_seconds,
+            time.process_time(),
+        )
+
+
+def framing_bytes(ledger: Ledger) -> float:
+    """What Gloo sends besides the messages of the ledger's calls, on average over ranks: 185 bytes for each message,
+    of which a ring all-reduce has 2(W-1), an all-gather W-1, and a broadcast W-1 in all."""
+    ranks = ledger.world_size
+    messages = {"all_reduce": 2 * (ranks - 1), "all_gather": ranks - 1, "broadcast": (ranks - 1) / ranks, "send": 1}
+    return 185 * sum(
+        messages[kind] * traffic.calls for kinds in ledger.rows.values() for kind, traffic in kinds.items()
+    )
+
+
+class Measured(NamedTuple):
+    """One rank's part of a run, between two moments in which all ranks were silent.
+
+    Attributes:
+        seconds: Of each step.
+        counted_bytes: What its network device sent, without headers.
+        repeated: TCP segments sent again, which are counted twice.
+        link_bytes, framing_bytes: What its ledger says was sent, and what Gloo adds; None of ddp.
+        exchange_seconds, cpu_seconds: As in `Marks`.
+        memory_bytes: The most that the process had.
+        loss: Of the last step's batch.
+    """
+
+    seconds: list[float]
+    counted_bytes: int
+    repeated: int
+    link_bytes: float | None
+    framing_bytes: float
+    exchange_seconds: float
+    cpu_seconds: float
+    memory_bytes: int
+    loss: float
+
+
+class Meter(pl.Callback):
+    """Measures one rank's steps, from the end of the warm-up to the end of the run."""
+
+    def __init__(self, barrier: Barrier, steps: int) -> None:
+        self.barrier, self.steps = barrier, steps
+        self.ends: list[float] = []
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_step == WARM_UP_STEPS:
+            self.begin = self.mark(trainer)
+        if trainer.global_step >= WARM_UP_STEPS:
+            self.ends.append(time.perf_counter())
+        if trainer.global_step == WARM_UP_STEPS + self.steps:
+            end = self.mark(trainer)
+            counted = end.counters.since(self.begin.counters)
+            known = end.link_bytes is not None and self.begin.link_bytes is not None
+            self.measured = Measured(
+                seconds=[after - before for before, after in pairwise(self.ends)],
+                counted_bytes=counted.sent_bytes - HEADER_BYTES * counted.packets,
+                repeated=counted.repeated,
+                link_bytes=end.link_bytes - self.begin.link_bytes if known else None,
+                framing_bytes=end.framing_bytes - self.begin.framing_bytes,
+                exchange_seconds=end.exchange_seconds - self.begin.exchange_seconds,
+                cpu_seconds=end.cpu_seconds - self.begin.cpu_seconds,
+                memory_bytes=most_memory_bytes(),
+                loss=float(outputs["loss"]),
+            )
+
+    def mark(self, trainer: pl.Trainer) -> Marks:
+        """While no rank sends."""
+        self.barrier.wait(600)
+        marks = Marks.read(trainer.strategy)
+        self.barrier.wait(600)
+        return marks
+
+
+def most_memory_bytes() -> int:
+    """The most memory that this process has had since it was forked."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+
+
+def train(
+    rank: int, setting: Setting, row: str, loaded: Loaded, steps: int, batch_size: int, barrier: Barrier
+) -> Measured:
+    """What one rank does, on its host."""
+    # What the process that forked has had is not counted.
+    Path("/proc/self/clear_refs").write_text("5")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = MODELS[setting.model]
+    meter = Meter(barrier, steps)
+    trainer = pl.Trainer(
+        strategy=STRATEGIES[row](),
+        accelerator="cpu",
+        devices=1,
+        num_nodes=setting.ranks,
+        plugins=[TorchElasticEnvironment()],
+        max_steps=WARM_UP_STEPS + steps,
+        callbacks=[meter],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module = Trained(model.network(loaded.classes), model.learning_rate)
+    trainer.fit(module, DataLoader(loaded.data, batch_size, shuffle=True, drop_last=True))
+    return meter.measured
+
+
+class Run(NamedTuple):
+    """One row's training run in one setting.
+
+    Attributes:
+        model, ranks, rate: The setting.
+        row: Its name in STRATEGIES.
+        repetition: Which of several.
+        parameters: Of the model.
+        batch_size: Samples per rank and step.
+        measured: By rank.
+    """
+
+    model: str
+    ranks: int
+    rate: str
+    row: str
+    repetition: int
+    parameters: int
+    batch_size: int
+    measured: list[Measured]
+
+    @property
+    def setting(self) -> Setting:
+        return Setting(self.model, self.ranks, self.rate)
+
+    @property
+    def seconds(self) -> list[float]:
+        """Of each step, on rank 0: ranks wait for each other."""
+        return self.measured[0].seconds
+
+    def mean_of(self, name: str) -> float:
+        """Of what ranks have measured, per step."""
+        return statistics.mean(getattr(each, name) for each in self.measured) / len(self.seconds)
+
+    @property
+    def explained(self) -> float | None:
+        """What the network devices counted, less what Gloo adds to messages, by what the ledgers say; None of ddp."""
+        known = [each.link_bytes for each in self.measured if each.link_bytes is not None]
+        if not sum(known):
+            return None
+        counted = sum(each.counted_bytes - each.framing_bytes for each in self.measured)
+        return counted / sum(known)
+
+
+class Options(NamedTuple):
+    """What the command line asks for."""
+
+    models: list[str]
+    ranks: list[int]
+    rates: list[str]
+    rows: list[str]
+    steps: int
+    repetitions: int
+    batch_size: int | None
+    data_dir: Path
+    text: Path
+    output: Path
+    resume: bool
+
+    def settings(self) -> dict[str, str | int | None]:
+        """All that the result of a run depends on, besides its row and its setting."""
+        return {
+            "steps": self.steps,
+            "batch_size": self.batch_size,
+            "text": self.text.name,
+            "lightning_sparsecomm": lightning_sparsecomm.__version__,
+            "torch": torch.__version__,
+            "pytorch_lightning": version("pytorch-lightning"),
+            "python": platform.python_version(),
+            "system": platform.system(),
+            "architecture": platform.machine(),
+            "cores": os.cpu_count(),
+        }
+
+
+def measure(setting: Setting, row: str, repetition: int, loaded: Loaded, options: Options) -> Run:
+    """One training run in a lab of its own."""
+    model = MODELS[setting.model]
+    batch_size = options.batch_size or model.batch_size
+    parameters = sum(parameter.numel() for parameter in model.network(loaded.classes).parameters())
+    barrier = FORK.Barrier(setting.ranks)
+    with Lab(setting.ranks, setting.rate) as lab:
+        measured = lab.run(train, setting, row, loaded, options.steps, batch_size, barrier)
+    return Run(*setting, row, repetition, parameters, batch_size, measured)
+
+
+def table(runs: list[Run]) -> str:
+    """A line for each row in each setting, as Markdown."""
+    header = ["model", "ranks", "rate", "strategy", "ms per step, median", "quartiles", "mean", "by no communication"]
+    header += [
+        "ddp by it",
+        "MB sent per rank and step",
+        "by the ledger",
+        "counted by ledger",
+        "memory above ddp, MB",
+        "loss",
+    ]
+    lines = [f"| {' | '.join(header)} |", f"|{'---|' * 4}{'---:|' * (len(header) - 4)}"]
+    grouped: dict[Setting, dict[str, list[Run]]] = {}
+    for run in runs:
+        grouped.setdefault(run.setting, {}).setdefault(run.row, []).append(run)
+    for setting, rows in grouped.items():
+        for row, several in rows.items():
+            lines.append(f"| {' | '.join([*map(str, setting), f'`{row}`', *cells(several, rows)])} |")
+    return "\n".join(lines)
+
+
+def cells(several: list[Run], rows: dict[str, list[Run]]) -> list[str]:
+    """Of one row's repetitions, beside the other rows of its setting."""
+    steps = [1000 * seconds for run in several for seconds in run.seconds]
+    lower, median, upper = statistics.quantiles(steps, method="inclusive")
+    mean = statistics.mean(steps)
+
+    def mean_seconds(row: str) -> float | None:
+        return statistics.mean(seconds for run in rows[row] for seconds in run.seconds) if row in rows else None
+
+    alone, ddp = mean_seconds(ALONE), mean_seconds(BASELINE)
+    ledger = [run.mean_of("link_bytes") for run in several if run.measured[0].link_bytes is not None]
+    explained = [run.explained for run in several if run.explained is not None]
+    memory = statistics.mean(max(each.memory_bytes for each in run.measured) for run in several)
+    above = None
+    if BASELINE in rows:
+        above = memory - statistics.mean(max(each.memory_bytes for each in run.measured) for run in rows[BASELINE])
+    loss = statistics.mean(each.loss for run in several for each in run.measured)
+    return [
+        f"{median:,.1f}",
+        f"{lower:,.1f} – {upper:,.1f}",
+        f"{mean:,.1f}",
+        "—" if alone is None else f"{mean / 1000 / alone:.2f}",
+        "—" if ddp is None else f"{1000 * ddp / mean:.2f} x",
+        f"{statistics.mean(run.mean_of('counted_bytes') for run in several) / 1e6:,.4f}",
+        f"{statistics.mean(ledger) / 1e6:,.4f}" if ledger else "—",
+        f"{statistics.mean(explained):.3f}" if explained else "—",
+        "—" if above is None else f"{above / 1e6:+,.0f}",
+        f"{loss:.3f}",
+    ]
+
+
+def draw(runs: list[Run], path: Path) -> None:
+    """Seconds per step of each row against the rate, a panel for each model and number of ranks."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    panels = list(dict.fromkeys((run.model, run.ranks) for run in runs))
+    rates = sorted(dict.fromkeys(run.rate for run in runs), key=lambda rate: bits_per_second(rate) or float("inf"))
+    rows = list(dict.fromkeys(run.row for run in runs))
+    figure, axes = pyplot.subplots(
+        1, len(panels), figsize=(4 * len(panels) + 3, 4.5), sharey=True, squeeze=False, layout="constrained"
+    )
+    colors = pyplot.get_cmap("tab20").colors
+    for axis, (model, ranks) in zip(axes[0], panels):
+        for number, row in enumerate(rows):
+            means = {
+                run.rate: statistics.mean(run.seconds)
+                for run in runs
+                if (run.model, run.ranks, run.row) == (model, ranks, row)
+            }
+            places = [place for place, rate in enumerate(rates) if rate in means]
+            axis.plot(
+                places,
+                [means[rates[place]] for place in places],
+                marker="o",
+                markersize=4,
+                color="black" if row == ALONE else colors[number % 20],
+                linestyle="--" if row == ALONE else "-",
+                linewidth=2.5 if row == BASELINE else 1.2,
+                label=row,
+            )
+        axis.set_yscale("log")
+        axis.set_xticks(range(len(rates)), rates)
+        axis.set_title(f"{model}, {ranks} ranks")
+        axis.grid(alpha=0.3, which="both")
+    axes[0][0].set_ylabel("seconds per step, mean")
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right center", fontsize="small")
+    figure.savefig(path, dpi=80)
+
+
+def load(options: Options) -> list[Run]:
+    """The runs that an earlier call has finished.
+
+    Raises:
+        FileExistsError: There are some, and the command line does not say to go on from them.
+        ValueError: They were made with other settings.
+    """
+    path = options.output / "training.json"
+    if not path.exists():
+        return []
+    if not options.resume:
+        raise FileExistsError(f"{path} holds runs already. Go on with --resume, or name another --output.")
+    stored = json.loads(path.read_text())
+    differ = [name for name, value in options.settings().items() if value != stored["settings"].get(name)]
+    if differ:
+        raise ValueError(f"{path} holds runs with other settings: {', '.join(differ)}. Name another --output.")
+    return [Run(**run | {"measured": [Measured(**each) for each in run["measured"]]}) for run in stored["runs"]]
+
+
+def save(runs: list[Run], options: Options) -> None:
+    """Writes all runs; a call that is cut off here leaves the file as it was."""
+    path = options.output / "training.json"
+    written = [run._asdict() | {"measured": [each._asdict() for each in run.measured]} for run in runs]
+    partial = path.with_suffix(".part")
+    partial.write_text(json.dumps({"settings": options.settings(), "runs": written}) + "\n")
+    partial.replace(path)
+
+
+def parse() -> Options:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add = parser.add_argument
+    add("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="what is trained")
+    add("--ranks", nargs="+", type=int, default=[2, 4], metavar="N", help="processes, one thread each")
+    rates = ["100mbit", "1gbit", "10gbit", UNLIMITED]
+    add("--rates", nargs="+", default=rates, metavar="RATE", help="of each rank's cable, both ways")
+    add("--rows", nargs="+", default=list(STRATEGIES), metavar="NAME", help="of the table")
+    add("--steps", type=int, default=20, metavar="N", help=f"that are measured, after {WARM_UP_STEPS} others")
+    add("--repetitions", type=int, default=1, metavar="N", help="runs of each row, by turns")
+    sizes = ", ".join(f"{model.batch_size} of {name}" for name, model in MODELS.items())
+    batch_size = f"samples per rank and step (default: {sizes})"
+    add("--batch-size", type=int, default=argparse.SUPPRESS, metavar="N", help=batch_size)
+    add("--data-dir", type=Path, default=Path("data"), metavar="DIR", help="of Fashion-MNIST")
+    add("--text", type=Path, default=EXCERPT, metavar="FILE", help="that the language models read, in UTF-8")
+    add("--output", type=Path, default=Path("training"), metavar="DIR", help="for training.json and training.png")
+    add("--resume", action="store_true", help="skip runs that are in training.json already")
+    options = Options(**{"batch_size": None, **vars(parser.parse_args())})
+    if min(*options.ranks, options.repetitions, options.batch_size or 1) < 1 or options.steps < 2:
+        parser.error("ranks, repetitions and the batch size are at least 1, steps at least 2")
+    unknown = [row for row in options.rows if row not in STRATEGIES]
+    if unknown:
+        parser.error(f"--rows are {', '.join(map(repr, STRATEGIES))}; got {unknown[0]!r}")
+    try:
+        for rate in options.rates:
+            bits_per_second(rate)
+    except ValueError as error:
+        parser.error(str(error))
+    return options
+
+
+def main() -> None:
+    options = parse()
+    torch.set_num_threads(1)
+    # Lightning's advice on devices, workers and loggers.
+    logging.disable(logging.INFO)
+    warnings.simplefilter("ignore")
+    options.output.mkdir(parents=True, exist_ok=True)
+    try:
+        runs = load(options)
+        loaded = {name: MODELS[name].load(options.data_dir, options.text) for name in options.models}
+        settings = [
+            Setting(model, ranks, rate) for model in options.models for ranks in options.ranks for rate in options.rates
+        ]
+        wanted = []
+        for setting in settings:
+            for repetition in range(options.repetitions):
+                for row in options.rows[:: -1 if repetition % 2 else 1]:
+                    wanted.append((*setting, row, repetition))
+                    if any(run[:5] == wanted[-1] for run in runs):
+                        continue
+                    runs.append(measure(setting, row, repetition, loaded[setting.model], options))
+                    save(runs, options)
+                    step = statistics.median(runs[-1].seconds)
+                    print(f"{', '.join(map(str, setting))}, {row}: {step:.3f} s", file=sys.stderr, flush=True)
+    except (LabError, FileExistsError, FileNotFoundError, ValueError) as error:
+        sys.exit(str(error))
+    shown = [run for key in wanted for run in runs if run[:5] == key]
+    for name in options.models:
+        model = MODELS[name]
+        run = next(run for run in shown if run.model == name)
+        print(f"{name}: {run.parameters:,} parameters, batches of {run.batch_size} {model.samples} per rank")
+    described = ", ".join(f"{name} {value}" for name, value in options.settings().items() if value is not None)
+    print(f"{options.repetitions} runs of {options.steps} steps; {described}\n")
+    print(table(shown))
+    draw(shown, options.output / "training.png")
+
+
+if __name__ == "__main__":
+    main()
