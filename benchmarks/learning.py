@@ -9,15 +9,12 @@ import itertools
 import json
 import logging
 import math
-import os
-import platform
 import statistics
 import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -25,11 +22,11 @@ import numpy as np
 import torch
 from lightning_fabric import Fabric
 from lightning_fabric.strategies import DDPStrategy
+from runs import load, save, versions
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.nn.functional import cross_entropy
 
-import lightning_sparsecomm
 from lightning_sparsecomm import Channel, GradientSync, Method, NonFiniteGradientError, methods
 from lightning_sparsecomm.codecs import TopK
 from lightning_sparsecomm.exchange import DenseAllReduce, Exchange, Exchanged, Outgoing
@@ -40,7 +37,7 @@ from lightning_sparsecomm.wire import Wire, link_bytes
 
 # The examples are scripts, not a package.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-from images import Images, read_digits, read_fashion_mnist
+from images import DataName, Images, read_digits, read_fashion_mnist
 
 TaskName = Literal["fashion-mnist", "digits", "shakespeare"]
 
@@ -78,15 +75,7 @@ class Options(NamedTuple):
         chosen = self._asdict()
         for name in ("data_dir", "text", "seeds", "rows", "output", "resume"):
             del chosen[name]
-        return chosen | {
-            "text": self.text.name if self.text is not None else None,
-            "lightning_sparsecomm": lightning_sparsecomm.__version__,
-            "torch": torch.__version__,
-            "lightning_fabric": version("pytorch-lightning"),
-            "python": platform.python_version(),
-            "system": platform.system(),
-            "architecture": platform.machine(),
-        }
+        return chosen | {"text": self.text.name if self.text is not None else None} | versions()
 
 
 class Data(NamedTuple):
@@ -265,15 +254,25 @@ TEXT_ROWS = {
 
 def read_images(options: Options) -> Data:
     """Images; for tuning, the last training images are held out and the test images are not looked at."""
-    if options.task == "digits":
+    return images_of("digits" if options.task == "digits" else "fashion-mnist", options.data_dir, options.tuning)
+
+
+def images_of(name: DataName, data_dir: Path, hold_out_training: bool = False) -> Data:
+    """Images to train and to measure on: the test images, or, with the test images untouched, the last training images.
+
+    Raises:
+        OSError: They are not there, and cannot be fetched.
+        ValueError: They are damaged.
+    """
+    if name == "digits":
         read, tuning = read_digits(), TUNING_DIGITS
     else:
-        Images("fashion-mnist", options.data_dir).prepare_data()
-        read, tuning = read_fashion_mnist(options.data_dir), TUNING_IMAGES
+        Images("fashion-mnist", data_dir).prepare_data()
+        read, tuning = read_fashion_mnist(data_dir), TUNING_IMAGES
     mean, std = read.train_images.mean(), read.train_images.std()
     images, labels = (read.train_images - mean) / std, read.train_labels
     test = (read.test_images - mean) / std, read.test_labels
-    if options.tuning:
+    if hold_out_training:
         test = images[-tuning:], labels[-tuning:]
         images, labels = images[:-tuning], labels[:-tuning]
     return Data((images, labels), test, classes=10)
@@ -389,13 +388,13 @@ class Run(NamedTuple):
     method: str
 
 
-def batches(data: Data, options: Options, rank: int, seed: int) -> Iterator[list[Tensor]]:
+def batches(data: Data, batch_size: int, rank: int, ranks: int, seed: int) -> Iterator[list[Tensor]]:
     """One rank's batches without end: a new order in each epoch, cut into batches for all ranks by turns."""
     generator = torch.Generator().manual_seed(seed)
-    samples, together = len(data.train[0]), options.processes * options.batch_size
+    samples, together = len(data.train[0]), ranks * batch_size
     while True:
         order = torch.randperm(samples, generator=generator)
-        for chosen in order[: samples // together * together].view(-1, options.processes, options.batch_size)[:, rank]:
+        for chosen in order[: samples // together * together].view(-1, ranks, batch_size)[:, rank]:
             yield [tensor[chosen] for tensor in data.train]
 
 
@@ -442,7 +441,7 @@ def learn(fabric: Fabric, run: Run, clip: float | None, data: Data, options: Opt
     module, optimizer = fabric.setup(learner, learner.optimizer(options.learning_rate))
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.steps)
     begin = time.perf_counter()
-    for batch in itertools.islice(batches(data, options, rank, run.seed), options.steps):
+    for batch in itertools.islice(batches(data, options.batch_size, rank, ranks, run.seed), options.steps):
         optimizer.zero_grad()
         fabric.backward(module(*batch))
         if clip is not None:
@@ -468,35 +467,6 @@ def learn(fabric: Fabric, run: Run, clip: float | None, data: Data, options: Opt
 def numbers(options: Options) -> Path:
     """The file of all runs of the task."""
     return options.output / f"{options.task}.json"
-
-
-def load(options: Options) -> list[Run]:
-    """The runs that an earlier call has finished.
-
-    Raises:
-        FileExistsError: There are some, and the command line does not say to go on from them.
-        ValueError: They were made with other settings.
-    """
-    path = numbers(options)
-    if not path.exists():
-        return []
-    if not options.resume:
-        raise FileExistsError(f"{path} holds runs already. Go on with --resume, or name another --output.")
-    stored = json.loads(path.read_text())
-    settings = options.settings()
-    differ = [name for name in settings if settings[name] != stored["settings"].get(name)]
-    if differ:
-        raise ValueError(f"{path} holds runs with other settings: {', '.join(differ)}. Name another --output.")
-    return [Run(**run) for run in stored["runs"]]
-
-
-def save(runs: list[Run], options: Options) -> None:
-    """Writes all runs; a call that is cut off here leaves the file as it was."""
-    path = numbers(options)
-    content = {"settings": options.settings(), "runs": [run._asdict() for run in runs]}
-    partial = path.with_name(f"{path.name}.{os.getpid()}.part")
-    partial.write_text(json.dumps(content, indent=1) + "\n")
-    partial.replace(path)
 
 
 def table(runs: list[Run], options: Options) -> str:
@@ -609,8 +579,9 @@ def main() -> None:
         make = task.rows[row].method
         if make is not None:
             make(options)  # what is wrong with a method shows now, not after hours
+    path, settings = numbers(options), options.settings()
     try:
-        runs = load(options)
+        runs = [Run(**run) for run in load(path, settings, options.resume)]
     except (FileExistsError, ValueError) as error:
         sys.exit(str(error))
     options.output.mkdir(parents=True, exist_ok=True)
@@ -621,13 +592,13 @@ def main() -> None:
         if any((run.row, run.seed) == (row, seed) for run in runs):
             continue
         runs.append(train(row, seed, data, options))
-        save(runs, options)
+        save([run._asdict() for run in runs], path, settings)
         quality = runs[-1].quality
         shown = "diverged" if quality is None else f"{task.scale * quality:.{task.decimals}f} {task.quality}"
         sent = f"{runs[-1].link_bytes / 1e6:,.2f} MB"
         print(f"seed {seed}, {row}: {shown}, {sent}, {runs[-1].seconds:.1f} s", file=sys.stderr, flush=True)
     held_out = "tuning" if options.tuning else "test"
-    versions = [f"{name} {options.settings()[name]}" for name in ("lightning_sparsecomm", "torch", "lightning_fabric")]
+    versions = [f"{name} {settings[name]}" for name in ("lightning_sparsecomm", "torch", "lightning_fabric")]
     print(
         f"{options.task}: {options.processes} processes, {parameters:,} parameters, batches of {options.batch_size} per"
         f" process, {options.steps} steps, {len(data.held_out[0]):,} {held_out} samples; {', '.join(versions)}\n"
