@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.network import Lab, LabError
+
 # Each run imports Lightning anew, which is slow on a busy machine.
 pytestmark = pytest.mark.timeout(300)
 
@@ -21,6 +23,15 @@ def run(script: str, *arguments: str, folder: Path) -> str:
     finished = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
     assert finished.returncode == 0, finished.stderr
     return finished.stdout
+
+
+def lab_refusal() -> str:
+    """Why there can be no slow network here; empty where there can."""
+    try:
+        with Lab(1, "unlimited"):
+            return ""
+    except LabError as error:
+        return str(error)
 
 
 def test_methods_learn_real_digits(tmp_path: Path) -> None:
@@ -64,3 +75,27 @@ def test_sketch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     # A copy, five steps in two shapes, and the reference in one.
     assert (len(written["ms"]), len(written["peak_bytes"])) == (13, 11)
     assert "| insert + largest | 5x10000 |" in capsys.readouterr().out
+
+
+def test_time_to_accuracy(tmp_path: Path) -> None:
+    arguments = ["--task=digits", "--ranks=2", "--seeds=1", "--target=0.8", "--measure-every=20", "--most-steps=100"]
+    arguments += ["--output=out", "--rows", "ddp", "federated_averaging"]
+    refusal = lab_refusal()
+    if refusal:
+        with pytest.raises(AssertionError) as refused:
+            run("time_to_accuracy.py", *arguments, folder=tmp_path)
+        assert refusal in str(refused.value)
+        return
+    output = run("time_to_accuracy.py", *arguments, folder=tmp_path)
+    ddp, averaging = json.loads((tmp_path / "out" / "time_to_accuracy_digits.json").read_text())["runs"]
+    for each in (ddp, averaging):
+        # It ends with the first measurement that reaches the target.
+        assert [point["accuracy"] >= 0.8 for point in each["points"]] == [False] * (len(each["points"]) - 1) + [True]
+    # The ledger has no headers.
+    last = ddp["points"][-1]
+    assert last["link_bytes"] < last["sent_bytes"] < 1.1 * last["link_bytes"]
+    # The first exchange is after 100 steps: nothing but it was counted, also of what was sent to measure.
+    assert averaging["points"][-1]["steps"] == 100
+    assert averaging["points"][-2]["link_bytes"] == 0 and averaging["points"][-2]["sent_bytes"] < 2000
+    assert "| ddp | 1 of 1 |" in output and "| federated_averaging | 1 of 1 |" in output
+    assert (tmp_path / "out" / "time_to_accuracy_digits.png").stat().st_size > 10_000
