@@ -31,9 +31,6 @@ FORK = multiprocessing.get_context("fork")
 UNLIMITED = "unlimited"
 DEVICE = "eth0"  # of each host
 
-# No network: all ranks on this machine, as Lightning starts them. Needs no root.
-LOOPBACK = "loopback"
-
 # The token bucket holds what the rate brings in this time. A smaller one throttles below the rate, since it is filled
 # too rarely; a larger one lets short messages pass for nothing.
 BURST_SECONDS = 0.002
@@ -184,6 +181,8 @@ class Lab:
             "MASTER_PORT": "29500",  # free: the host is new
             "TORCHELASTIC_RUN_ID": "lab",
             "GLOO_SOCKET_IFNAME": DEVICE,
+            # Each host looks like a machine of its own: torch and Lightning would give every rank all cores.
+            "OMP_NUM_THREADS": "1",
         }
 
     def move_to(self, rank: int) -> None:

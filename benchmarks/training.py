@@ -6,16 +6,13 @@ on the same batches for as many steps, through Lightning's Trainer. Each run is 
 """
 
 import argparse
-import json
 import logging
 import os
-import platform
 import statistics
 import sys
 import time
 import warnings
 from collections.abc import Callable
-from importlib.metadata import version
 from itertools import pairwise
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
@@ -31,13 +28,13 @@ from models import EXCERPT, MODELS, Loaded, Trained
 from network import DEVICE, FORK, HEADER_BYTES, UNLIMITED, Counters, Lab, LabError, bits_per_second
 from pytorch_lightning.plugins.environments import TorchElasticEnvironment
 from pytorch_lightning.strategies import DDPStrategy, Strategy
+from runs import load, save, versions
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-import lightning_sparsecomm
 from lightning_sparsecomm import Method, methods
 from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
 from lightning_sparsecomm.wire import Ledger
@@ -104,11 +101,11 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "s2_reducer()": ours(methods.s2_reducer),
     "sbc1()": ours(methods.sbc1),
     "sbc2()": ours(methods.sbc2),
-    "federated_averaging(every=20)": ours(lambda: methods.federated_averaging(every=20)),
-    "diloco(every=20)": ours(lambda: methods.diloco(every=20)),
-    "sparse_loco(every=20)": ours(lambda: methods.sparse_loco(every=20)),
+    "federated_averaging(every=10)": ours(lambda: methods.federated_averaging(every=10)),
+    "diloco(every=10)": ours(lambda: methods.diloco(every=10)),
+    "sparse_loco(every=10)": ours(lambda: methods.sparse_loco(every=10)),
 }
-"""Rows. Those that exchange every 30 to 500 steps by default do it every 20 here, so that it is measured."""
+"""Rows. Those that exchange every 30 to 500 steps by default do it every 10 here, so that it is measured."""
 
 
 class Setting(NamedTuple):
@@ -232,7 +229,6 @@ def train(
     """What one rank does, on its host."""
     # What the process that forked has had is not counted.
     Path("/proc/self/clear_refs").write_text("5")
-    torch.set_num_threads(1)
     torch.manual_seed(0)
     model = MODELS[setting.model]
     meter = Meter(barrier, steps)
@@ -274,6 +270,14 @@ class Run(NamedTuple):
     parameters: int
     batch_size: int
     measured: list[Measured]
+
+    @classmethod
+    def of(cls, stored: dict[str, Any]) -> "Run":
+        return cls(**stored | {"measured": [Measured(**each) for each in stored["measured"]]})
+
+    def stored(self) -> dict[str, Any]:
+        """What `of` takes."""
+        return self._asdict() | {"measured": [each._asdict() for each in self.measured]}
 
     @property
     def setting(self) -> Setting:
@@ -319,14 +323,14 @@ class Options(NamedTuple):
             "steps": self.steps,
             "batch_size": self.batch_size,
             "text": self.text.name,
-            "lightning_sparsecomm": lightning_sparsecomm.__version__,
-            "torch": torch.__version__,
-            "pytorch_lightning": version("pytorch-lightning"),
-            "python": platform.python_version(),
-            "system": platform.system(),
-            "architecture": platform.machine(),
             "cores": os.cpu_count(),
+            **versions(),
         }
+
+    @property
+    def path(self) -> Path:
+        """The file of all runs."""
+        return self.output / "training.json"
 
 
 def measure(setting: Setting, row: str, repetition: int, loaded: Loaded, options: Options) -> Run:
@@ -434,34 +438,6 @@ def draw(runs: list[Run], path: Path) -> None:
     figure.savefig(path, dpi=80)
 
 
-def load(options: Options) -> list[Run]:
-    """The runs that an earlier call has finished.
-
-    Raises:
-        FileExistsError: There are some, and the command line does not say to go on from them.
-        ValueError: They were made with other settings.
-    """
-    path = options.output / "training.json"
-    if not path.exists():
-        return []
-    if not options.resume:
-        raise FileExistsError(f"{path} holds runs already. Go on with --resume, or name another --output.")
-    stored = json.loads(path.read_text())
-    differ = [name for name, value in options.settings().items() if value != stored["settings"].get(name)]
-    if differ:
-        raise ValueError(f"{path} holds runs with other settings: {', '.join(differ)}. Name another --output.")
-    return [Run(**run | {"measured": [Measured(**each) for each in run["measured"]]}) for run in stored["runs"]]
-
-
-def save(runs: list[Run], options: Options) -> None:
-    """Writes all runs; a call that is cut off here leaves the file as it was."""
-    path = options.output / "training.json"
-    written = [run._asdict() | {"measured": [each._asdict() for each in run.measured]} for run in runs]
-    partial = path.with_suffix(".part")
-    partial.write_text(json.dumps({"settings": options.settings(), "runs": written}) + "\n")
-    partial.replace(path)
-
-
 def parse() -> Options:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
@@ -470,7 +446,7 @@ def parse() -> Options:
     rates = ["100mbit", "1gbit", "10gbit", UNLIMITED]
     add("--rates", nargs="+", default=rates, metavar="RATE", help="of each rank's cable, both ways")
     add("--rows", nargs="+", default=list(STRATEGIES), metavar="NAME", help="of the table")
-    add("--steps", type=int, default=20, metavar="N", help=f"that are measured, after {WARM_UP_STEPS} others")
+    add("--steps", type=int, default=10, metavar="N", help=f"that are measured, after {WARM_UP_STEPS} others")
     add("--repetitions", type=int, default=1, metavar="N", help="runs of each row, by turns")
     sizes = ", ".join(f"{model.batch_size} of {name}" for name, model in MODELS.items())
     batch_size = f"samples per rank and step (default: {sizes})"
@@ -501,7 +477,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     options.output.mkdir(parents=True, exist_ok=True)
     try:
-        runs = load(options)
+        runs = [Run.of(stored) for stored in load(options.path, options.settings(), options.resume)]
         loaded = {name: MODELS[name].load(options.data_dir, options.text) for name in options.models}
         settings = [
             Setting(model, ranks, rate) for model in options.models for ranks in options.ranks for rate in options.rates
@@ -514,7 +490,7 @@ def main() -> None:
                     if any(run[:5] == wanted[-1] for run in runs):
                         continue
                     runs.append(measure(setting, row, repetition, loaded[setting.model], options))
-                    save(runs, options)
+                    save([run.stored() for run in runs], options.path, options.settings())
                     step = statistics.median(runs[-1].seconds)
                     print(f"{', '.join(map(str, setting))}, {row}: {step:.3f} s", file=sys.stderr, flush=True)
     except (LabError, FileExistsError, FileNotFoundError, ValueError) as error:
