@@ -366,12 +366,14 @@ def measure_rank(rank: int, options: argparse.Namespace, ranks: int, store: str,
         return probes[1:]
 
     bare = Wire()
-    tiny = probe(bare.all_reduce_, TINY_ELEMENTS, 101)
+    tiny: list[Probe] = []
     reduce = probe(bare.all_reduce_, size, 1 + options.repetitions)
     gather = probe(bare.all_gather, gathered_elements(size), 1 + options.repetitions)
 
     exchanges: dict[str, list[Measured]] = {name: [] for name in replicas}
     for repetition in range(WARM_UP_EXCHANGES + options.repetitions):
+        # Spread over the whole time, since they are over so soon.
+        tiny += probe(bare.all_reduce_, TINY_ELEMENTS, 21)
         for name in list(replicas)[:: -1 if repetition % 2 else 1]:
             barrier.wait()
             before = interface_bytes()
@@ -493,25 +495,45 @@ class Constants(NamedTuple):
 
     @classmethod
     def of(cls, measured: dict[int, list[RankResult]]) -> "Constants":
-        """Hops from tiny collectives in all measured worlds; bytes from large ones in the smallest, where ranks have a
-        core each."""
-        ranks = min(measured)
-        points = [
-            (hops("all_reduce", world), slowest([r.tiny for r in results])) for world, results in measured.items()
-        ]
+        """From tiny and large collectives in all measured worlds; of bytes, from the world where they took least time:
+        in the others ranks shared cores, or had nothing to overlap."""
+        points = [(hops("all_reduce", ranks), slowest([r.tiny for r in each])) for ranks, each in measured.items()]
         call, hop = line_through(points)
-        size = measured[ranks][0].size
-        large: list[tuple[Collective, int, list[list[Probe]]]] = [
-            ("all_reduce", 4 * size, [each.reduce for each in measured[ranks]]),
-            ("all_gather", 4 * gathered_elements(size), [each.gather for each in measured[ranks]]),
-        ]
-        seconds: dict[Collective, float] = {}
-        cpu_seconds: dict[Collective, float] = {}
-        for kind, handed, probes in large:
-            on_link = link_bytes(kind, handed, ranks)
-            seconds[kind] = max(0.0, slowest(probes) - call - hop * hops(kind, ranks)) / on_link
-            cpu_seconds[kind] = statistics.median(each.cpu_seconds for several in probes for each in several) / on_link
-        return cls(call, hop, seconds, cpu_seconds)
+        seconds: dict[Collective, list[float]] = {"all_reduce": [], "all_gather": []}
+        cpu_seconds: dict[Collective, list[float]] = {"all_reduce": [], "all_gather": []}
+        for ranks, results in measured.items():
+            size = results[0].size
+            large: list[tuple[Collective, int, list[list[Probe]]]] = [
+                ("all_reduce", 4 * size, [each.reduce for each in results]),
+                ("all_gather", 4 * gathered_elements(size), [each.gather for each in results]),
+            ]
+            for kind, handed, probes in large:
+                on_link = link_bytes(kind, handed, ranks)
+                seconds[kind].append(max(0.0, slowest(probes) - call - hop * hops(kind, ranks)) / on_link)
+                cpu = statistics.median(each.cpu_seconds for several in probes for each in several)
+                cpu_seconds[kind].append(cpu / on_link)
+        return cls(
+            call,
+            hop,
+            {kind: min(each) for kind, each in seconds.items()},
+            {kind: statistics.median(each) for kind, each in cpu_seconds.items()},
+        )
+
+    def bytes_seconds(self, collective: Collective, sharing: float) -> float:
+        """Of each byte on the link, where so many ranks share a core.
+
+        What an all-reduce computes is hidden behind the network while there are cores enough, since it goes in
+        segments. An all-gather is copied to its place when all is there.
+        """
+        seconds, cpu_seconds = self.byte_seconds[collective], self.byte_cpu_seconds[collective]
+        return (
+            max(seconds, sharing * cpu_seconds) if collective == "all_reduce" else seconds + (sharing - 1) * cpu_seconds
+        )
+
+
+def ranks_per_core(ranks: int) -> float:
+    """How many of them have to share a core of this machine."""
+    return max(1.0, ranks / cores())
 
 
 def hops(collective: Collective, ranks: int) -> int:
@@ -547,7 +569,7 @@ class Cost(NamedTuple):
         return sum(self)
 
     @classmethod
-    def of(cls, rehearsed: Rehearsed, constants: Constants, ranks: int, steps: int, ranks_per_core: float) -> "Cost":
+    def of(cls, rehearsed: Rehearsed, constants: Constants, ranks: int, steps: int, sharing: float) -> "Cost":
         """The model.
 
         Args:
@@ -555,16 +577,14 @@ class Cost(NamedTuple):
             constants: What those cost.
             ranks: How many there are.
             steps: Optimizer steps for which the exchange serves.
-            ranks_per_core: Ranks that have to share a core; at least 1. All of them compute at the same time, so it
-                takes as many times longer. What collectives compute is hidden behind the network by one rank per core,
-                and of more ranks not at all.
+            sharing: Ranks that have to share a core; at least 1. All of them compute at the same time, so it takes as
+                many times longer.
         """
         latency = bandwidth = 0.0
         for kind, handed_bytes in rehearsed.calls:
             latency += constants.call_seconds + constants.hop_seconds * hops(kind, ranks)
-            each = constants.byte_seconds[kind] + (ranks_per_core - 1) * constants.byte_cpu_seconds[kind]
-            bandwidth += each * link_bytes(kind, handed_bytes, ranks)
-        computed = rehearsed.before * ranks_per_core, rehearsed.after * ranks_per_core
+            bandwidth += constants.bytes_seconds(kind, sharing) * link_bytes(kind, handed_bytes, ranks)
+        computed = rehearsed.before * sharing, rehearsed.after * sharing
         return cls(*(part / steps for part in (*computed, latency, bandwidth)))
 
 
@@ -644,7 +664,7 @@ def row(
         lower,
         upper,
         statistics.median(each.cpu_seconds for each in everything) / steps,
-        Cost.of(rehearsed, constants, ranks, steps, max(1.0, ranks / cores())),
+        Cost.of(rehearsed, constants, ranks, steps, ranks_per_core(ranks)),
         model,
     )
 
@@ -674,7 +694,7 @@ def break_even(name: str, costs: dict[str, dict[int, float]]) -> str:
 
 def draw(rows: list[Row], title: str, path: Path) -> None:
     """Seconds against ranks: models as lines, what was measured as points with their quartiles."""
-    figure = Figure(figsize=(8, 5.5), layout="constrained")
+    figure = Figure(figsize=(8, 5.3), layout="constrained")
     axes = figure.subplots()
     for number, name in enumerate(CONTENDERS):
         ours = sorted((each for each in rows if each.method == name), key=lambda each: each.ranks)
@@ -701,7 +721,7 @@ def draw(rows: list[Row], title: str, path: Path) -> None:
     for style, label in styles:
         axes.plot([], [], style, color="gray", markersize=4, label=label)
     figure.legend(fontsize="small", loc="outside lower center", ncols=3)
-    figure.savefig(path, dpi=100)
+    figure.savefig(path, dpi=90)
 
 
 class Busy(NamedTuple):
@@ -794,6 +814,7 @@ def main() -> None:
             "elements": size,
             "constants": plain(constants),
             "others": others,
+            "rehearsals": plain(rehearsals),
             "rows": plain(rows),
             "measured": {ranks: [plain(result) for result in results] for ranks, results in measured.items()},
         }
