@@ -39,10 +39,14 @@ from lightning_sparsecomm import Method, methods
 from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
 from lightning_sparsecomm.wire import Ledger
 
-# Buckets are rebuilt after the first step, and buffers are touched for the first time; PowerSGD begins with the third.
-WARM_UP_STEPS = 5
+# DDP's buckets are rebuilt after the first step, PowerSGD begins with the third, and methods that exchange every 10 steps
+# touch their memory for the first time in the tenth.
+WARM_UP_STEPS = 10
 
 ALONE, BASELINE = "no communication", "ddp"
+
+# Of DDP, in all rows: weights are equal by their seed, and are not sent before the first step.
+OPTIONS: dict[str, Any] = {"init_sync": False}
 
 
 class Apart(DDPStrategy):
@@ -79,17 +83,17 @@ def bf16_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[to
 
 def power_sgd() -> Strategy:
     """As torch has it, but from the third step on. All gradients are in one bucket: with several it hangs on Gloo."""
-    return Hooked(powerSGD_hook, lambda: PowerSGDState(None, start_powerSGD_iter=2), bucket_cap_mb=10_000)
+    return Hooked(powerSGD_hook, lambda: PowerSGDState(None, start_powerSGD_iter=2), bucket_cap_mb=10_000, **OPTIONS)
 
 
 def ours(method: Callable[[], Method]) -> Callable[[], Strategy]:
-    return lambda: SparseCommStrategy(method=method())
+    return lambda: SparseCommStrategy(method=method(), **OPTIONS)
 
 
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
-    ALONE: Apart,
-    BASELINE: DDPStrategy,
-    "ddp, bf16 hook": lambda: Hooked(bf16_hook),
+    ALONE: lambda: Apart(**OPTIONS),
+    BASELINE: lambda: DDPStrategy(**OPTIONS),
+    "ddp, bf16 hook": lambda: Hooked(bf16_hook, **OPTIONS),
     "ddp, PowerSGD hook, rank 1": power_sgd,
     "dense()": ours(methods.dense),
     "dense('bfloat16')": ours(lambda: methods.dense("bfloat16")),
