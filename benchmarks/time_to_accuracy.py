@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 # Of hosts without a name, which those of the lab are.
-os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import torch
-import torch.distributed as dist
+from hooks import bf16_hook
 from learning import BASELINE, TASKS, Data, at_least, batches, deviation, evaluate, images_of, quieten
 from lightning_fabric import Fabric
 from lightning_fabric.strategies import DDPStrategy
@@ -33,7 +33,6 @@ from matplotlib.ticker import LogLocator
 from network import DEVICE, Counters, Lab, LabError, bits_per_second
 from runs import load, save, versions
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparsecomm import Method, NonFiniteGradientError, methods
@@ -80,18 +79,12 @@ class Options(NamedTuple):
         return self.output / f"time_to_accuracy_{self.task}.json"
 
 
-def round_gradients(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """torch's hook under a name that DDP does not know: it refuses the hook's own without NCCL, though Gloo adds
-    bfloat16 too."""
-    return bf16_compress_hook(state, bucket)
-
-
 class Bfloat16Strategy(DDPStrategy):
     """ddp with torch's own hook that rounds gradients to bfloat16, which Lightning registers on GPUs only."""
 
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
         wrapped = super().setup_module(module)
-        wrapped.register_comm_hook(None, round_gradients)
+        wrapped.register_comm_hook(None, bf16_hook)
         return wrapped
 
 

@@ -6,6 +6,7 @@ on the same batches for as many steps, through Lightning's Trainer. Each run is 
 """
 
 import argparse
+import itertools
 import logging
 import os
 import statistics
@@ -23,14 +24,13 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import pytorch_lightning as pl
 import torch
-import torch.distributed as dist
+from hooks import bf16_hook
 from models import EXCERPT, MODELS, Loaded, Trained
 from network import DEVICE, FORK, HEADER_BYTES, UNLIMITED, Counters, Lab, LabError, bits_per_second
 from pytorch_lightning.plugins.environments import TorchElasticEnvironment
 from pytorch_lightning.strategies import DDPStrategy, Strategy
 from runs import load, save, versions
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
@@ -39,8 +39,8 @@ from lightning_sparsecomm import Method, methods
 from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
 from lightning_sparsecomm.wire import Ledger
 
-# DDP's buckets are rebuilt after the first step, PowerSGD begins with the third, and methods that exchange every 10 steps
-# touch their memory for the first time in the tenth.
+# DDP's buckets are rebuilt after the first step, PowerSGD begins with the third, and methods that exchange every 10
+# steps touch their memory for the first time in the tenth.
 WARM_UP_STEPS = 10
 
 ALONE, BASELINE = "no communication", "ddp"
@@ -74,11 +74,6 @@ class Hooked(DDPStrategy):
     def _register_ddp_hooks(self) -> None:
         assert isinstance(self.model, DistributedDataParallel)
         self.model.register_comm_hook(self._state(), self._hook)
-
-
-def bf16_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """torch's, under another name: it works on Gloo, but torch refuses it there by its name."""
-    return bf16_compress_hook(state, bucket)  # type: ignore[arg-type]
 
 
 def power_sgd() -> Strategy:
@@ -288,6 +283,10 @@ class Run(NamedTuple):
         return Setting(self.model, self.ranks, self.rate)
 
     @property
+    def key(self) -> "Key":
+        return self.setting, self.row, self.repetition
+
+    @property
     def seconds(self) -> list[float]:
         """Of each step, on rank 0: ranks wait for each other."""
         return self.measured[0].seconds
@@ -320,6 +319,7 @@ class Options(NamedTuple):
     text: Path
     output: Path
     resume: bool
+    only_print: bool
 
     def settings(self) -> dict[str, str | int | None]:
         """All that the result of a run depends on, besides its row and its setting."""
@@ -400,6 +400,28 @@ def cells(several: list[Run], rows: dict[str, list[Run]]) -> list[str]:
     ]
 
 
+def short_table(runs: list[Run]) -> str:
+    """A line for each row, and a column for each setting, as Markdown."""
+    means: dict[Setting, dict[str, float]] = {}
+    for setting in dict.fromkeys(run.setting for run in runs):
+        here = [run for run in runs if run.setting == setting]
+        means[setting] = {
+            row: statistics.mean(seconds for run in here if run.row == row for seconds in run.seconds)
+            for row in dict.fromkeys(run.row for run in here)
+        }
+    lines = [f"| strategy | {' | '.join(', '.join(map(str, setting)) for setting in means)} |"]
+    lines.append(f"|---|{'---:|' * len(means)}")
+    for row in dict.fromkeys(run.row for run in runs):
+        texts = []
+        for rows in means.values():
+            text = f"{1000 * rows[row]:,.0f}" if row in rows else "—"
+            if row in rows and BASELINE in rows and row != BASELINE:
+                text += f" ({rows[BASELINE] / rows[row]:.1f} x)"
+            texts.append(text)
+        lines.append(f"| `{row}` | {' | '.join(texts)} |")
+    return "\n".join(lines)
+
+
 def draw(runs: list[Run], path: Path) -> None:
     """Seconds per step of each row against the rate, a panel for each model and number of ranks."""
     import matplotlib
@@ -459,6 +481,7 @@ def parse() -> Options:
     add("--text", type=Path, default=EXCERPT, metavar="FILE", help="that the language models read, in UTF-8")
     add("--output", type=Path, default=Path("training"), metavar="DIR", help="for training.json and training.png")
     add("--resume", action="store_true", help="skip runs that are in training.json already")
+    add("--only-print", action="store_true", help="run nothing: print and draw what training.json has")
     options = Options(**{"batch_size": None, **vars(parser.parse_args())})
     if min(*options.ranks, options.repetitions, options.batch_size or 1) < 1 or options.steps < 2:
         parser.error("ranks, repetitions and the batch size are at least 1, steps at least 2")
@@ -473,6 +496,35 @@ def parse() -> Options:
     return options
 
 
+Key = tuple[Setting, str, int]
+"""Of a run: its setting, row and repetition."""
+
+
+def wanted(options: Options) -> list[Key]:
+    """The runs that the command line asks for, in their order: rows by turns, in every second repetition backwards."""
+    settings = itertools.starmap(Setting, itertools.product(options.models, options.ranks, options.rates))
+    return [
+        (setting, row, repetition)
+        for setting in settings
+        for repetition in range(options.repetitions)
+        for row in options.rows[:: -1 if repetition % 2 else 1]
+    ]
+
+
+def run_all(runs: list[Run], options: Options) -> None:
+    """Adds the runs that are missing, and writes all as each ends."""
+    loaded = {name: MODELS[name].load(options.data_dir, options.text) for name in options.models}
+    done = {run.key for run in runs}
+    for key in wanted(options):
+        if key in done:
+            continue
+        setting, row, repetition = key
+        runs.append(measure(setting, row, repetition, loaded[setting.model], options))
+        save([run.stored() for run in runs], options.path, options.settings())
+        step = statistics.median(runs[-1].seconds)
+        print(f"{', '.join(map(str, setting))}, {row}: {step:.3f} s", file=sys.stderr, flush=True)
+
+
 def main() -> None:
     options = parse()
     torch.set_num_threads(1)
@@ -481,32 +533,22 @@ def main() -> None:
     warnings.simplefilter("ignore")
     options.output.mkdir(parents=True, exist_ok=True)
     try:
-        runs = [Run.of(stored) for stored in load(options.path, options.settings(), options.resume)]
-        loaded = {name: MODELS[name].load(options.data_dir, options.text) for name in options.models}
-        settings = [
-            Setting(model, ranks, rate) for model in options.models for ranks in options.ranks for rate in options.rates
-        ]
-        wanted = []
-        for setting in settings:
-            for repetition in range(options.repetitions):
-                for row in options.rows[:: -1 if repetition % 2 else 1]:
-                    wanted.append((*setting, row, repetition))
-                    if any(run[:5] == wanted[-1] for run in runs):
-                        continue
-                    runs.append(measure(setting, row, repetition, loaded[setting.model], options))
-                    save([run.stored() for run in runs], options.path, options.settings())
-                    step = statistics.median(runs[-1].seconds)
-                    print(f"{', '.join(map(str, setting))}, {row}: {step:.3f} s", file=sys.stderr, flush=True)
+        resumes = options.resume or options.only_print
+        runs = [Run.of(stored) for stored in load(options.path, options.settings(), resumes)]
+        if not options.only_print:
+            run_all(runs, options)
     except (LabError, FileExistsError, FileNotFoundError, ValueError) as error:
         sys.exit(str(error))
-    shown = [run for key in wanted for run in runs if run[:5] == key]
-    for name in options.models:
-        model = MODELS[name]
-        run = next(run for run in shown if run.model == name)
-        print(f"{name}: {run.parameters:,} parameters, batches of {run.batch_size} {model.samples} per rank")
+    shown = [run for key in wanted(options) for run in runs if run.key == key]
+    if not shown:
+        sys.exit(f"{options.path} has none of the runs that were asked for.")
+    for name, run in {run.model: run for run in shown}.items():
+        print(f"{name}: {run.parameters:,} parameters, batches of {run.batch_size} {MODELS[name].samples} per rank")
     described = ", ".join(f"{name} {value}" for name, value in options.settings().items() if value is not None)
     print(f"{options.repetitions} runs of {options.steps} steps; {described}\n")
     print(table(shown))
+    print("\nMean ms per step, and how many times faster than ddp:\n")
+    print(short_table(shown))
     draw(shown, options.output / "training.png")
 
 
