@@ -8,6 +8,7 @@ on the same batches for as many steps, through Lightning's Trainer. Each run is 
 import argparse
 import itertools
 import logging
+import math
 import os
 import statistics
 import sys
@@ -25,6 +26,8 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 import pytorch_lightning as pl
 import torch
 from hooks import bf16_hook
+from matplotlib import colormaps
+from matplotlib.figure import Figure
 from models import EXCERPT, MODELS, Loaded, Trained
 from network import DEVICE, FORK, HEADER_BYTES, UNLIMITED, Counters, Lab, LabError, bits_per_second
 from pytorch_lightning.plugins.environments import TorchElasticEnvironment
@@ -423,45 +426,33 @@ def short_table(runs: list[Run]) -> str:
 
 
 def draw(runs: list[Run], path: Path) -> None:
-    """Seconds per step of each row against the rate, a panel for each model and number of ranks."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    panels = list(dict.fromkeys((run.model, run.ranks) for run in runs))
-    rates = sorted(dict.fromkeys(run.rate for run in runs), key=lambda rate: bits_per_second(rate) or float("inf"))
+    """Seconds per step of each row against the rate: a panel for each network, a line of panels for each number of
+    ranks."""
+    models = list(dict.fromkeys(run.model for run in runs))
+    worlds = sorted({run.ranks for run in runs}, reverse=True)
+    rates = sorted({run.rate for run in runs}, key=lambda rate: bits_per_second(rate) or math.inf)
     rows = list(dict.fromkeys(run.row for run in runs))
-    figure, axes = pyplot.subplots(
-        1, len(panels), figsize=(4 * len(panels) + 3, 4.5), sharey=True, squeeze=False, layout="constrained"
-    )
-    colors = pyplot.get_cmap("tab20").colors
-    for axis, (model, ranks) in zip(axes[0], panels):
+    figure = Figure(figsize=(max(8, 3 * len(models)), 3.2 * len(worlds) + 1.2), layout="constrained")
+    panels = figure.subplots(len(worlds), len(models), sharex=True, sharey=True, squeeze=False)
+    for (ranks, model), axes in zip(itertools.product(worlds, models), panels.flat):
         for number, row in enumerate(rows):
-            means = {
-                run.rate: statistics.mean(run.seconds)
-                for run in runs
-                if (run.model, run.ranks, run.row) == (model, ranks, row)
-            }
-            places = [place for place, rate in enumerate(rates) if rate in means]
-            axis.plot(
-                places,
-                [means[rates[place]] for place in places],
-                marker="o",
-                markersize=4,
-                color="black" if row == ALONE else colors[number % 20],
-                linestyle="--" if row == ALONE else "-",
-                linewidth=2.5 if row == BASELINE else 1.2,
-                label=row,
-            )
-        axis.set_yscale("log")
-        axis.set_xticks(range(len(rates)), rates)
-        axis.set_title(f"{model}, {ranks} ranks")
-        axis.grid(alpha=0.3, which="both")
-    axes[0][0].set_ylabel("seconds per step, mean")
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right center", fontsize="small")
-    figure.savefig(path, dpi=80)
+            here = [run for run in runs if (run.model, run.ranks, run.row) == (model, ranks, row)]
+            means = {rate: [second for run in here if run.rate == rate for second in run.seconds] for rate in rates}
+            measured = [(place, statistics.mean(means[rate])) for place, rate in enumerate(rates) if means[rate]]
+            style: dict[str, Any] = {"color": colormaps["tab20"].colors[number % 20], "linewidth": 1.2}
+            if row in (ALONE, BASELINE):
+                style = {"color": "black", "linewidth": 2, "linestyle": "--" if row == ALONE else "-"}
+            # A row that has not been run here is in the legend all the same.
+            axes.plot(*(zip(*measured) if measured else ([], [])), marker="o", markersize=4, label=row, **style)
+        axes.set_yscale("log")
+        axes.set_xticks(range(len(rates)), rates)
+        axes.set_title(f"{model}, {ranks} ranks", fontsize="medium")
+        axes.grid(alpha=0.3, which="both")
+    for axes in panels[:, 0]:
+        axes.set_ylabel("seconds per step, mean")
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=5, fontsize="small")
+    figure.savefig(path, dpi=90)
 
 
 def parse() -> Options:
