@@ -137,7 +137,7 @@ def test_a_command_runs_on_each_host(permitted: bool, tmp_path: Path) -> None:
 
 
 def test_what_the_lab_refuses() -> None:
-    with pytest.raises(ValueError, match=r"kbit, mbit or gbit, or unlimited; got '100'. Try 100mbit"):
+    with pytest.raises(ValueError, match=r"kbit, mbit or gbit a second, or unlimited; got '100'. Try 100mbit"):
         Lab(2, "100")
     with pytest.raises(ValueError, match="from 1 to 250; got 0"):
         Lab(0, "unlimited")
