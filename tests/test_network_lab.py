@@ -128,7 +128,9 @@ def test_nothing_is_left_of_a_lab_that_is_killed(permitted: bool, tmp_path: Path
 def test_a_command_runs_on_each_host(permitted: bool, tmp_path: Path) -> None:
     if not permitted:
         return
-    script = 'test "$GLOO_SOCKET_IFNAME" = eth0 && echo "$MASTER_ADDR $WORLD_SIZE" > "$0/$RANK"; exit $RANK'
+    # Rank 1 fails, which ends the other, once both have said who they are.
+    script = 'test "$GLOO_SOCKET_IFNAME" = eth0 && echo "$MASTER_ADDR $WORLD_SIZE" > "$0/$RANK"'
+    script += '; while ! test -s "$0/0"; do sleep 0.05; done; exit $RANK'
     arguments = ["--ranks=2", "--rate=1gbit", "--", "sh", "-c", script, str(tmp_path)]
     done = subprocess.run([sys.executable, SCRIPT, *arguments], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
