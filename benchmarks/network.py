@@ -35,6 +35,8 @@ DEVICE = "eth0"  # of each host
 # too rarely; a larger one lets short messages pass for nothing.
 BURST_SECONDS = 0.002
 
+SLOWEST, FASTEST = 10**5, 10**11  # bits a second
+
 # A packet that would wait longer is dropped, as a switch does whose buffer is full.
 QUEUE_SECONDS = 0.4
 
@@ -88,12 +90,15 @@ def bits_per_second(rate: str) -> int | None:
     """
     if rate == UNLIMITED:
         return None
-    match = re.fullmatch(r"(\d+)(kbit|mbit|gbit)", rate)
+    match = re.fullmatch(r"([0-9]+)(kbit|mbit|gbit)", rate)
     if match is None or not int(match[1]):
         raise ValueError(
             f"a rate is a number of kbit, mbit or gbit a second, or {UNLIMITED}; got {rate!r}. Try 100mbit."
         )
-    return int(match[1]) * _UNITS[match[2]]
+    bits = int(match[1]) * _UNITS[match[2]]
+    if not SLOWEST <= bits <= FASTEST:
+        raise ValueError(f"a rate must be from 100kbit to 100gbit, which can be shaped; got {rate}.")
+    return bits
 
 
 class Lab:
@@ -241,8 +246,10 @@ class Lab:
 
     def run_command(self, command: Sequence[str]) -> int:
         """A command on each host, until all have ended or one has failed; the first exit code that is not 0."""
-        # In a PID namespace of its own: with the command ends whatever it has started.
-        command = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", *command]
+        # In a PID namespace of its own, whose first process is a shell: when that ends, or is killed since this process
+        # is gone, the kernel kills all others, whatever they have become. The command itself takes signals as ever.
+        shell = ["sh", "-c", '"$@"; exit $?', "sh"]
+        command = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", *shell, *command]
         processes = [FORK.Process(target=self._execute, args=(rank, command)) for rank in range(self.ranks)]
         for process in processes:
             process.start()
@@ -251,9 +258,11 @@ class Lab:
             while running:
                 multiprocessing.connection.wait([process.sentinel for process in running])
                 running = [process for process in running if process.is_alive()]
-                failed = [process.exitcode for process in processes if process.exitcode]
+                failed = [rank for rank, process in enumerate(processes) if process.exitcode]
                 if failed:
-                    return failed[0]
+                    code = processes[failed[0]].exitcode or 0
+                    print(f"rank {failed[0]} ended with exit code {code}; the others are ended too.", file=sys.stderr)
+                    return code if code > 0 else 128 - code
             return 0
         finally:
             for process in processes:
@@ -365,6 +374,8 @@ def main() -> None:
             sent = [counters.sent_bytes / 1e6 for counters in lab.run(_sent)]
     except (LabError, ValueError) as error:
         sys.exit(str(error))
+    except KeyboardInterrupt:
+        sys.exit(130)
     each = ", ".join(f"{megabytes:,.2f}" for megabytes in sent)
     print(f"{options.rate}: {seconds:.1f} s; MB sent by each rank, by its network device: {each}", file=sys.stderr)
     sys.exit(code)

@@ -110,6 +110,11 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
 """Rows. Those that exchange every 30 to 500 steps by default do it every 10 here, so that it is measured."""
 
 
+ROUND_STEPS = 10
+EVERY_TEN = [row for row in STRATEGIES if "every=10" in row or row == "sbc2()"]
+"""Rows of which only whole rounds can be compared."""
+
+
 class Setting(NamedTuple):
     """Where rows are compared with each other."""
 
@@ -479,6 +484,8 @@ def parse() -> Options:
     unknown = [row for row in options.rows if row not in STRATEGIES]
     if unknown:
         parser.error(f"--rows are {', '.join(map(repr, STRATEGIES))}; got {unknown[0]!r}")
+    if options.steps % ROUND_STEPS and set(options.rows) & set(EVERY_TEN):
+        parser.error(f"--steps must be a multiple of {ROUND_STEPS}, after which {', '.join(EVERY_TEN)} exchange")
     try:
         for rate in options.rates:
             bits_per_second(rate)

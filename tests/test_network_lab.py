@@ -110,7 +110,8 @@ def test_nothing_is_left_of_a_lab_that_is_killed(permitted: bool, tmp_path: Path
     """Each rank's command has started another, that nobody knows of."""
     if not permitted:
         return
-    script = f'readlink /proc/self/ns/net > "{tmp_path}/$RANK"; sleep 300 & sleep 301'
+    # One changes its user, for which the kernel forgets with whom it is to die.
+    script = f'readlink /proc/self/ns/net > "{tmp_path}/$RANK"; setpriv --reuid 65534 sleep 300 & sleep 301'
     launcher = subprocess.Popen([sys.executable, SCRIPT, "--ranks=2", "--", "sh", "-c", script])
     deadline = time.monotonic() + 30
     while len([path for path in tmp_path.glob("*") if path.read_text()]) < 2:
@@ -134,13 +135,23 @@ def test_a_command_runs_on_each_host(permitted: bool, tmp_path: Path) -> None:
     arguments = ["--ranks=2", "--rate=1gbit", "--", "sh", "-c", script, str(tmp_path)]
     done = subprocess.run([sys.executable, SCRIPT, *arguments], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
+    assert "rank 1 ended with exit code 1; the others are ended too." in done.stderr
     assert "1gbit: " in done.stderr and "MB sent by each rank" in done.stderr
     assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == [f"{address(0)} 2\n"] * 2
+
+
+def test_a_command_that_is_killed_has_failed(permitted: bool) -> None:
+    if not permitted:
+        return
+    arguments = ["--ranks=1", "--", "sh", "-c", "kill -9 $$"]
+    assert subprocess.run([sys.executable, SCRIPT, *arguments], capture_output=True, timeout=60).returncode == 128 + 9
 
 
 def test_what_the_lab_refuses() -> None:
     with pytest.raises(ValueError, match=r"kbit, mbit or gbit a second, or unlimited; got '100'. Try 100mbit"):
         Lab(2, "100")
+    with pytest.raises(ValueError, match="from 100kbit to 100gbit, which can be shaped; got 1kbit"):
+        Lab(2, "1kbit")
     with pytest.raises(ValueError, match="from 1 to 250; got 0"):
         Lab(0, "unlimited")
     done = subprocess.run([sys.executable, SCRIPT, "--rate=fast", "--", "true"], capture_output=True, text=True)
