@@ -8,7 +8,6 @@ hops and bytes, by constants that are measured in the same call. Prints a Markdo
 import argparse
 import json
 import math
-import multiprocessing
 import os
 import platform
 import shlex
@@ -32,16 +31,14 @@ import torch.distributed as dist
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-import lightning_sparsecomm
 from lightning_sparsecomm import Method, methods
 from lightning_sparsecomm.synchronizer import Synchronizer
 from lightning_sparsecomm.wire import GRADIENTS, Collective, Ledger, Waiting, Wire, link_bytes
 
 # The benchmarks are scripts, not a package.
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from network import DEVICE, Counters, Lab, LabError
-
-FORK = multiprocessing.get_context("fork")
+from network import DEVICE, FORK, Counters, Lab, LabError
+from runs import versions
 
 LOOPBACK = "loopback"
 BASELINE = "ddp"
@@ -753,15 +750,6 @@ def plain(value: object) -> object:
     if isinstance(value, dict):
         return {key: plain(each) for key, each in value.items()}
     return [plain(each) for each in value] if isinstance(value, list) else value
-
-
-def versions() -> dict[str, str]:
-    """What the numbers depend on."""
-    return {
-        "lightning_sparsecomm": lightning_sparsecomm.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
 
 
 def main() -> None:

@@ -29,7 +29,18 @@ from hooks import bf16_hook
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 from models import EXCERPT, MODELS, Loaded, Trained
-from network import DEVICE, FORK, HEADER_BYTES, UNLIMITED, Counters, Lab, LabError, bits_per_second
+from network import (
+    DEVICE,
+    FORK,
+    HEADER_BYTES,
+    MESSAGE_BYTES,
+    UNLIMITED,
+    Counters,
+    Lab,
+    LabError,
+    bits_per_second,
+    messages_of,
+)
 from pytorch_lightning.plugins.environments import TorchElasticEnvironment
 from pytorch_lightning.strategies import DDPStrategy, Strategy
 from runs import load, save, versions
@@ -153,13 +164,9 @@ class Marks(NamedTuple):
 
 
 def framing_bytes(ledger: Ledger) -> float:
-    """What Gloo sends besides the messages of the ledger's calls, on average over ranks: 185 bytes for each message,
-    of which a ring all-reduce has 2(W-1), an all-gather W-1, and a broadcast W-1 in all."""
-    ranks = ledger.world_size
-    messages = {"all_reduce": 2 * (ranks - 1), "all_gather": ranks - 1, "broadcast": (ranks - 1) / ranks, "send": 1}
-    return 185 * sum(
-        messages[kind] * traffic.calls for kinds in ledger.rows.values() for kind, traffic in kinds.items()
-    )
+    """What Gloo sends besides the messages of the ledger's calls, on average over ranks."""
+    calls = [(kind, traffic.calls) for kinds in ledger.rows.values() for kind, traffic in kinds.items()]
+    return MESSAGE_BYTES * sum(count * messages_of(kind, ledger.world_size) for kind, count in calls)
 
 
 class Measured(NamedTuple):

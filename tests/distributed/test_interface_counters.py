@@ -58,9 +58,6 @@ pytestmark = pytest.mark.filterwarnings("default:the interface's counters")
 # The loopback device counts packets without Ethernet's.
 HEADER_BYTES = network.HEADER_BYTES - 14
 
-# What Gloo says besides each message: about 185 bytes in an all-reduce or an all-gather, 90 to 150 in a broadcast.
-MESSAGE_BYTES = 185
-
 TOLERANCE = 0.02
 
 # TCP sends again what it fears lost, also on loopback, and also for no reason. Such bytes are no one's: measure anew.
@@ -169,15 +166,10 @@ def _payload_bytes(counted: Counters) -> int:
 def _unexplained(spans: list[Span]) -> float:
     """What the interface counted and the ledgers of all ranks do not explain, as a fraction of what they say."""
     world_size = len(spans)
-    # A ring all-reduce passes each of W parts on W-1 times, twice; an all-gather passes W-1; a broadcast reaches W-1.
-    messages = {
-        "all_reduce": 2 * (world_size - 1),
-        "all_gather": world_size - 1,
-        "broadcast": (world_size - 1) / world_size,
-        "send": 1,
-    }
-    message_count = sum(count * messages[name] for span in spans for name, count in span.sent.calls.items())
-    payload_bytes = max(_payload_bytes(span.counted) for span in spans) - MESSAGE_BYTES * message_count
+    message_count = sum(
+        count * network.messages_of(name, world_size) for span in spans for name, count in span.sent.calls.items()
+    )
+    payload_bytes = max(_payload_bytes(span.counted) for span in spans) - network.MESSAGE_BYTES * message_count
     return payload_bytes / _ledger_bytes(spans) - 1
 
 
