@@ -2,9 +2,8 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,6 +13,7 @@ from lightning_sparsecomm.compensation import Contribution
 from lightning_sparsecomm.exchange.base import Exchange, Exchanged, Outgoing
 from lightning_sparsecomm.gradients import first_nonfinite, sparse_vector
 from lightning_sparsecomm.held import Held, take
+from lightning_sparsecomm.kernels import NotFiniteError
 from lightning_sparsecomm.layout import Layout
 from lightning_sparsecomm.memory import ErrorFeedback, Memory
 from lightning_sparsecomm.rounds import Round
@@ -47,15 +47,16 @@ class Channel:
         Raises:
             NonFiniteGradientError, PayloadError: As the exchange says. Memories are then as they were before.
         """
-        with self.reducing(gradients, round, wire, sparse) as finish:
-            pass
-        return finish()
+        with self.reducing(gradients, round, wire, sparse) as reduction:
+            reduction.exchange()
+        return reduction.finish()
 
     @contextmanager
     def reducing(
         self, gradients: Sequence[Tensor | None], round: Round, wire: Wire, sparse: bool = False
-    ) -> Iterator[Callable[[], Exchanged]]:
-        """`reduce` in two: within the context it is exchanged; calling what that gives, after it, tells the memories.
+    ) -> Iterator["Reduction"]:
+        """`reduce` in three: entered, what can go on by itself is set going; then it is to be exchanged, within the
+        context; and then finished, after it.
 
         Whatever is raised before, memories are as they were, to round-off: they give back what they had taken in, and
         what was sent goes for nothing. The gradients must not be changed until then.
@@ -63,13 +64,9 @@ class Channel:
         contributions: list[Contribution] = []
         try:
             outgoing = self._outgoing(gradients, round, sparse, contributions)
-            exchanged = self.exchange.run(outgoing, round, wire)
-            yield partial(self._finish, exchanged, round)
+            yield Reduction(self, self.exchange.begin(outgoing, round, wire), round, wire)
         except BaseException:
-            for contribution in reversed(contributions):
-                contribution.take_back()
-            for memory, contribution in reversed(list(zip(self.memories, contributions))):
-                memory.take_back(contribution, round)
+            self._take_back(contributions, round)
             raise
 
     def _outgoing(
@@ -77,21 +74,40 @@ class Channel:
     ) -> Outgoing:
         """What is exchanged of gradients; notes what each memory is given, and what the last one gives."""
         present = [gradient is not None for gradient in gradients]
-        # A finite norm of all of them has said it already.
-        nonfinite = None if math.isfinite(round.gradient_norm) else first_nonfinite(gradients)
+        # Looked over where no finite norm of all of them has told already: by the residual in passing, if nothing
+        # before it would hold on to what is not finite; else in a pass of its own, which costs a read of all of them.
+        unknown = not math.isfinite(round.gradient_norm)
+        takes_in = any(isinstance(memory, ErrorFeedback) for memory in self.memories)
+        in_passing = takes_in and all(memory.checks for memory in self.memories)
+        nonfinite = first_nonfinite(gradients) if unknown and not in_passing else None
         if sparse:
             return Outgoing(sparse_vector(gradients, round.layout, self.dtype, self.device), present, nonfinite)
+        if nonfinite is None:
+            contributions.append(
+                Contribution(gradients, wanted=self.exchange.wanted(round), checked=unknown and in_passing)
+            )
+            try:
+                for memory in self.memories:
+                    contributions.append(memory.compensate(contributions[-1], round))
+            except NotFiniteError:
+                nonfinite = first_nonfinite(gradients)
         if nonfinite is not None:
+            self._take_back(contributions, round)
             nothing = torch.zeros(round.layout.size, dtype=self.dtype, device=self.device)
             return Outgoing(nothing, present, nonfinite)
-        contributions.append(Contribution(gradients, wanted=self.exchange.wanted(round)))
-        for memory in self.memories:
-            contributions.append(memory.compensate(contributions[-1], round))
         contribution = contributions[-1].vector(round.layout, self.dtype, self.device)
         assert contribution.flat is not None
         return Outgoing(contribution.flat, present, None, contribution.candidates)
 
-    def _finish(self, exchanged: Exchanged, round: Round) -> Exchanged:
+    def _take_back(self, contributions: list[Contribution], round: Round) -> None:
+        """Undoes what memories have done with the contributions, which they are no longer given then."""
+        for contribution in reversed(contributions):
+            contribution.take_back()
+        for memory, contribution in reversed(list(zip(self.memories, contributions))):
+            memory.take_back(contribution, round)
+        contributions.clear()
+
+    def finish(self, exchanged: Exchanged, round: Round) -> Exchanged:
         """Memories forget what was sent, and have their say on what is shared."""
         for memory in reversed(self.memories):
             memory.update(exchanged.sent)
@@ -140,3 +156,25 @@ class Channel:
 
     def __repr__(self) -> str:
         return f"Channel({self.exchange!r}, {list(self.memories)!r})"
+
+
+class Reduction:
+    """A round of a channel that has begun; see `Channel.reducing`."""
+
+    def __init__(self, channel: Channel, outgoing: Outgoing, round: Round, wire: Wire) -> None:
+        self._channel = channel
+        self._outgoing = outgoing
+        self._round = round
+        self._wire = wire
+
+    def exchange(self) -> None:
+        """Exchanges it, or waits until that is done.
+
+        Raises:
+            NonFiniteGradientError, PayloadError: As the exchange says.
+        """
+        self._exchanged = self._channel.exchange.run(self._outgoing, self._round, self._wire)
+
+    def finish(self) -> Exchanged:
+        """Tells the memories what was sent, now that it is sent for good."""
+        return self._channel.finish(self._exchanged, self._round)

@@ -58,6 +58,7 @@ class Contribution:
         flat: The `[n]` vector whose views the parts are, where all that was to be done is done.
         candidates: For each of `wanted`, sorted positions that hold its k largest elements, or all its non-zeros; None
             where that is not known.
+        checked: Whether the parts are looked over when memories take them in.
         done: What has been carried out, in order, of this contribution and of those that came of it; see `take_back`.
     """
 
@@ -67,6 +68,7 @@ class Contribution:
     wanted: Sequence[Wanted] = ()
     flat: Tensor | None = None
     candidates: Sequence[Tensor | None] = field(default=())
+    checked: bool = False
     done: list[Update] = field(default_factory=list)
 
     def vector(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> "Contribution":
@@ -87,6 +89,9 @@ class Contribution:
         """Adds scaled gradients, through their momentum, to `residual` (`[n]`); candidates are noted in the same pass.
 
         Segments without a gradient are left as they are, and so is their momentum.
+
+        Raises:
+            NotFiniteError: Parts that are to be checked are not finite; what had been done by then is in `done`.
         """
         views, flats = layout.views(residual), layout.flats(residual)
         kernels = kernels_for(residual.device, residual.dtype)
@@ -96,7 +101,8 @@ class Contribution:
                 updates.append(None)
                 continue
             # Positions count in row-major order, which is not how a channels-last gradient lies in memory.
-            update = Update(flat, part.to(flat.dtype).contiguous().view(-1), None, keep, self.scale)
+            gradient = part.to(flat.dtype).contiguous().view(-1)
+            update = Update(flat, gradient, keep=keep, scale=self.scale, checked=self.checked)
             step = self.steps[index] if self.steps else None
             if step is not None:
                 velocity, momentum, gain, lookahead = step

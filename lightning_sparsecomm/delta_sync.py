@@ -2,9 +2,8 @@
 
 import copy
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
@@ -20,7 +19,7 @@ from lightning_sparsecomm.held import Held, prefixed, take, within
 from lightning_sparsecomm.layout import Layout, SparseVector
 from lightning_sparsecomm.rounds import Round
 from lightning_sparsecomm.schedules import Every, check_every, every_at
-from lightning_sparsecomm.sync import Sync, wide_dtype
+from lightning_sparsecomm.sync import Sync, nothing_to_wait_for, wide_dtype
 from lightning_sparsecomm.takeover import mask_momentum_
 from lightning_sparsecomm.wire import UPDATES, Wire
 
@@ -127,7 +126,7 @@ class DeltaSync(Sync):
 
     def synchronize(
         self, stream: int, optimizer: Optimizer, parameters: NamedParameters, round: Round, wire: Wire
-    ) -> AbstractContextManager[None]:
+    ) -> AbstractContextManager[Callable[[], None]]:
         """Notes the weights before the first step; gradients stay this rank's own."""
         local = self._locals.get(stream)
         if local is None:
@@ -136,7 +135,7 @@ class DeltaSync(Sync):
             self._extend(stream, local, parameters, round.layout)
         wire.ledger.ddp_bytes += sum(p.numel() * p.element_size() for _, p in parameters if p.requires_grad)
         wire.ledger.elements += round.layout.size
-        return nullcontext()
+        return nullcontext(nothing_to_wait_for)
 
     def skip(self, stream: int, optimizer: Optimizer, parameters: NamedParameters, round: Round, wire: Wire) -> None:
         """As any step, for its count decides when ranks meet, and a first one makes the anchor."""
@@ -215,21 +214,22 @@ class DeltaSync(Sync):
     ) -> Iterator[bool]:
         weights = [weight.detach() for _, weight in parameters]
         anchors = [local.anchors[name].detach() for name, _ in parameters]
-        ledger, begin = wire.ledger, time.perf_counter()
-        changes = _changes_in(weights, anchors)
         wire = wire.under(UPDATES)
-        with local.channel.reducing(changes, replace(round, quantity="weight update"), wire) as finish:
-            ledger.exchange_seconds += time.perf_counter() - begin
+        ledger, round_of_changes = wire.ledger, replace(round, quantity="weight update")
+        with ExitStack() as turn:
+            with ledger.exchanging():
+                changes = _changes_in(weights, anchors)
+                reduction = turn.enter_context(local.channel.reducing(changes, round_of_changes, wire))
+                reduction.exchange()
             yield True
-        begin = time.perf_counter()
-        exchanged = finish()
-        self._move(local, anchors, exchanged, round.layout)
-        torch._foreach_copy_(weights, anchors)
-        local.steps = 0
-        if self.mask_momentum:
-            mask_momentum_(optimizer, parameters, exchanged.sent, round.layout)
+        with ledger.exchanging():
+            exchanged = reduction.finish()
+            self._move(local, anchors, exchanged, round.layout)
+            torch._foreach_copy_(weights, anchors)
+            local.steps = 0
+            if self.mask_momentum:
+                mask_momentum_(optimizer, parameters, exchanged.sent, round.layout)
         sent = exchanged.sent
-        ledger.exchange_seconds += time.perf_counter() - begin
         ledger.sent_elements += sent.indices.numel() if isinstance(sent, SparseVector) else sent.numel()
 
     def _move(self, local: _Local, anchors: list[Tensor], exchanged: Exchanged, layout: Layout) -> None:

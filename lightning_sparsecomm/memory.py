@@ -23,6 +23,10 @@ class Memory(ABC):
     clips = False
     """Whether it clips each rank's own gradient, after which the shared one is not clipped again."""
 
+    checks = False
+    """Whether `compensate` holds on to nothing of gradients that are not finite, and so can be given such: it leaves
+    them to others, or takes them in by `Contribution.added_to_`. Else they are looked over before it is called."""
+
     def objection(self, optimizer: Optimizer) -> str | None:
         """Why this memory is not defined for an optimizer, and what to use instead; None where it is."""
         return None
@@ -121,6 +125,8 @@ class ErrorFeedback(Memory):
         ValueError: `decay` outside (0, 1].
     """
 
+    checks = True
+
     def __init__(self, decay: float = 1.0) -> None:
         if not 0 < decay <= 1:
             raise ValueError(
@@ -171,6 +177,7 @@ class ClipLocalNorm(Memory):
     """
 
     clips = True
+    checks = True
 
     def __init__(self, max_norm: float | None = None) -> None:
         number = isinstance(max_norm, (int, float)) and not isinstance(max_norm, bool)
@@ -220,6 +227,7 @@ class _Velocity(Memory):
     """Momentum that the method applies in the place of torch.optim.SGD, with what its groups say in each step."""
 
     corrects_momentum = True
+    checks = True
 
     def __init__(self) -> None:
         self._velocity = NamedVector()

@@ -5,8 +5,8 @@ import fnmatch
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Literal
 
@@ -146,9 +146,10 @@ class Sync(ABC):
     @abstractmethod
     def synchronize(
         self, stream: int, optimizer: Optimizer, parameters: NamedParameters, round: Round, wire: Wire
-    ) -> AbstractContextManager[None]:
-        """Entered once per optimizer step, where it exchanges; left once all syncs of the optimizer have: then it puts
-        the shared gradient into each parameter's `.grad`. Left by an error, its own or another's, it changes nothing.
+    ) -> AbstractContextManager[Callable[[], None]]:
+        """Entered once per optimizer step; calling what that gives exchanges. Left once all syncs of the optimizer
+        have: then it puts the shared gradient into each parameter's `.grad`. Left by an error, its own or another's, it
+        changes nothing.
 
         Args:
             stream: Index of the optimizer. State of one stream never mixes with that of another.
@@ -158,6 +159,11 @@ class Sync(ABC):
             round: Step, epoch and seeds; its layout is that of `parameters`.
             wire: Where to communicate.
         """
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether `synchronize`, once entered, has set its exchange going, which others need not wait for."""
+        return False
 
     def meets(self, parameters: NamedParameters) -> bool:
         """Whether ranks communicate in `synchronize`, so that they must agree beforehand that none skips it."""
@@ -211,6 +217,10 @@ class Sync(ABC):
     def residual_norm(self) -> float:
         """Euclidean norm of what this rank holds back; 0 where nothing is."""
         return 0.0
+
+
+def nothing_to_wait_for() -> None:
+    """What `Sync.synchronize` gives where nothing is exchanged."""
 
 
 def _gathered_bytes(gradient: Tensor) -> int:
@@ -301,6 +311,10 @@ class GradientSync(Sync):
     def clips(self) -> bool:
         return self.channel.clips
 
+    @property
+    def overlaps(self) -> bool:
+        return self.channel.exchange.overlaps
+
     def objection(self, optimizer: Optimizer) -> str | None:
         if isinstance(optimizer, LBFGS):
             return (
@@ -318,18 +332,18 @@ class GradientSync(Sync):
     @contextmanager
     def synchronize(
         self, stream: int, optimizer: Optimizer, parameters: NamedParameters, round: Round, wire: Wire
-    ) -> Iterator[None]:
+    ) -> Iterator[Callable[[], None]]:
         channel = self._bound(stream, parameters, round.layout)
         if channel.corrects_momentum:
             round = replace(round, momentum=momentum_rules(optimizer, parameters))
         gradients = [gradient_of(name, parameter) for name, parameter in parameters]
-        ledger, begin = wire.ledger, time.perf_counter()
-        with channel.reducing(gradients, round, wire, bool(self.takes_sparse)) as finish:
-            ledger.exchange_seconds += time.perf_counter() - begin
-            yield
-        begin = time.perf_counter()
-        exchanged = finish()
-        ledger.exchange_seconds += time.perf_counter() - begin
+        ledger = wire.ledger
+        with ExitStack() as turn:
+            with ledger.exchanging():
+                reduction = turn.enter_context(channel.reducing(gradients, round, wire, bool(self.takes_sparse)))
+            yield ledger.exchanging()(reduction.exchange)
+        with ledger.exchanging():
+            exchanged = reduction.finish()
         self._count(gradients, parameters, ledger)
         sent = exchanged.sent
         ledger.sent_elements += sent.indices.numel() if isinstance(sent, SparseVector) else sent.numel()
@@ -451,10 +465,10 @@ class BucketSync(Sync):
 
     def synchronize(
         self, stream: int, optimizer: Optimizer, parameters: NamedParameters, round: Round, wire: Wire
-    ) -> AbstractContextManager[None]:
+    ) -> AbstractContextManager[Callable[[], None]]:
         late = self._not_in_buckets(parameters)
         if not late:
-            return nullcontext()
+            return nullcontext(nothing_to_wait_for)
         return self._late.synchronize(stream, optimizer, late, replace(round, layout=Layout.of(late)), wire)
 
     def state_dict(self, stream: int) -> Held:

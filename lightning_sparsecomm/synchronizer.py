@@ -311,12 +311,20 @@ class Synchronizer:
         self.wire.step = stream.steps
         # No memory forgets, and no gradient is written, before all syncs have exchanged: a step is shared whole or not.
         with torch.no_grad(), ExitStack() as turns:
-            for sync, parameters, layout in stream.pieces:
+            # What goes on by itself comes first, so that the others select and code meanwhile.
+            overlapping: list[Callable[[], None]] = []
+            for sync, parameters, layout in sorted(stream.pieces, key=lambda piece: not piece[0].overlaps):
                 round = replace(self._round(stream, layout), gradient_norm=stream.norm, max_norm=stream.max_norm)
                 if stream.skips:
                     sync.skip(index, optimizer, parameters, round, self.wire)
+                    continue
+                exchange = turns.enter_context(sync.synchronize(index, optimizer, parameters, round, self.wire))
+                if sync.overlaps:
+                    overlapping.append(exchange)
                 else:
-                    turns.enter_context(sync.synchronize(index, optimizer, parameters, round, self.wire))
+                    exchange()
+            for exchange in overlapping:
+                exchange()
         if stream.skips:
             make_nonfinite_(stream.parameters())
         stream.shared = True

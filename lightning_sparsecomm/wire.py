@@ -3,7 +3,8 @@
 import copy
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal
@@ -95,6 +96,13 @@ class Ledger:
         self.elements = 0
         self.exchange_seconds = 0.0
         self.steps = 0
+
+    @contextmanager
+    def exchanging(self) -> Iterator[None]:
+        """Adds the time in its context to `exchange_seconds`."""
+        begin = time.perf_counter()
+        yield
+        self.exchange_seconds += time.perf_counter() - begin
 
     def record(self, row: str, collective: Collective, handed_bytes: int) -> None:
         """Enters one call."""
@@ -251,6 +259,19 @@ class Wire:
         with self._calling("all_reduce", tensor, row):
             dist.all_reduce(tensor, group=self.group)
         return tensor
+
+    def all_reduce_later_(self, tensor: Tensor, row: str | None = None) -> Callable[[], None]:
+        """Begins to sum `tensor` over ranks, in place; calling what it gives waits until that is done."""
+        waiting = self._calling("all_reduce", tensor, row)
+        with waiting:
+            work = dist.all_reduce(tensor, group=self.group, async_op=True)
+        assert work is not None
+
+        def wait() -> None:
+            with waiting:
+                work.wait()
+
+        return wait
 
     def all_reduce_future(self, tensor: Tensor, row: str | None = None) -> "torch.futures.Future[list[Tensor]]":
         """Begins to sum `tensor` over ranks, in place; the future holds `[tensor]`.

@@ -1,6 +1,6 @@
 """Whose gradients are shared, and when: in one process, with an exchange that counts its rounds."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -9,7 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_sparsecomm.channel import Channel
-from lightning_sparsecomm.exchange import DenseAllReduce, Exchanged, Outgoing
+from lightning_sparsecomm.codecs import SparseCodec, TopK
+from lightning_sparsecomm.compensation import Contribution
+from lightning_sparsecomm.exchange import DenseAllReduce, Exchanged, Gather, Outgoing
 from lightning_sparsecomm.memory import ErrorFeedback
 from lightning_sparsecomm.method import Method
 from lightning_sparsecomm.methods import dense, gradient_dropping
@@ -159,6 +161,39 @@ def test_a_module_that_grows_is_looked_at_again(synchronizer: Synchronizer) -> N
     backward(synchronizer, module)
     synchronizer.synchronize(optimizer)
     assert Halving.rounds == [(["0.weight", "1.weight", "2.weight"], 0)]
+
+
+def test_what_goes_on_by_itself_is_on_the_wire_while_the_rest_is_selected(wire: Wire) -> None:
+    events: list[str] = []
+
+    class Noted(DenseAllReduce):
+        def begin(self, outgoing: Outgoing, round: Round, wire: Wire) -> Outgoing:
+            events.append(f"begin {round.layout.segments[0].name}")
+            return super().begin(outgoing, round, wire)
+
+        def run(self, outgoing: Outgoing, round: Round, wire: Wire) -> Exchanged:
+            events.append(f"run {round.layout.segments[0].name}")
+            return super().run(outgoing, round, wire)
+
+    class Compensates(ErrorFeedback):
+        def compensate(self, contribution: Contribution, round: Round) -> Contribution:
+            events.append(f"compensate {round.layout.segments[0].name}")
+            return super().compensate(contribution, round)
+
+    class Selects(TopK):
+        def select(self, x: torch.Tensor, round: Round, candidates: Sequence[Tensor | None] = ()) -> Tensor:
+            events.append(f"select {round.layout.segments[0].name}")
+            return super().select(x, round, candidates)
+
+    sparse = GradientSync(Channel(Gather(SparseCodec(Selects(0.5))), [Compensates()]), parameters=["0.*"])
+    synchronizer = Synchronizer(Method([sparse, GradientSync(Channel(Noted()), rest=True)]), wire)
+    module, optimizer, _ = ready(synchronizer)
+    own = gradients(module)
+    synchronizer.synchronize(optimizer)
+    assert events == ["begin 1.weight", "compensate 0.weight", "select 0.weight", "run 1.weight"]
+    assert torch.equal(gradients(module)[1], own[1])
+    assert synchronizer.wire.ledger.exchange_seconds > 0
+    synchronizer.close()
 
 
 def test_the_residual_survives_growth(wire: Wire) -> None:

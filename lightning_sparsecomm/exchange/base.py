@@ -1,7 +1,7 @@
 """One whole round of communication, be it one collective or several."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -61,12 +61,14 @@ class Outgoing(NamedTuple):
         nonfinite_segment: The first segment whose gradient is not finite; then `x` is meaningless, and the others must
             learn of it. None where all are.
         candidates: As `Exchange.wanted` asked for; they make selection quicker, and change nothing.
+        begun: Ends what `Exchange.begin` has set going; None where nothing was.
     """
 
     x: Tensor | SparseVector
     present: Sequence[bool]
     nonfinite_segment: int | None = None
     candidates: Sequence[Tensor | None] = ()
+    begun: "Callable[[], Exchanged] | None" = None
 
 
 class Exchanged(NamedTuple):
@@ -88,6 +90,9 @@ class Exchange(ABC):
 
     takes_sparse = False
     """Whether it also exchanges vectors of which only some elements are held, and then gives such back."""
+
+    overlaps = False
+    """Whether `begin` sets all of it going, so that others can select and code while it is on the wire."""
 
     def objection(self, layout: Layout) -> str | None:
         """Why it cannot exchange vectors of this layout, and what to do; None where it can."""
@@ -112,6 +117,13 @@ class Exchange(ABC):
                 " nn.Embedding(sparse=False)."
             )
         return outgoing.x
+
+    def begin(self, outgoing: Outgoing, round: Round, wire: Wire) -> Outgoing:
+        """Sets going what can go on by itself until `run` is called with what this gives; nothing, in most exchanges.
+
+        All ranks call it in the same rounds and order. After an error of another exchange, `run` may not be called.
+        """
+        return outgoing
 
     @abstractmethod
     def run(self, outgoing: Outgoing, round: Round, wire: Wire) -> Exchanged:

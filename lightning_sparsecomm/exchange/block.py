@@ -75,7 +75,7 @@ class BlockReduce(Exchange):
         self.always_sketch = always_sketch
 
     def run(self, outgoing: Outgoing, round: Round, wire: Wire) -> Exchanged:
-        x, present, nonfinite_segment, _ = outgoing
+        x, present, nonfinite_segment, *_ = outgoing
         values = x.values if isinstance(x, SparseVector) else x
         bounds = self.blocks.bounds(round.layout, values.device)
         mine = values.new_empty(0, dtype=torch.int64)

@@ -43,13 +43,14 @@ class DenseAllReduce(Exchange):
         ValueError: Unknown `wire_dtype`.
     """
 
+    overlaps = True
+
     def __init__(self, wire_dtype: WireDtype = "same") -> None:
         check_wire_dtype(wire_dtype)
         self.wire_dtype = wire_dtype
 
-    def run(self, outgoing: Outgoing, round: Round, wire: Wire) -> Exchanged:
-        _, present, nonfinite_segment, _ = outgoing
-        x = self.dense(outgoing)
+    def begin(self, outgoing: Outgoing, round: Round, wire: Wire) -> Outgoing:
+        x, present, nonfinite_segment = self.dense(outgoing), outgoing.present, outgoing.nonfinite_segment
         n = x.numel()
         buffer = x.new_empty(n + len(present), dtype=WIRE_DTYPES[self.wire_dtype])
         # Divided before the sum, so that float16 does not overflow where the mean would not.
@@ -59,10 +60,20 @@ class DenseAllReduce(Exchange):
             # Spreads to all ranks by the sum.
             buffer[n + nonfinite_segment] = float("nan")
         sent = x if buffer.dtype == x.dtype else buffer[:n].to(x.dtype) * wire.world_size
-        wire.all_reduce_(buffer)
-        if bool(buffer[n:].isnan().any()):
-            raise NonFiniteGradientError.found_on_any(nonfinite_segment, round, wire, x.device)
-        return Exchanged(buffer[:n].to(x.dtype), sent, (buffer[n:] > 0).tolist())
+        wait = wire.all_reduce_later_(buffer)
+
+        def end() -> Exchanged:
+            wait()
+            if bool(buffer[n:].isnan().any()):
+                raise NonFiniteGradientError.found_on_any(nonfinite_segment, round, wire, x.device)
+            return Exchanged(buffer[:n].to(x.dtype), sent, (buffer[n:] > 0).tolist())
+
+        return outgoing._replace(begun=end)
+
+    def run(self, outgoing: Outgoing, round: Round, wire: Wire) -> Exchanged:
+        end = outgoing.begun or self.begin(outgoing, round, wire).begun
+        assert end is not None
+        return end()
 
     def __repr__(self) -> str:
         return f"DenseAllReduce(wire_dtype={self.wire_dtype!r})"

@@ -40,7 +40,7 @@ class Gather(Exchange):
         return self.compressor.wanted(round)
 
     def run(self, outgoing: Outgoing, round: Round, wire: Wire) -> Exchanged:
-        _, present, nonfinite_segment, candidates = outgoing
+        _, present, nonfinite_segment, candidates, _ = outgoing
         x = self.dense(outgoing)
         body = x.new_empty(0, dtype=torch.uint8)
         if nonfinite_segment is None:

@@ -44,7 +44,7 @@ class RecursiveDoubling(Exchange):
         return self.selector.wanted(round)
 
     def run(self, outgoing: Outgoing, round: Round, wire: Wire) -> Exchanged:
-        _, present, nonfinite_segment, candidates = outgoing
+        _, present, nonfinite_segment, candidates, _ = outgoing
         x = self.dense(outgoing)
         chosen = x.new_empty(0, dtype=torch.int64)
         if nonfinite_segment is None:

@@ -96,7 +96,7 @@ class SketchedTopK(Exchange):
         )
 
     def run(self, outgoing: Outgoing, round: Round, wire: Wire) -> Exchanged:
-        _, present, nonfinite_segment, _ = outgoing
+        _, present, nonfinite_segment, *_ = outgoing
         x = self.dense(outgoing)
         n, seed = x.numel(), round.shared_seed()
         k = self._k(n, round)

@@ -6,11 +6,12 @@ from importlib.util import find_spec
 import torch
 
 from lightning_sparsecomm.kernels.positions import Parsed, PositionKernels
-from lightning_sparsecomm.kernels.reference import Reference, Update
+from lightning_sparsecomm.kernels.reference import NotFiniteError, Reference, Update
 from lightning_sparsecomm.kernels.sketch import Candidates, SketchKernels
 
 __all__ = [
     "Candidates",
+    "NotFiniteError",
     "Parsed",
     "PositionKernels",
     "Reference",

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_sparsecomm.kernels.reference import Reference, Update
+from lightning_sparsecomm.kernels.reference import NotFiniteError, Reference, Update
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -19,6 +19,7 @@ Bits = NDArray[np.uint32] | NDArray[np.uint64]
 Positions = NDArray[np.int64]
 Flags = NDArray[np.uint8]
 Scalar = np.float32 | np.float64
+Unsigned = np.uint32 | np.uint64
 
 # Pieces of residual, velocity, gradient and flags stay in the first-level cache.
 _PIECE = 4096
@@ -74,12 +75,30 @@ def _reaching(x: Floats, threshold: Scalar, found: Positions) -> int:
     return count
 
 
+# In all three, an element of the gradient counts as 0 where (its bits & mask) == infinite; they say whether none does.
+
+
 @compiled
-def _add(residual: Floats, gradient: Floats, keep: Scalar, scale: Scalar, threshold: Scalar, flags: Flags) -> None:
+def _add(
+    residual: Floats,
+    gradient: Floats,
+    bits: Bits,
+    keep: Scalar,
+    scale: Scalar,
+    threshold: Scalar,
+    flags: Flags,
+    mask: Unsigned,
+    infinite: Unsigned,
+) -> bool:
+    flawed = False
     for i in range(residual.size):
-        v = keep * residual[i] + scale * gradient[i]
+        flaw = (bits[i] & mask) == infinite
+        flawed |= flaw
+        g = scale * (residual.dtype.type(0) if flaw else gradient[i])
+        v = keep * residual[i] + g
         residual[i] = v
         flags[i] = abs(v) >= threshold
+    return not flawed
 
 
 @compiled
@@ -87,19 +106,27 @@ def _add_velocity(
     residual: Floats,
     velocity: Floats,
     gradient: Floats,
+    bits: Bits,
     keep: Scalar,
     scale: Scalar,
     momentum: Scalar,
     gain: Scalar,
     threshold: Scalar,
     flags: Flags,
-) -> None:
+    mask: Unsigned,
+    infinite: Unsigned,
+) -> bool:
+    flawed = False
     for i in range(residual.size):
-        u = momentum * velocity[i] + gain * (scale * gradient[i])
+        flaw = (bits[i] & mask) == infinite
+        flawed |= flaw
+        g = scale * (residual.dtype.type(0) if flaw else gradient[i])
+        u = momentum * velocity[i] + gain * g
         velocity[i] = u
         v = keep * residual[i] + u
         residual[i] = v
         flags[i] = abs(v) >= threshold
+    return not flawed
 
 
 @compiled
@@ -107,6 +134,7 @@ def _add_nesterov(
     residual: Floats,
     velocity: Floats,
     gradient: Floats,
+    bits: Bits,
     keep: Scalar,
     scale: Scalar,
     momentum: Scalar,
@@ -114,14 +142,20 @@ def _add_nesterov(
     lookahead: Scalar,
     threshold: Scalar,
     flags: Flags,
-) -> None:
+    mask: Unsigned,
+    infinite: Unsigned,
+) -> bool:
+    flawed = False
     for i in range(residual.size):
-        g = scale * gradient[i]
+        flaw = (bits[i] & mask) == infinite
+        flawed |= flaw
+        g = scale * (residual.dtype.type(0) if flaw else gradient[i])
         u = momentum * velocity[i] + gain * g
         velocity[i] = u
         v = (keep * residual[i] + g) + lookahead * u
         residual[i] = v
         flags[i] = abs(v) >= threshold
+    return not flawed
 
 
 @compiled
@@ -129,6 +163,7 @@ def _update(
     residual: Floats,
     velocity: Floats,
     gradient: Floats,
+    bits: Bits,
     keep: Scalar,
     scale: Scalar,
     momentum: Scalar,
@@ -137,25 +172,31 @@ def _update(
     kind: int,
     threshold: Scalar,
     found: Positions,
-) -> int:
+    mask: Unsigned,
+    infinite: Unsigned,
+) -> tuple[int, bool]:
     flags = np.zeros(_PIECE, np.uint8)
     words = flags.view(np.uint64)
     count = 0
+    finite = True
     for start in range(0, residual.size, _PIECE):
-        v, g = residual[start : start + _PIECE], gradient[start : start + _PIECE]
+        piece = slice(start, start + _PIECE)
+        v, g, b = residual[piece], gradient[piece], bits[piece]
         if v.size < _PIECE:
             flags[:] = 0
         if kind == 0:
-            _add(v, g, keep, scale, threshold, flags)
+            finite &= _add(v, g, b, keep, scale, threshold, flags, mask, infinite)
         else:
-            u = velocity[start : start + _PIECE]
+            u = velocity[piece]
             if kind == 1:
-                _add_velocity(v, u, g, keep, scale, momentum, gain, threshold, flags)
+                finite &= _add_velocity(v, u, g, b, keep, scale, momentum, gain, threshold, flags, mask, infinite)
             else:
-                _add_nesterov(v, u, g, keep, scale, momentum, gain, lookahead, threshold, flags)
+                finite &= _add_nesterov(
+                    v, u, g, b, keep, scale, momentum, gain, lookahead, threshold, flags, mask, infinite
+                )
         if found.size:
             count = _note(flags, words, v.size, start, found, count)
-    return count
+    return count, finite
 
 
 @compiled
@@ -163,16 +204,19 @@ def _probe(
     residual: Floats,
     velocity: Floats,
     gradient: Floats,
+    bits: Bits,
     keep: Scalar,
     scale: Scalar,
     momentum: Scalar,
     gain: Scalar,
     lookahead: Scalar,
     kind: int,
+    mask: Unsigned,
+    infinite: Unsigned,
     stride: int,
 ) -> Floats:
-    v, u, g = residual[::stride].copy(), velocity[::stride].copy(), gradient[::stride].copy()
-    _update(v, u, g, keep, scale, momentum, gain, lookahead, kind, keep, np.empty(0, np.int64))
+    v, u, g, b = residual[::stride].copy(), velocity[::stride].copy(), gradient[::stride].copy(), bits[::stride].copy()
+    _update(v, u, g, b, keep, scale, momentum, gain, lookahead, kind, keep, np.empty(0, np.int64), mask, infinite)
     return np.abs(v)
 
 
@@ -272,7 +316,7 @@ def _energies(x: Floats, bounds: Positions, energies: NDArray[np.float64]) -> No
         energies[stretch] = energy
 
 
-Arguments = tuple[Floats, Floats, Floats, Scalar, Scalar, Scalar, Scalar, Scalar, int]
+Arguments = tuple[Floats, Floats, Floats, Bits, Scalar, Scalar, Scalar, Scalar, Scalar, int]
 
 
 def _arguments(update: Update) -> Arguments:
@@ -282,6 +326,7 @@ def _arguments(update: Update) -> Arguments:
         residual,
         residual if update.velocity is None else update.velocity.numpy(),
         gradient,
+        gradient.view(f"u{gradient.itemsize}"),
         scalar(update.keep),
         scalar(update.scale),
         scalar(update.momentum),
@@ -291,17 +336,28 @@ def _arguments(update: Update) -> Arguments:
     )
 
 
+def _flaws(update: Update, checked: bool) -> tuple[Unsigned, Unsigned]:
+    """Mask and bits by which `_update` tells what is not finite, whose exponent is all ones; or bits that none has."""
+    infinity = np.array([np.inf], update.gradient.numpy().dtype)
+    (exponent,) = infinity.view(f"u{infinity.itemsize}")
+    return (exponent, exponent) if checked else (exponent - exponent, exponent)
+
+
 class Cpu(Reference):
     """Numba kernels for float32 and float64 vectors on the CPU."""
 
     def probe(self, update: Update, stride: int) -> Tensor:
-        return torch.from_numpy(_probe(*_arguments(update), stride))
+        return torch.from_numpy(_probe(*_arguments(update), *_flaws(update, checked=False), stride))
 
     def update_(self, update: Update, threshold: float | None, capacity: int) -> Tensor | None:
         arguments = _arguments(update)
         residual = arguments[0]
         found = np.empty(0 if threshold is None else min(capacity, residual.size) + _WORD, np.int64)
-        return self._found(found, _update(*arguments, residual.dtype.type(threshold or 0.0), found))
+        least = residual.dtype.type(threshold or 0.0)
+        count, finite = _update(*arguments, least, found, *_flaws(update, update.checked))
+        if not finite:
+            raise NotFiniteError
+        return self._found(found, count)
 
     def reaching(self, x: Tensor, threshold: float, capacity: int) -> Tensor | None:
         values = x.numpy()

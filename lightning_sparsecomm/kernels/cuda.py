@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_sparsecomm.kernels.reference import Reference, Update
+from lightning_sparsecomm.kernels.reference import NotFiniteError, Reference, Update
 
 # Elements per program, each of which adds to the one counter once at most. At a density of 1/1000, about a third of the
 # programs find nothing, and are spared the prefix sum too.
@@ -66,6 +66,7 @@ def _update(
     found: tl.tensor,
     count: tl.tensor,
     capacity: tl.int64,
+    flaws: tl.tensor,
     kind: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
@@ -73,7 +74,13 @@ def _update(
     positions = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = positions < n
     v = tl.load(residual + positions, mask=inside, other=0.0)
-    g = _rounded(scale, v) * tl.load(gradient + positions, mask=inside, other=0.0)
+    g = tl.load(gradient + positions, mask=inside, other=0.0)
+    if flaws is not None:
+        finite = tl.abs(g) < float("inf")
+        if tl.sum((~finite).to(tl.int32), 0) > 0:
+            tl.store(flaws, 1)
+        g = tl.where(finite, g, 0.0)
+    g = _rounded(scale, v) * g
     v = _rounded(keep, v) * v
     if kind != 0:
         u = _rounded(momentum, v) * tl.load(velocity + positions, mask=inside, other=0.0) + _rounded(gain, v) * g
@@ -115,9 +122,11 @@ class Cuda(Reference):
     def update_(self, update: Update, threshold: float | None, capacity: int) -> Tensor | None:
         residual = update.residual
         n = residual.numel()
-        found = count = None
+        found = count = flaws = None
         if threshold is not None:
             found, count = _room(residual, capacity)
+        if update.checked:
+            flaws = torch.zeros(1, dtype=torch.int64, device=residual.device)
         if n:
             with _on(residual.device):
                 # Unfused, so that a product is rounded before it is added to, as it is everywhere else.
@@ -135,10 +144,13 @@ class Cuda(Reference):
                     found,
                     count,
                     capacity,
+                    flaws,
                     kind=0 if update.velocity is None else 1 if update.lookahead is None else 2,
                     block=_BLOCK,
                     enable_fp_fusion=False,
                 )
+        if flaws is not None and flaws.item():
+            raise NotFiniteError
         if found is None or count is None:
             return residual.new_empty(0, dtype=torch.int64)
         return _sorted(found, count)
@@ -162,7 +174,7 @@ def _room(x: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
 
 
 def _sorted(found: Tensor, count: Tensor) -> Tensor | None:
-    # The one time that the host waits for the device.
+    # The host waits for the device here.
     hits = int(count.item())
     return found[:hits].sort().values if hits <= found.numel() else None
 

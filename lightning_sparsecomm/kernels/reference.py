@@ -6,6 +6,10 @@ import torch
 from torch import Tensor
 
 
+class NotFiniteError(ArithmeticError):
+    """A gradient that was to be checked holds an infinity or a NaN."""
+
+
 class Update(NamedTuple):
     """How one tensor's gradient goes into what a rank holds back; every operation is rounded by itself, in this order.
 
@@ -22,6 +26,7 @@ class Update(NamedTuple):
         momentum: Factor on the velocity.
         gain: Factor on what is added to the velocity: 1 − dampening, or 1 in a tensor's first step.
         lookahead: Nesterov's factor; None for plain momentum.
+        checked: Whether the gradient is looked over: then what is not finite in it counts as 0, and is told of.
     """
 
     residual: Tensor
@@ -32,13 +37,21 @@ class Update(NamedTuple):
     momentum: float = 0.0
     gain: float = 1.0
     lookahead: float | None = None
+    checked: bool = False
 
     def every(self, stride: int) -> "Update":
-        """The same update of copies of every `stride`-th element."""
+        """The same update of copies of every `stride`-th element, unchecked."""
         velocity = None if self.velocity is None else self.velocity[::stride].clone()
         return self._replace(
-            residual=self.residual[::stride].clone(), gradient=self.gradient[::stride], velocity=velocity
+            residual=self.residual[::stride].clone(),
+            gradient=self.gradient[::stride],
+            velocity=velocity,
+            checked=False,
         )
+
+
+def _finite_part(gradient: Tensor) -> Tensor:
+    return gradient.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 class Reference:
@@ -64,8 +77,14 @@ class Reference:
 
         Returns:
             Sorted positions, int64, none of them of a zero; None where they are more than `capacity`.
+
+        Raises:
+            NotFiniteError: Once all is done, where a gradient that was to be checked is not finite.
         """
         residual, gradient, velocity = update.residual, update.gradient, update.velocity
+        finite = not update.checked or bool(gradient.isfinite().all())
+        if not finite:
+            gradient = _finite_part(gradient)
         if update.scale != 1:
             gradient = gradient * update.scale
         if update.keep != 1:
@@ -79,6 +98,8 @@ class Reference:
                 residual.add_(velocity)
             else:
                 residual.add_(gradient).add_(velocity * update.lookahead)
+        if not finite:
+            raise NotFiniteError
         if threshold is None:
             return residual.new_empty(0, dtype=torch.int64)
         return self.reaching(residual, threshold, capacity)
@@ -89,7 +110,8 @@ class Reference:
         A velocity whose factor was 0 has kept nothing of what it was: it becomes zero, as it is before its first step.
         """
         residual, velocity = update.residual, update.velocity
-        gradient = update.gradient.to(residual.dtype).reshape(residual.shape) * update.scale
+        gradient = update.gradient.to(residual.dtype).reshape(residual.shape)
+        gradient = (_finite_part(gradient) if update.checked else gradient) * update.scale
         if velocity is None:
             residual.sub_(gradient)
         else:

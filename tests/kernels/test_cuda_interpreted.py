@@ -1,5 +1,6 @@
 """The Triton kernels: in Triton's interpreter, compiled for a GPU that is not there, and on one where there is one."""
 
+import itertools
 import os
 import re
 import subprocess
@@ -13,10 +14,11 @@ from unittest import mock
 import pytest
 import torch
 
-from lightning_sparsecomm.kernels import Reference
+from lightning_sparsecomm.kernels import NotFiniteError, Reference
 from tests.kernels.test_kernels import (
     DTYPES,
     copy_of,
+    flawed,
     numbers,
     same_bits,
     same_update,
@@ -95,6 +97,16 @@ def compare(device: str, *more_sizes: int) -> None:
                     assert kernels.update_(actual, threshold, found.numel() - 1) is None
                     assert same_update(actual, expected)
                     assert kernels.reaching(actual.residual, threshold, found.numel() - 1) is None
+        start = update_of("dampened nesterov", 2 * _BLOCK + 3, dtype)
+        for update in flawed(start):
+            for threshold in (None, 1.0):
+                expected, actual = copy_of(update), copy_of(update, device)
+                for each, own in ((Reference(), expected), (kernels, actual)):
+                    with pytest.raises(NotFiniteError):
+                        each.update_(own, threshold, 10**6)
+                assert same_update(actual, expected)
+        checked = copy_of(start, device)._replace(checked=True)
+        assert kernels.update_(checked, 1.0, 10**6) is not None
         # Not at an address that is a multiple of 16 bytes, as tensors in the middle of a vector are.
         x = numbers(3 * _BLOCK, dtype, 5)
         found = Reference().reaching(x[1:-2], 1.0, x.numel())
@@ -130,10 +142,10 @@ def check_compiled() -> None:
     operations = {"sum": (2, 1), "momentum": (4, 2), "nesterov": (5, 3)}
     for dtype in DTYPES:
         width = "f32" if dtype == torch.float32 else "f64"
-        for kind, (products, sums) in operations.items():
+        for (kind, (products, sums)), checked in itertools.product(operations.items(), (False, True)):
             compiling = Compiling(cuda._update)
             with mock.patch.object(cuda, "_update", compiling):
-                update = update_of(kind, 2048, dtype)
+                update = update_of(kind, 2048, dtype)._replace(checked=checked)
                 for factor in (1.0, 0.0, 0.9, 1e-300, 16.0):
                     numbers = {"keep": factor, "scale": factor, "momentum": factor, "gain": factor}
                     for capacity in (0, 1, 2, 16, 2**33):
