@@ -226,12 +226,14 @@ IMAGE_ROWS = {
 }
 
 
-def local_gradients(local: Literal["none", "partial", "sum", "error"], averaged: bool) -> Row:
+def local_gradients(
+    local: Literal["none", "partial", "sum", "error"], averaged: bool = True, warmed_up: bool = True
+) -> Row:
     """Gradient dropping in which what is not sent is applied locally, in the way named `local`."""
     return Row(
         lambda options: methods.gradient_dropping(
             density=0.01,
-            warmup_steps=options.warmup_steps,
+            warmup_steps=options.warmup_steps if warmed_up else 0,
             local=local,
             average_every=options.average_every if averaged else None,
         )
@@ -240,14 +242,15 @@ def local_gradients(local: Literal["none", "partial", "sum", "error"], averaged:
 
 TEXT_ROWS = {
     BASELINE: Row(),
-    "none": Row(lambda options: methods.gradient_dropping(density=0.01, local="none")),
-    # The rows below are warmed up: beside this one, their difference is due to local gradients alone.
-    "none, warmed up": Row(
-        lambda options: methods.gradient_dropping(density=0.01, warmup_steps=options.warmup_steps, local="none")
-    ),
-    "partial, averaged": local_gradients("partial", averaged=True),
-    "sum, averaged": local_gradients("sum", averaged=True),
-    "error, averaged": local_gradients("error", averaged=True),
+    # Those that are warmed up are to be compared with each other, and those that are not.
+    "none": local_gradients("none", averaged=False, warmed_up=False),
+    "partial, averaged, not warmed up": local_gradients("partial", warmed_up=False),
+    "sum, averaged, not warmed up": local_gradients("sum", warmed_up=False),
+    "error, averaged, not warmed up": local_gradients("error", warmed_up=False),
+    "none, warmed up": local_gradients("none", averaged=False),
+    "partial, averaged": local_gradients("partial"),
+    "sum, averaged": local_gradients("sum"),
+    "error, averaged": local_gradients("error"),
     "partial, never averaged": local_gradients("partial", averaged=False),
 }
 
