@@ -37,7 +37,9 @@ BURST_SECONDS = 0.002
 
 SLOWEST, FASTEST = 10**5, 10**11  # bits a second
 
-# A packet that would wait longer is dropped, as a switch does whose buffer is full.
+# A packet that would wait longer is dropped, as a switch does whose buffer is full. All flows wait in one queue, first
+# come, first served: a small message beside a large one waits some 15 ms at each cable of 100 Mbit, where it would take
+# one. Fair queues (fq_codel, sfq) are modules that many kernels lack, and what is measured must not depend on them.
 QUEUE_SECONDS = 0.4
 
 # Ethernet 14, IPv4 20, TCP 20, its timestamps 12.
