@@ -164,6 +164,7 @@ class Lab:
             switch,
             f"ip link add {port} type veth peer name {DEVICE} netns /proc/{os.getpid()}/fd/{host}",
             f"ip link set {port} master switch addrgenmode none up",
+            _in_order(port),
             *(f"tc qdisc add dev {port} {shaping}" for shaping in self._shaping),
         )
         _run_in(
@@ -172,6 +173,7 @@ class Lab:
             f"ip link set {DEVICE} addrgenmode none",
             "ip link set lo up",
             f"ip address add {address(rank)}/16 dev {DEVICE}",
+            _in_order(DEVICE),
             f"ip link set {DEVICE} up",
             *(f"tc qdisc add dev {DEVICE} {shaping}" for shaping in self._shaping),
         )
@@ -297,6 +299,18 @@ def _shaping(rate: str) -> list[str]:
         return []
     burst_bytes = max(3000, int(bits / 8 * BURST_SECONDS))
     return [f"root tbf rate {bits}bit burst {burst_bytes} latency {QUEUE_SECONDS * 1000:.0f}ms"]
+
+
+def _in_order(device: str) -> str:
+    """The command, for the device's namespace, that has all packets of a flow taken in by one processor.
+
+    Otherwise it is that on which the sender happens to run: where it is moved, packets overtake each other, and TCP
+    takes those that come later for lost.
+    """
+    status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    steer = f"echo {status['Cpus_allowed'].strip()} > /sys/class/net/{device}/queues/rx-0/rps_cpus"
+    # Only a new mount shows the devices of the namespace.
+    return f"unshare --mount sh -c 'mount -t sysfs sysfs /sys && {steer}'"
 
 
 def _system_call(name: str, *arguments: int) -> None:

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -32,6 +33,16 @@ def permitted() -> bool:
         return False
 
 
+def _connected() -> socket.socket:
+    """To rank 0, once it listens."""
+    for _ in range(100):
+        try:
+            return socket.create_connection((address(0), 4000))
+        except ConnectionRefusedError:
+            time.sleep(0.05)
+    raise TimeoutError("rank 0 does not listen")
+
+
 def _through_a_connection(rank: int) -> tuple[float, Counters]:
     """Rank 0 sends `LENGTH` bytes to rank 1; the seconds and the counters of both."""
     if rank == 0:
@@ -42,13 +53,7 @@ def _through_a_connection(rank: int) -> tuple[float, Counters]:
             connection.sendall(bytes(LENGTH))
             connection.recv(1)
             return time.perf_counter() - begin, Counters.read(DEVICE)
-    for _ in range(100):
-        try:
-            connection = socket.create_connection((address(0), 4000))
-            break
-        except ConnectionRefusedError:
-            time.sleep(0.05)
-    with connection:
+    with _connected() as connection:
         arrived = 0
         while arrived < LENGTH:
             arrived += len(connection.recv(2**16))
@@ -71,6 +76,35 @@ def test_what_is_sent_takes_as_long_as_the_rate_says_and_is_counted(permitted: b
         # Addresses are asked for, and connections made.
         assert payload_bytes + 200 >= LENGTH and payload_bytes <= LENGTH + 200
     assert receiver.sent_bytes < LENGTH / 20
+
+
+def _across_processors(rank: int) -> int:
+    """Two ranks send to each other, moving from processor to processor; how many packets came out of order."""
+    if rank == 0:
+        with socket.create_server((address(0), 4000)) as server:
+            connection, _ = server.accept()
+    else:
+        connection = _connected()
+    piece = bytes(2**17)
+    with connection:
+        receiver = threading.Thread(target=lambda: [connection.recv(2**17, socket.MSG_WAITALL) for _ in range(400)])
+        receiver.start()
+        processors = sorted(os.sched_getaffinity(0))
+        for number in range(400):
+            os.sched_setaffinity(0, {processors[number % len(processors)]})
+            connection.sendall(piece)
+        receiver.join()
+    names, values = (line.split() for line in Path("/proc/self/net/netstat").read_text().splitlines()[:2])
+    return int(values[names.index("TCPOFOQueue")])
+
+
+def test_packets_do_not_overtake_each_other(permitted: bool) -> None:
+    """TCP would take those that are late for lost."""
+    if not permitted:
+        return
+    with Lab(2, "unlimited") as lab:
+        # A connection that has seen a loss may change its path once.
+        assert max(lab.run(_across_processors, timeout=60)) <= 2
 
 
 def test_a_rank_that_fails_ends_the_others(permitted: bool) -> None:
