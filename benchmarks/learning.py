@@ -601,7 +601,7 @@ def main() -> None:
         sent = f"{runs[-1].link_bytes / 1e6:,.2f} MB"
         print(f"seed {seed}, {row}: {shown}, {sent}, {runs[-1].seconds:.1f} s", file=sys.stderr, flush=True)
     held_out = "tuning" if options.tuning else "test"
-    versions = [f"{name} {settings[name]}" for name in ("lightning_sparsecomm", "torch", "lightning_fabric")]
+    versions = [f"{name} {settings[name]}" for name in ("lightning_sparsecomm", "torch", "pytorch-lightning")]
     print(
         f"{options.task}: {options.processes} processes, {parameters:,} parameters, batches of {options.batch_size} per"
         f" process, {options.steps} steps, {len(data.held_out[0]):,} {held_out} samples; {', '.join(versions)}\n"

@@ -17,7 +17,7 @@ def versions() -> dict[str, str]:
     return {
         "lightning_sparsecomm": lightning_sparsecomm.__version__,
         "torch": torch.__version__,
-        "lightning_fabric": version("pytorch-lightning"),
+        "pytorch-lightning": version("pytorch-lightning"),
         "python": platform.python_version(),
         "system": platform.system(),
         "architecture": platform.machine(),

@@ -477,7 +477,7 @@ def main() -> None:
     plot = options.numbers.with_suffix(".png")
     draw(shown, options, plot)
     parameters = sum(parameter.numel() for parameter in TASKS[options.task].learner(data.classes).parameters())
-    names = ("lightning_sparsecomm", "torch", "lightning_fabric")
+    names = ("lightning_sparsecomm", "torch", "pytorch-lightning")
     print(
         f"{options.task}: {options.ranks} ranks at {options.rate} on {settings['cores']} cores, {parameters:,}"
         f" parameters, batches of {options.batch_size} per rank, learning rate {options.learning_rate}; until"
