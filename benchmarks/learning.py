@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from lightning_fabric import Fabric
 from lightning_fabric.strategies import DDPStrategy
-from runs import load, save, versions
+from runs import COMMIT, load, made_with, save, versions
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.nn.functional import cross_entropy
@@ -379,6 +379,7 @@ class Run(NamedTuple):
         steps: Optimizer steps.
         seconds: Of all steps, on rank 0.
         method: The method in full.
+        commit: With which it was made; None if that is not known.
     """
 
     row: str
@@ -389,6 +390,7 @@ class Run(NamedTuple):
     steps: int
     seconds: float
     method: str
+    commit: str | None = None
 
 
 def batches(data: Data, batch_size: int, rank: int, ranks: int, seed: int) -> Iterator[list[Tensor]]:
@@ -416,7 +418,7 @@ def train(row: str, seed: int, data: Data, options: Options) -> Run:
     make, clip = TASKS[options.task].rows[row]
     method = None if make is None else make(options)
     name = f"{BASELINE}, clip={clip}" if method is None else repr(method)
-    run = Run(row, seed, None, link_bytes=0.0, ledger={}, steps=options.steps, seconds=0.0, method=name)
+    run = Run(row, seed, None, link_bytes=0.0, ledger={}, steps=options.steps, seconds=0.0, method=name, commit=COMMIT)
     strategy: DDPStrategy = (
         DDPStrategy(start_method="fork")
         if method is None
@@ -606,7 +608,8 @@ def main() -> None:
         f"{options.task}: {options.processes} processes, {parameters:,} parameters, batches of {options.batch_size} per"
         f" process, {options.steps} steps, {len(data.held_out[0]):,} {held_out} samples; {', '.join(versions)}\n"
     )
-    print(table([run for run in runs if (run.row, run.seed) in wanted], options))
+    finished = [run for run in runs if (run.row, run.seed) in wanted]
+    print(f"{table(finished, options)}\n\n{made_with(run.commit for run in finished)}")
 
 
 if __name__ == "__main__":

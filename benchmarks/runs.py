@@ -3,6 +3,8 @@
 import json
 import os
 import platform
+import subprocess
+from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,25 @@ from typing import Any
 import torch
 
 import lightning_sparsecomm
+
+
+def _commit() -> str | None:
+    folder = Path(lightning_sparsecomm.__file__).parent
+    command = ["git", "-C", str(folder), "describe", "--always", "--exclude=*", "--dirty=+"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+# Read at once: the checkout may change while the benchmark runs.
+COMMIT = _commit()
+"""Of lightning_sparsecomm, with a + if tracked files differ from it; None outside a checkout. Belongs to each run."""
+
+
+def made_with(commits: Iterable[str | None]) -> str:
+    """A line below a table that says with which commits its runs were made."""
+    return f"Made with commit {', '.join(dict.fromkeys(commit or 'unknown' for commit in commits))}."
 
 
 def versions() -> dict[str, str]:

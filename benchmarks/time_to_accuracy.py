@@ -31,7 +31,7 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 from network import DEVICE, Counters, Lab, LabError, bits_per_second
-from runs import load, save, versions
+from runs import COMMIT, load, made_with, save, versions
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -158,12 +158,14 @@ class Run(NamedTuple):
         seed: Of the first weights and of the order of the data.
         points: One for each measurement, until the target was reached or there was no more time.
         method: The method in full.
+        commit: With which it was made; None if that is not known.
     """
 
     row: str
     seed: int
     points: list[Point]
     method: str
+    commit: str | None = None
 
     def written(self) -> dict[str, Any]:
         """As JSON has it."""
@@ -464,7 +466,7 @@ def main() -> None:
                 method = repr(strategy.method) if isinstance(strategy, SparseCommStrategy) else type(strategy).__name__
                 arguments = (row, seed, data, options, Meeting(options.ranks))
                 points = together(lab.run(train, *arguments, timeout=options.most_seconds + BESIDE_SECONDS))
-                run = Run(row, seed, points, method)
+                run = Run(row, seed, points, method, COMMIT)
                 runs.append(run)
                 save([each.written() for each in runs], options.numbers, settings)
                 last = run.points[-1]
@@ -485,7 +487,8 @@ def main() -> None:
         f" {options.measure_every} steps, for {options.most_steps:,} steps or {options.most_seconds:g} s at most;"
         f" {', '.join(f'{name} {settings[name]}' for name in names)}\n"
     )
-    print(f"{table(shown, options)}\n\nPlot: {plot}\nNumbers: {options.numbers}")
+    print(f"{table(shown, options)}\n\n{made_with(run.commit for run in shown)}")
+    print(f"Plot: {plot}\nNumbers: {options.numbers}")
 
 
 if __name__ == "__main__":

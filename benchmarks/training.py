@@ -43,7 +43,7 @@ from network import (
 )
 from pytorch_lightning.plugins.environments import TorchElasticEnvironment
 from pytorch_lightning.strategies import DDPStrategy, Strategy
-from runs import load, save, versions
+from runs import COMMIT, load, made_with, save, versions
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -274,6 +274,7 @@ class Run(NamedTuple):
         parameters: Of the model.
         batch_size: Samples per rank and step.
         measured: By rank.
+        commit: With which it was made; None if that is not known.
     """
 
     model: str
@@ -284,6 +285,7 @@ class Run(NamedTuple):
     parameters: int
     batch_size: int
     measured: list[Measured]
+    commit: str | None = None
 
     @classmethod
     def of(cls, stored: dict[str, Any]) -> "Run":
@@ -360,7 +362,7 @@ def measure(setting: Setting, row: str, repetition: int, loaded: Loaded, options
     barrier = FORK.Barrier(setting.ranks)
     with Lab(setting.ranks, setting.rate) as lab:
         measured = lab.run(train, setting, row, loaded, options.steps, batch_size, barrier)
-    return Run(*setting, row, repetition, parameters, batch_size, measured)
+    return Run(*setting, row, repetition, parameters, batch_size, measured, COMMIT)
 
 
 def table(runs: list[Run]) -> str:
@@ -554,6 +556,7 @@ def main() -> None:
     print(table(shown))
     print("\nMean ms per step, and how many times faster than ddp:\n")
     print(short_table(shown))
+    print(f"\n{made_with(run.commit for run in shown)}")
     draw(shown, options.output / "training.png")
 
 

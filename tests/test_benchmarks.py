@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.network import Lab, LabError
+from benchmarks.runs import COMMIT
 
 # Each run imports Lightning anew, which is slow on a busy machine.
 pytestmark = pytest.mark.timeout(300)
@@ -46,6 +47,8 @@ def test_methods_learn_real_digits(tmp_path: Path) -> None:
     arguments = ["--task=digits", "--processes=2", "--seeds=1", "--steps=400", "--density=0.01", "--output=out"]
     output = run("learning.py", *arguments, "--rows", "ddp", "dgc", folder=tmp_path)
     runs = json.loads((tmp_path / "out" / "digits.json").read_text())["runs"]
+    assert [each["commit"] for each in runs] == 2 * [COMMIT]
+    assert f"Made with commit {COMMIT or 'unknown'}." in output
     ddp, *others = runs
     assert ddp["quality"] > 0.9
     for each in others:
@@ -63,6 +66,7 @@ def test_training_on_a_slow_network(tmp_path: Path) -> None:
     if output is None:
         return
     ddp, dgc = json.loads((tmp_path / "out" / "training.json").read_text())["runs"]
+    assert (ddp["commit"], dgc["commit"]) == (COMMIT, COMMIT)
     for rank in range(2):
         assert ddp["measured"][rank]["counted_bytes"] >= 2 * 4 * ddp["parameters"]
         # Repeated segments are counted twice.
@@ -109,6 +113,7 @@ def test_time_to_accuracy(tmp_path: Path) -> None:
     if output is None:
         return
     ddp, averaging = json.loads((tmp_path / "out" / "time_to_accuracy_digits.json").read_text())["runs"]
+    assert (ddp["commit"], averaging["commit"]) == (COMMIT, COMMIT)
     for each in (ddp, averaging):
         # It ends with the first measurement that reaches the target.
         assert [point["accuracy"] >= 0.8 for point in each["points"]] == [False] * (len(each["points"]) - 1) + [True]
