@@ -22,6 +22,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -111,6 +112,21 @@ def messages_of(collective: str, ranks: int) -> float:
     an all-gather passes W-1; a broadcast reaches W-1."""
     every = {"all_reduce": 2 * (ranks - 1), "all_gather": ranks - 1, "broadcast": (ranks - 1) / ranks, "send": 1}
     return every[collective]
+
+
+def patience_seconds(exchanges: int, floats: int, rate: str, computing_seconds: float) -> float:
+    """A timeout for `Lab.run`: time for so many exchanges of gradients, unless a rank hangs.
+
+    Args:
+        exchanges: How many there are, warm-up included.
+        floats: Of a gradient. A rank sends nearly two of them in a ring all-reduce; there is time for six.
+        rate: Of each cable.
+        computing_seconds: Between two exchanges, at most.
+    """
+    bits = bits_per_second(rate)
+    sending_seconds = 0.0 if bits is None else 6 * 32 * floats / bits
+    # Ten minutes to import, to compile, to read data, to connect.
+    return 600 + exchanges * (computing_seconds + sending_seconds)
 
 
 class Lab:
@@ -210,12 +226,12 @@ class Lab:
         _system_call("setns", self._namespaces[rank], _NEW_NETWORK)
         os.environ.update(self.environment(rank))
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 3600) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float) -> list[Any]:
         """`function(rank, *args)` on each host, in a forked process; what they return, by rank.
 
         Raises:
-            RuntimeError: One failed, with its traceback, or died, or was not done within `timeout` seconds. The
-                others are killed.
+            RuntimeError: One failed, with its traceback, or died, or was not done within `timeout` seconds. All are
+                killed.
         """
         results = FORK.Queue()
         processes = [
@@ -234,7 +250,8 @@ class Lab:
                     if dead and results.empty():
                         raise RuntimeError(f"rank {dead[0]} died, exit code {processes[dead[0]].exitcode}") from None
                     if time.monotonic() > deadline:
-                        raise RuntimeError(f"not done after {timeout:.0f} s") from None
+                        late = [rank for rank in range(self.ranks) if rank not in values]
+                        raise RuntimeError(_not_done(late, timeout)) from None
                     continue
                 if failure is not None:
                     raise RuntimeError(f"rank {rank} failed:\n{failure}")
@@ -258,8 +275,11 @@ class Lab:
         # Without the exit handlers of the process that forked.
         os._exit(0)
 
-    def run_command(self, command: Sequence[str]) -> int:
-        """A command on each host, until all have ended or one has failed; the first exit code that is not 0."""
+    def run_command(self, command: Sequence[str], timeout: float | None = None) -> int:
+        """A command on each host, until all have ended or one has failed; the first exit code that is not 0.
+
+        Where some have not ended within `timeout` seconds, they are killed; 124, as of the command timeout.
+        """
         # In a PID namespace of its own, whose first process is a shell: when that ends, or is killed since this process
         # is gone, the kernel kills all others, whatever they have become. The command itself takes signals as ever.
         shell = ["sh", "-c", '"$@"; exit $?', "sh"]
@@ -268,16 +288,21 @@ class Lab:
         for process in processes:
             process.start()
         try:
-            running = list(processes)
-            while running:
-                multiprocessing.connection.wait([process.sentinel for process in running])
-                running = [process for process in running if process.is_alive()]
-                failed = [rank for rank, process in enumerate(processes) if process.exitcode]
+            deadline = None if timeout is None else time.monotonic() + timeout
+            while True:
+                codes = [process.exitcode for process in processes]
+                failed = [rank for rank, code in enumerate(codes) if code]
                 if failed:
-                    code = processes[failed[0]].exitcode or 0
+                    code = codes[failed[0]] or 0
                     print(f"rank {failed[0]} ended with exit code {code}; the others are ended too.", file=sys.stderr)
                     return code if code > 0 else 128 - code
-            return 0
+                running = [rank for rank, code in enumerate(codes) if code is None]
+                if not running:
+                    return 0
+                left = None if deadline is None else max(0.0, deadline - time.monotonic())
+                if not _wait_for_end_of_any([processes[rank] for rank in running], left):
+                    print(_not_done(running, timeout or 0), file=sys.stderr)
+                    return 124
         finally:
             for process in processes:
                 process.kill()
@@ -286,6 +311,22 @@ class Lab:
     def _execute(self, rank: int, command: Sequence[str]) -> None:
         self.move_to(rank)
         os.execvp(command[0], command)
+
+
+def _wait_for_end_of_any(processes: Sequence[BaseProcess], timeout: float | None) -> bool:
+    """Whether one has ended within `timeout` seconds."""
+    # Not by their sentinels, which are closed when a command begins.
+    descriptors = [os.pidfd_open(process.pid or 0) for process in processes]
+    try:
+        return bool(multiprocessing.connection.wait(descriptors, timeout))
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _not_done(ranks: Sequence[int], timeout: float) -> str:
+    numbers = ", ".join(map(str, ranks))
+    return f"rank{'s' * (len(ranks) > 1)} {numbers} not done after {timeout:g} s, and killed"
 
 
 def address(rank: int) -> str:
@@ -381,23 +422,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="%(prog)s [--ranks N] [--rate RATE] -- command ...",
+        usage="%(prog)s [--ranks N] [--rate RATE] [--timeout SECONDS] -- command ...",
     )
     parser.add_argument("--ranks", type=int, default=2, metavar="N", help="hosts, with one rank on each (default: 2)")
     parser.add_argument(
         "--rate", default="100mbit", help=f"of each host's cable, as 100mbit, 1gbit, or {UNLIMITED} (default: 100mbit)"
     )
+    limit = "after which ranks that have not ended are killed, exit code 124 (default: none)"
+    parser.add_argument("--timeout", type=float, default=None, metavar="SECONDS", help=limit)
     parser.add_argument("command", nargs=argparse.REMAINDER, help="what each rank runs")
     options = parser.parse_args()
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command:
         parser.error("a command is missing: -- python my_training.py")
+    if options.timeout is not None and not options.timeout > 0:
+        parser.error(f"--timeout must be positive; got {options.timeout:g}. Leave it out to wait for ever.")
     try:
         with Lab(options.ranks, options.rate) as lab:
             begin = time.monotonic()
-            code = lab.run_command(command)
+            code = lab.run_command(command, options.timeout)
             seconds = time.monotonic() - begin
-            sent = [counters.sent_bytes / 1e6 for counters in lab.run(_sent)]
+            sent = [counters.sent_bytes / 1e6 for counters in lab.run(_sent, timeout=60)]
     except (LabError, ValueError) as error:
         sys.exit(str(error))
     except KeyboardInterrupt:

@@ -37,7 +37,7 @@ from lightning_sparsecomm.wire import GRADIENTS, Collective, Ledger, Waiting, Wi
 
 # The benchmarks are scripts, not a package.
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from network import DEVICE, FORK, Counters, Lab, LabError
+from network import DEVICE, FORK, Counters, Lab, LabError, patience_seconds
 from runs import versions
 
 LOOPBACK = "loopback"
@@ -400,8 +400,13 @@ def measure(options: argparse.Namespace, ranks: int) -> list[RankResult]:
     with tempfile.TemporaryDirectory() as folder:
         arguments = (options, ranks, f"{folder}/store", barrier)
         if options.rate != LOOPBACK:
+            # Of all contenders, and of two collectives.
+            exchanges = (WARM_UP_EXCHANGES + options.repetitions) * (len(CONTENDERS) + 2)
+            # Ten million elements take a rank some tenths of a second, and here ranks share cores.
+            computing_seconds = 5.0 * ranks * max(1, options.elements / 1e7)
+            timeout = patience_seconds(exchanges, options.elements, options.rate, computing_seconds)
             with Lab(ranks, options.rate) as lab:
-                return lab.run(measure_rank, *arguments)
+                return lab.run(measure_rank, *arguments, timeout=timeout)
         return in_processes(ranks, measure_rank, *arguments)
 
 

@@ -40,6 +40,7 @@ from network import (
     LabError,
     bits_per_second,
     messages_of,
+    patience_seconds,
 )
 from pytorch_lightning.plugins.environments import TorchElasticEnvironment
 from pytorch_lightning.strategies import DDPStrategy, Strategy
@@ -360,8 +361,11 @@ def measure(setting: Setting, row: str, repetition: int, loaded: Loaded, options
     batch_size = options.batch_size or model.batch_size
     parameters = sum(parameter.numel() for parameter in model.network(loaded.classes).parameters())
     barrier = FORK.Barrier(setting.ranks)
+    # Batches of the default size take a rank less than half a second, and here ranks share cores.
+    computing_seconds = 3.0 * setting.ranks * max(1, batch_size / model.batch_size)
+    timeout = patience_seconds(WARM_UP_STEPS + options.steps, parameters, setting.rate, computing_seconds)
     with Lab(setting.ranks, setting.rate) as lab:
-        measured = lab.run(train, setting, row, loaded, options.steps, batch_size, barrier)
+        measured = lab.run(train, setting, row, loaded, options.steps, batch_size, barrier, timeout=timeout)
     return Run(*setting, row, repetition, parameters, batch_size, measured, COMMIT)
 
 

@@ -124,9 +124,21 @@ def test_a_rank_that_fails_ends_the_others(permitted: bool) -> None:
     begin = time.monotonic()
     with Lab(2, "unlimited") as lab:
         with pytest.raises(RuntimeError, match=r"(?s)rank 1 failed.*on purpose"):
-            lab.run(one_fails)
+            lab.run(one_fails, timeout=30)
         with pytest.raises(RuntimeError, match="rank 1 died, exit code -9"):
-            lab.run(one_dies)
+            lab.run(one_dies, timeout=30)
+    assert time.monotonic() - begin < 30
+
+
+def test_a_rank_that_hangs_is_named(permitted: bool) -> None:
+    if not permitted:
+        return
+    begin = time.monotonic()
+    with Lab(3, "unlimited") as lab, pytest.raises(RuntimeError, match="ranks 1, 2 not done after 1 s, and killed"):
+        lab.run(lambda rank: time.sleep(60 * (rank > 0)), timeout=1)
+    arguments = ["--ranks=2", "--timeout=1", "--", "sh", "-c", "test $RANK = 1 || sleep 60"]
+    done = subprocess.run([sys.executable, SCRIPT, *arguments], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 124 and "rank 0 not done after 1 s, and killed" in done.stderr
     assert time.monotonic() - begin < 30
 
 
