@@ -130,7 +130,8 @@ def patience_seconds(exchanges: int, floats: int, rate: str, computing_seconds: 
 
 
 class Lab:
-    """Hosts on a switch, each with a cable of `rate` in both directions. To be used in a `with` statement.
+    """Hosts on a switch, each with a cable of `rate` in both directions. To be used in a `with` statement; nothing is
+    done before it begins, but to check the arguments.
 
     Args:
         ranks: How many hosts; one rank runs on each.
@@ -435,15 +436,19 @@ def main() -> None:
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command:
         parser.error("a command is missing: -- python my_training.py")
-    if options.timeout is not None and not options.timeout > 0:
-        parser.error(f"--timeout must be positive; got {options.timeout:g}. Leave it out to wait for ever.")
+    if options.timeout is not None and not 0 < options.timeout < float("inf"):
+        parser.error(f"--timeout must be positive and finite; got {options.timeout:g}. Leave it out to wait for ever.")
     try:
-        with Lab(options.ranks, options.rate) as lab:
+        lab = Lab(options.ranks, options.rate)
+    except ValueError as error:
+        parser.error(str(error))
+    try:
+        with lab:
             begin = time.monotonic()
             code = lab.run_command(command, options.timeout)
             seconds = time.monotonic() - begin
             sent = [counters.sent_bytes / 1e6 for counters in lab.run(_sent, timeout=60)]
-    except (LabError, ValueError) as error:
+    except LabError as error:
         sys.exit(str(error))
     except KeyboardInterrupt:
         sys.exit(130)

@@ -773,6 +773,11 @@ def main() -> None:
     options = parser.parse_args()
     if min(options.elements, options.rehearsals) < 1 or min(options.repetitions, *options.ranks) < 2:
         parser.error("repetitions (for quartiles) and ranks must be at least 2, other numbers at least 1")
+    try:
+        for ranks in options.ranks if options.rate != LOOPBACK else []:
+            Lab(ranks, options.rate)
+    except ValueError as error:
+        parser.error(f"{error} Without the lab: --rate {LOOPBACK}.")
 
     torch.set_num_threads(1)
     measured: dict[int, list[RankResult]] = {}
@@ -782,7 +787,7 @@ def main() -> None:
             begin, busy = time.monotonic(), Busy.now()
             measured[ranks] = measure(options, ranks)
             others[ranks] = Busy.now().others_since(busy, time.monotonic() - begin)
-    except (LabError, ValueError) as error:
+    except LabError as error:
         sys.exit(f"{error} Without the lab: --rate {LOOPBACK}.")
     doubled = [2**power for power in range(1, options.to.bit_length()) if 2**power <= options.to]
     worlds = sorted({*measured, *doubled})

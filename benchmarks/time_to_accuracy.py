@@ -30,7 +30,7 @@ from lightning_fabric.strategies import DDPStrategy
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
-from network import DEVICE, Counters, Lab, LabError, bits_per_second
+from network import DEVICE, Counters, Lab, LabError
 from runs import COMMIT, load, made_with, save, versions
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -441,9 +441,9 @@ def parse() -> Options:
         if not value > 0:
             parser.error(f"--{name} must be positive; got {value}")
     try:
-        bits_per_second(options.rate)
+        Lab(options.ranks, options.rate)
     except ValueError as error:
-        parser.error(f"--rate: {error}")
+        parser.error(str(error))
     return options
 
 

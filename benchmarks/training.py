@@ -492,16 +492,16 @@ def parse() -> Options:
     add("--resume", action="store_true", help="skip runs that are in training.json already")
     add("--only-print", action="store_true", help="run nothing: print and draw what training.json has")
     options = Options(**{"batch_size": None, **vars(parser.parse_args())})
-    if min(*options.ranks, options.repetitions, options.batch_size or 1) < 1 or options.steps < 2:
-        parser.error("ranks, repetitions and the batch size are at least 1, steps at least 2")
+    if min(options.repetitions, options.batch_size or 1) < 1 or options.steps < 2:
+        parser.error("repetitions and the batch size are at least 1, steps at least 2")
     unknown = [row for row in options.rows if row not in STRATEGIES]
     if unknown:
         parser.error(f"--rows are {', '.join(map(repr, STRATEGIES))}; got {unknown[0]!r}")
     if options.steps % ROUND_STEPS and set(options.rows) & set(EVERY_TEN):
         parser.error(f"--steps must be a multiple of {ROUND_STEPS}, after which {', '.join(EVERY_TEN)} exchange")
     try:
-        for rate in options.rates:
-            bits_per_second(rate)
+        for ranks, rate in itertools.product(options.ranks, options.rates):
+            Lab(ranks, rate)
     except ValueError as error:
         parser.error(str(error))
     return options

@@ -200,5 +200,8 @@ def test_what_the_lab_refuses() -> None:
         Lab(2, "1kbit")
     with pytest.raises(ValueError, match="from 1 to 250; got 0"):
         Lab(0, "unlimited")
-    done = subprocess.run([sys.executable, SCRIPT, "--rate=fast", "--", "true"], capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr.startswith("a rate is")
+    with pytest.raises(ValueError, match="ranks must be from 1 to 250; got 300"):
+        Lab(300, "unlimited")
+    for option, sentence in {"--rate=fast": "a rate is a number", "--ranks=300": "ranks must be from 1 to 250"}.items():
+        done = subprocess.run([sys.executable, SCRIPT, option, "--", "true"], capture_output=True, text=True)
+        assert done.returncode == 2 and f"error: {sentence}" in done.stderr
