@@ -371,33 +371,30 @@ def measure(setting: Setting, row: str, repetition: int, loaded: Loaded, options
 
 def table(runs: list[Run]) -> str:
     """A line for each row in each setting, as Markdown."""
-    header = ["model", "ranks", "rate", "strategy", "ms per step, median", "quartiles", "mean", "by no communication"]
-    header += [
-        "ddp by it",
-        "MB sent per rank and step",
-        "by the ledger",
-        "counted by ledger",
-        "memory above ddp, MB",
-        "loss",
-    ]
+    header = ["model", "ranks", "rate", "strategy", "ms per step, mean", "median", "quartiles", "by no communication"]
+    header += ["ddp by it", "MB sent per rank and step", "by the ledger", "counted by ledger", "memory above ddp, MB"]
+    header += ["loss"]
     lines = [f"| {' | '.join(header)} |", f"|{'---|' * 4}{'---:|' * (len(header) - 4)}"]
     grouped: dict[Setting, dict[str, list[Run]]] = {}
     for run in runs:
         grouped.setdefault(run.setting, {}).setdefault(run.row, []).append(run)
     for setting, rows in grouped.items():
-        for row, several in rows.items():
-            lines.append(f"| {' | '.join([*map(str, setting), f'`{row}`', *cells(several, rows)])} |")
+        for row in rows:
+            lines.append(f"| {' | '.join([*map(str, setting), f'`{row}`', *cells(row, rows)])} |")
     return "\n".join(lines)
 
 
-def cells(several: list[Run], rows: dict[str, list[Run]]) -> list[str]:
+def cells(row: str, rows: dict[str, list[Run]]) -> list[str]:
     """Of one row's repetitions, beside the other rows of its setting."""
+    several = rows[row]
     steps = [1000 * seconds for run in several for seconds in run.seconds]
     lower, median, upper = statistics.quantiles(steps, method="inclusive")
+    # Of steps that exchange nothing, where most do.
+    spread = ["—", "—"] if row in EVERY_TEN else [f"{median:,.1f}", f"{lower:,.1f} – {upper:,.1f}"]
     mean = statistics.mean(steps)
 
-    def mean_seconds(row: str) -> float | None:
-        return statistics.mean(seconds for run in rows[row] for seconds in run.seconds) if row in rows else None
+    def mean_seconds(of: str) -> float | None:
+        return statistics.mean(seconds for run in rows[of] for seconds in run.seconds) if of in rows else None
 
     alone, ddp = mean_seconds(ALONE), mean_seconds(BASELINE)
     ledger = [run.mean_of("link_bytes") for run in several if run.measured[0].link_bytes is not None]
@@ -408,9 +405,8 @@ def cells(several: list[Run], rows: dict[str, list[Run]]) -> list[str]:
         above = memory - statistics.mean(max(each.memory_bytes for each in run.measured) for run in rows[BASELINE])
     loss = statistics.mean(each.loss for run in several for each in run.measured)
     return [
-        f"{median:,.1f}",
-        f"{lower:,.1f} – {upper:,.1f}",
         f"{mean:,.1f}",
+        *spread,
         "—" if alone is None else f"{mean / 1000 / alone:.2f}",
         "—" if ddp is None else f"{1000 * ddp / mean:.2f} x",
         f"{statistics.mean(run.mean_of('counted_bytes') for run in several) / 1e6:,.4f}",
@@ -532,7 +528,7 @@ def run_all(runs: list[Run], options: Options) -> None:
         setting, row, repetition = key
         runs.append(measure(setting, row, repetition, loaded[setting.model], options))
         save([run.stored() for run in runs], options.path, options.settings())
-        step = statistics.median(runs[-1].seconds)
+        step = statistics.mean(runs[-1].seconds)
         print(f"{', '.join(map(str, setting))}, {row}: {step:.3f} s", file=sys.stderr, flush=True)
 
 
