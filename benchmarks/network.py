@@ -107,6 +107,15 @@ def bits_per_second(rate: str) -> int | None:
     return bits
 
 
+def machine() -> dict[str, int | str]:
+    """What all hosts share: processors, and TCP's congestion control, of which a namespace has no free choice."""
+    file = Path("/proc/sys/net/ipv4/tcp_congestion_control")
+    return {
+        "cores": os.cpu_count() or 1,
+        "congestion control": file.read_text().strip() if file.exists() else "unknown",
+    }
+
+
 def messages_of(collective: str, ranks: int) -> float:
     """Messages that a rank sends, on average over ranks: a ring all-reduce passes each of W parts on W-1 times, twice;
     an all-gather passes W-1; a broadcast reaches W-1."""

@@ -30,7 +30,7 @@ from lightning_fabric.strategies import DDPStrategy
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
-from network import DEVICE, Counters, Lab, LabError
+from network import DEVICE, Counters, Lab, LabError, machine
 from runs import COMMIT, load, made_with, save, versions
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -71,7 +71,7 @@ class Options(NamedTuple):
         chosen = self._asdict()
         for name in ("data_dir", "rows", "seeds", "output", "resume"):
             del chosen[name]
-        return chosen | {"cores": os.cpu_count()} | versions()
+        return chosen | machine() | versions()
 
     @property
     def numbers(self) -> Path:

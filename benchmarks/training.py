@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
@@ -39,6 +39,7 @@ from network import (
     Lab,
     LabError,
     bits_per_second,
+    machine,
     messages_of,
     patience_seconds,
 )
@@ -239,7 +240,14 @@ def most_memory_bytes() -> int:
 
 
 def train(
-    rank: int, setting: Setting, row: str, loaded: Loaded, steps: int, batch_size: int, barrier: Barrier
+    rank: int,
+    setting: Setting,
+    row: str,
+    loaded: Loaded,
+    steps: int,
+    batch_size: int,
+    barrier: Barrier,
+    callbacks: Sequence[pl.Callback] = (),
 ) -> Measured:
     """What one rank does, on its host."""
     # What the process that forked has had is not counted.
@@ -254,7 +262,7 @@ def train(
         num_nodes=setting.ranks,
         plugins=[TorchElasticEnvironment()],
         max_steps=WARM_UP_STEPS + steps,
-        callbacks=[meter],
+        callbacks=[meter, *callbacks],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -345,7 +353,7 @@ class Options(NamedTuple):
             "steps": self.steps,
             "batch_size": self.batch_size,
             "text": self.text.name,
-            "cores": os.cpu_count(),
+            **machine(),
             **versions(),
         }
 

@@ -77,6 +77,20 @@ def test_training_on_a_slow_network(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "training.png").stat().st_size > 10_000
 
 
+def test_profile_of_a_step(tmp_path: Path) -> None:
+    arguments = ["--model=gpt", "--row=gradient_dropping(0.001)", "--steps=2", "--functions=200"]
+    output = run_in_lab("profile_step.py", *arguments, folder=tmp_path)
+    if output is None:
+        return
+    assert output.startswith("gradient_dropping(0.001), gpt, 2 ranks, unlimited: ")
+    lines = {line.split("`")[1]: line.split(" | ")[1:] for line in output.splitlines() if line.startswith("| `")}
+    assert len(lines) == 200
+    # It is called once for each stretch that is ranked by itself: here, for the whole model.
+    ((calls, own, whole),) = (line for name, line in lines.items() if name.endswith(" _note"))
+    assert float(calls) == 1.0
+    assert 0 < float(own) <= float(whole.rstrip(" |"))
+
+
 def test_selection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(
         "sys.argv", ["selection.py", "--elements=200000", "--rounds=2", f"--output={tmp_path}/out.json"]
