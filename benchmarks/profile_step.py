@@ -18,7 +18,7 @@ import pytorch_lightning as pl
 import torch
 from models import EXCERPT, MODELS, Loaded
 from network import FORK, Lab, LabError, patience_seconds
-from training import STRATEGIES, WARM_UP_STEPS, Barrier, Measured, Setting, train
+from training import KEEPS, MALLOC_HELP, STRATEGIES, WARM_UP_STEPS, Barrier, Measured, Setting, train
 
 
 class Share(NamedTuple):
@@ -64,11 +64,11 @@ def named(path: str, line: int, name: str) -> str:
 
 
 def profiled(
-    rank: int, setting: Setting, row: str, loaded: Loaded, steps: int, batch_size: int, barrier: Barrier
+    rank: int, setting: Setting, row: str, loaded: Loaded, steps: int, batch_size: int, malloc: str, barrier: Barrier
 ) -> tuple[Measured, list[Share]]:
     """`train`, and what this rank's processor did."""
     profiler = Profiler(steps)
-    measured = train(rank, setting, row, loaded, steps, batch_size, barrier, [profiler])
+    measured = train(rank, setting, row, loaded, steps, batch_size, malloc, barrier, [profiler])
     return measured, profiler.shares()
 
 
@@ -87,6 +87,7 @@ def main() -> None:
     add("--ranks", type=int, default=2, metavar="N", help="processes, one thread each")
     add("--rate", default="unlimited", metavar="RATE", help="of each rank's cable, both ways")
     add("--row", choices=list(STRATEGIES), default="dgc(0.001)", metavar="NAME", help="of training.py's table")
+    add("--malloc", choices=[KEEPS, "default"], default=KEEPS, help=MALLOC_HELP)
     add("--steps", type=int, default=20, metavar="N", help=f"that are profiled, after {WARM_UP_STEPS} others")
     add("--functions", type=int, default=15, metavar="N", help="that are printed")
     add("--data-dir", type=Path, default=Path("data"), metavar="DIR", help="of Fashion-MNIST")
@@ -107,9 +108,9 @@ def main() -> None:
         loaded = model.load(options.data_dir, options.text)
         floats = sum(parameter.numel() for parameter in model.network(loaded.classes).parameters())
         timeout = patience_seconds(WARM_UP_STEPS + options.steps, floats, options.rate, 3.0 * options.ranks)
-        arguments = (setting, options.row, loaded, options.steps, model.batch_size, FORK.Barrier(options.ranks))
+        arguments = (setting, options.row, loaded, options.steps, model.batch_size, options.malloc)
         with lab:
-            measured, shares = lab.run(profiled, *arguments, timeout=timeout)[0]
+            measured, shares = lab.run(profiled, *arguments, FORK.Barrier(options.ranks), timeout=timeout)[0]
     except (LabError, FileNotFoundError) as error:
         sys.exit(str(error))
     mean_ms = 1000 * sum(measured.seconds) / options.steps

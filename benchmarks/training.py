@@ -6,6 +6,7 @@ on the same batches for as many steps, through Lightning's Trainer. Each run is 
 """
 
 import argparse
+import ctypes
 import itertools
 import logging
 import math
@@ -60,6 +61,10 @@ from lightning_sparsecomm.wire import Ledger
 WARM_UP_STEPS = 10
 
 ALONE, BASELINE = "no communication", "ddp"
+
+KEEPS = "keeps"
+MALLOC_HELP = "whether it keeps what is freed, or may give gradients' memory back to the system in each step"
+_MALLOC_OPTIONS = (-1, -3)  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
 
 # Of DDP, in all rows: weights are equal by their seed, and are not sent before the first step.
 OPTIONS: dict[str, Any] = {"init_sync": False}
@@ -239,6 +244,18 @@ def most_memory_bytes() -> int:
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
 
 
+def keep_freed_memory() -> None:
+    """Has this process keep what it frees, as `MALLOC_TRIM_THRESHOLD_` and `MALLOC_MMAP_THRESHOLD_` do from its start.
+
+    Otherwise glibc gives the memory of gradients back in each step, and takes it anew page by page, or it does not: by
+    where they happen to lie, with ddp as with methods. Without effect where the C library is another.
+    """
+    library = ctypes.CDLL(None)
+    if hasattr(library, "mallopt"):
+        for option in _MALLOC_OPTIONS:
+            library.mallopt(option, 2**31 - 1)
+
+
 def train(
     rank: int,
     setting: Setting,
@@ -246,10 +263,13 @@ def train(
     loaded: Loaded,
     steps: int,
     batch_size: int,
+    malloc: str,
     barrier: Barrier,
     callbacks: Sequence[pl.Callback] = (),
 ) -> Measured:
     """What one rank does, on its host."""
+    if malloc == KEEPS:
+        keep_freed_memory()
     # What the process that forked has had is not counted.
     Path("/proc/self/clear_refs").write_text("5")
     torch.manual_seed(0)
@@ -341,6 +361,7 @@ class Options(NamedTuple):
     steps: int
     repetitions: int
     batch_size: int | None
+    malloc: str
     data_dir: Path
     text: Path
     output: Path
@@ -353,6 +374,7 @@ class Options(NamedTuple):
             "steps": self.steps,
             "batch_size": self.batch_size,
             "text": self.text.name,
+            "malloc": self.malloc,
             **machine(),
             **versions(),
         }
@@ -373,7 +395,8 @@ def measure(setting: Setting, row: str, repetition: int, loaded: Loaded, options
     computing_seconds = 3.0 * setting.ranks * max(1, batch_size / model.batch_size)
     timeout = patience_seconds(WARM_UP_STEPS + options.steps, parameters, setting.rate, computing_seconds)
     with Lab(setting.ranks, setting.rate) as lab:
-        measured = lab.run(train, setting, row, loaded, options.steps, batch_size, barrier, timeout=timeout)
+        arguments = (setting, row, loaded, options.steps, batch_size, options.malloc, barrier)
+        measured = lab.run(train, *arguments, timeout=timeout)
     return Run(*setting, row, repetition, parameters, batch_size, measured, COMMIT)
 
 
@@ -490,6 +513,7 @@ def parse() -> Options:
     sizes = ", ".join(f"{model.batch_size} of {name}" for name, model in MODELS.items())
     batch_size = f"samples per rank and step (default: {sizes})"
     add("--batch-size", type=int, default=argparse.SUPPRESS, metavar="N", help=batch_size)
+    add("--malloc", choices=[KEEPS, "default"], default=KEEPS, help=MALLOC_HELP)
     add("--data-dir", type=Path, default=Path("data"), metavar="DIR", help="of Fashion-MNIST")
     add("--text", type=Path, default=EXCERPT, metavar="FILE", help="that the language models read, in UTF-8")
     add("--output", type=Path, default=Path("training"), metavar="DIR", help="for training.json and training.png")

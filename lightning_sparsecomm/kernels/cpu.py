@@ -215,8 +215,23 @@ def _probe(
     infinite: Unsigned,
     stride: int,
 ) -> Floats:
-    v, u, g, b = residual[::stride].copy(), velocity[::stride].copy(), gradient[::stride].copy(), bits[::stride].copy()
-    _update(v, u, g, b, keep, scale, momentum, gain, lookahead, kind, keep, np.empty(0, np.int64), mask, infinite)
+    v, u, g = residual[::stride].copy(), velocity[::stride].copy(), gradient[::stride].copy()
+    _update(
+        v,
+        u,
+        g,
+        g.view(bits.dtype),
+        keep,
+        scale,
+        momentum,
+        gain,
+        lookahead,
+        kind,
+        keep,
+        np.empty(0, np.int64),
+        mask,
+        infinite,
+    )
     return np.abs(v)
 
 
