@@ -29,6 +29,7 @@ from torch.nn.functional import cross_entropy
 
 from lightning_sparsecomm import Channel, GradientSync, Method, NonFiniteGradientError, methods
 from lightning_sparsecomm.codecs import TopK
+from lightning_sparsecomm.codecs.selectors import k_of
 from lightning_sparsecomm.exchange import DenseAllReduce, Exchange, Exchanged, Outgoing
 from lightning_sparsecomm.layout import SparseVector
 from lightning_sparsecomm.rounds import Round
@@ -181,6 +182,17 @@ class TrueTopK(Exchange):
         )
 
 
+def sketched(options: Options, columns_by_k: int) -> Method:
+    """Sketched-SGD whose sketch has so many columns for each element that is shared."""
+    # Without drawing the random numbers that training is to begin with.
+    with torch.device("meta"):
+        network = (DigitNetwork if options.task == "digits" else ImageNetwork)(10)
+    weights = sum(parameter.numel() for parameter in network.parameters() if parameter.dim() > 1)
+    return methods.sketched_sgd(
+        density=options.density, columns=columns_by_k * k_of(options.density, weights), clip=1.0
+    )
+
+
 def true_top_k(options: Options) -> Method:
     """Sketched-SGD without a sketch."""
     sketched, dense = methods.sketched_sgd(density=options.density, clip=1.0).syncs
@@ -223,6 +235,9 @@ IMAGE_ROWS = {
     "dgc, no warm-up": Row(lambda options: methods.dgc(density=options.density, warmup_steps=0, clip=1.0)),
     "true top-k": Row(true_top_k),
     "sketched_sgd": Row(lambda options: methods.sketched_sgd(density=options.density, clip=1.0)),
+    # By default, there are 10 for each of the k.
+    "sketched_sgd, 30 k columns": Row(lambda options: sketched(options, 30)),
+    "sketched_sgd, 100 k columns": Row(lambda options: sketched(options, 100)),
 }
 
 
