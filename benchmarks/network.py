@@ -264,7 +264,10 @@ class Lab:
                         raise RuntimeError(_not_done(late, timeout)) from None
                     continue
                 if failure is not None:
-                    raise RuntimeError(f"rank {rank} failed:\n{failure}")
+                    # Who lost a peer fails too, and says it first: the dead say nothing.
+                    codes = enumerate(process.exitcode for process in processes)
+                    dead = "".join(f"rank {other} died, exit code {code}; " for other, code in codes if code)
+                    raise RuntimeError(f"{dead}rank {rank} failed:\n{failure}")
                 values[rank] = value
         finally:
             for process in processes:

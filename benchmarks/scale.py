@@ -162,6 +162,14 @@ class WatchedWire(Wire):
         waiting = super().calling(collective, handed_bytes, row, peer)
         return Watched(waiting, self.watch, Call(collective, handed_bytes))
 
+    def all_reduce_later_(self, tensor: Tensor, row: str | None = None) -> Callable[[], None]:
+        """Not before it is waited for: the watch tells computing from communicating, and the model adds them up."""
+
+        def wait() -> None:
+            self.all_reduce_(tensor, row)
+
+        return wait
+
 
 class Rehearsal(WatchedWire):
     """A wire without a network: the other ranks say what has been recorded of them, at once.

@@ -8,6 +8,7 @@ on the same batches for as many steps, through Lightning's Trainer. Each run is 
 import argparse
 import ctypes
 import itertools
+import json
 import logging
 import math
 import os
@@ -15,6 +16,7 @@ import statistics
 import sys
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from multiprocessing.synchronize import Barrier
@@ -64,7 +66,7 @@ ALONE, BASELINE = "no communication", "ddp"
 
 KEEPS = "keeps"
 MALLOC_HELP = "whether it keeps what is freed, or may give gradients' memory back to the system in each step"
-_MALLOC_OPTIONS = (-1, -3)  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 
 # Of DDP, in all rows: weights are equal by their seed, and are not sent before the first step.
 OPTIONS: dict[str, Any] = {"init_sync": False}
@@ -252,8 +254,9 @@ def keep_freed_memory() -> None:
     """
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):
-        for option in _MALLOC_OPTIONS:
-            library.mallopt(option, 2**31 - 1)
+        library.mallopt(_TRIM_THRESHOLD, 2**31 - 1)
+        # Before glibc 2.35, 32 MiB was the most, and more was refused.
+        library.mallopt(_MMAP_THRESHOLD, 2**31 - 1) or library.mallopt(_MMAP_THRESHOLD, 2**25)
 
 
 def train(
@@ -570,21 +573,27 @@ def main() -> None:
     # Lightning's advice on devices, workers and loggers.
     logging.disable(logging.INFO)
     warnings.simplefilter("ignore")
-    options.output.mkdir(parents=True, exist_ok=True)
+    settings = options.settings()
     try:
-        resumes = options.resume or options.only_print
-        runs = [Run.of(stored) for stored in load(options.path, options.settings(), resumes)]
-        if not options.only_print:
+        if options.only_print:
+            # Whatever the machine, and the command line, that they were made with.
+            settings = json.loads(options.path.read_text())["settings"]
+            runs = [Run.of(stored) for stored in load(options.path, {}, resume=True)]
+        else:
+            options.output.mkdir(parents=True, exist_ok=True)
+            runs = [Run.of(stored) for stored in load(options.path, settings, options.resume)]
             run_all(runs, options)
     except (LabError, FileExistsError, FileNotFoundError, ValueError) as error:
         sys.exit(str(error))
-    shown = [run for key in wanted(options) for run in runs if run.key == key]
+    asked = dict.fromkeys((setting, row) for setting, row, _ in wanted(options))
+    shown = [run for key in asked for run in runs if (run.setting, run.row) == key]
     if not shown:
         sys.exit(f"{options.path} has none of the runs that were asked for.")
     for name, run in {run.model: run for run in shown}.items():
         print(f"{name}: {run.parameters:,} parameters, batches of {run.batch_size} {MODELS[name].samples} per rank")
-    described = ", ".join(f"{name} {value}" for name, value in options.settings().items() if value is not None)
-    print(f"{options.repetitions} runs of {options.steps} steps; {described}\n")
+    described = ", ".join(f"{name} {value}" for name, value in settings.items() if value is not None)
+    repeated = sorted(Counter((run.setting, run.row) for run in shown).values())
+    print(f"{repeated[0]} to {repeated[-1]} runs of each row, after {WARM_UP_STEPS} steps each; {described}\n")
     print(table(shown))
     print("\nMean ms per step, and how many times faster than ddp:\n")
     print(short_table(shown))

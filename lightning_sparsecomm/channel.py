@@ -13,7 +13,7 @@ from lightning_sparsecomm.compensation import Contribution
 from lightning_sparsecomm.exchange.base import Exchange, Exchanged, Outgoing
 from lightning_sparsecomm.gradients import first_nonfinite, sparse_vector
 from lightning_sparsecomm.held import Held, take
-from lightning_sparsecomm.kernels import NotFiniteError
+from lightning_sparsecomm.kernels import OutOfRangeError
 from lightning_sparsecomm.layout import Layout
 from lightning_sparsecomm.memory import ErrorFeedback, Memory
 from lightning_sparsecomm.rounds import Round
@@ -78,26 +78,30 @@ class Channel:
         # before it would hold on to what is not finite; else in a pass of its own, which costs a read of all of them.
         unknown = not math.isfinite(round.gradient_norm)
         takes_in = any(isinstance(memory, ErrorFeedback) for memory in self.memories)
-        in_passing = takes_in and all(memory.checks for memory in self.memories)
-        nonfinite = first_nonfinite(gradients) if unknown and not in_passing else None
+        in_passing = unknown and not sparse and takes_in and all(map(_checks, self.memories))
+        if in_passing:
+            try:
+                self._compensate(gradients, round, contributions, checked=True)
+            except OutOfRangeError:
+                self._take_back(contributions, round)
+        nonfinite = first_nonfinite(gradients) if unknown and not contributions else None
         if sparse:
             return Outgoing(sparse_vector(gradients, round.layout, self.dtype, self.device), present, nonfinite)
-        if nonfinite is None:
-            contributions.append(
-                Contribution(gradients, wanted=self.exchange.wanted(round), checked=unknown and in_passing)
-            )
-            try:
-                for memory in self.memories:
-                    contributions.append(memory.compensate(contributions[-1], round))
-            except NotFiniteError:
-                nonfinite = first_nonfinite(gradients)
         if nonfinite is not None:
-            self._take_back(contributions, round)
             nothing = torch.zeros(round.layout.size, dtype=self.dtype, device=self.device)
             return Outgoing(nothing, present, nonfinite)
+        if not contributions:
+            self._compensate(gradients, round, contributions, checked=False)
         contribution = contributions[-1].vector(round.layout, self.dtype, self.device)
         assert contribution.flat is not None
         return Outgoing(contribution.flat, present, None, contribution.candidates)
+
+    def _compensate(
+        self, gradients: Sequence[Tensor | None], round: Round, contributions: list[Contribution], checked: bool
+    ) -> None:
+        contributions.append(Contribution(gradients, wanted=self.exchange.wanted(round), checked=checked))
+        for memory in self.memories:
+            contributions.append(memory.compensate(contributions[-1], round))
 
     def _take_back(self, contributions: list[Contribution], round: Round) -> None:
         """Undoes what memories have done with the contributions, which they are no longer given then."""
@@ -156,6 +160,12 @@ class Channel:
 
     def __repr__(self) -> str:
         return f"Channel({self.exchange!r}, {list(self.memories)!r})"
+
+
+def _checks(memory: Memory) -> bool:
+    """Whether the class whose `compensate` it has says so itself: who overrides that does not inherit the promise."""
+    defines = next(kind for kind in type(memory).__mro__ if "compensate" in vars(kind))
+    return bool(vars(defines).get("checks", False))
 
 
 class Reduction:

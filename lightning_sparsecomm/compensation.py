@@ -91,7 +91,8 @@ class Contribution:
         Segments without a gradient are left as they are, and so is their momentum.
 
         Raises:
-            NotFiniteError: Parts that are to be checked are not finite; what had been done by then is in `done`.
+            OutOfRangeError: Parts that are to be checked are not all finite and below `kernels.LIMIT`; what had been
+                done by then is in `done`.
         """
         views, flats = layout.views(residual), layout.flats(residual)
         kernels = kernels_for(residual.device, residual.dtype)

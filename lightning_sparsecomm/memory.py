@@ -25,7 +25,8 @@ class Memory(ABC):
 
     checks = False
     """Whether `compensate` holds on to nothing of gradients that are not finite, and so can be given such: it leaves
-    them to others, or takes them in by `Contribution.added_to_`. Else they are looked over before it is called."""
+    them to others, or takes them in by `Contribution.added_to_`. Else they are looked over before it is called. Who
+    overrides `compensate` says it anew."""
 
     def objection(self, optimizer: Optimizer) -> str | None:
         """Why this memory is not defined for an optimizer, and what to use instead; None where it is."""
@@ -227,7 +228,6 @@ class _Velocity(Memory):
     """Momentum that the method applies in the place of torch.optim.SGD, with what its groups say in each step."""
 
     corrects_momentum = True
-    checks = True
 
     def __init__(self) -> None:
         self._velocity = NamedVector()
@@ -291,6 +291,8 @@ class MomentumCorrection(_Velocity):
         mask: Whether momentum is set to zero wherever something was sent.
     """
 
+    checks = True
+
     def __init__(self, mask: bool = True) -> None:
         super().__init__()
         self.mask = mask
@@ -318,6 +320,8 @@ class Momentum(_Velocity):
 
     For parameters that a method sends whole while it corrects the momentum of others, so that all see one rule.
     """
+
+    checks = True
 
     def compensate(self, contribution: Contribution, round: Round) -> Contribution:
         return contribution

@@ -169,11 +169,15 @@ def test_what_goes_on_by_itself_is_on_the_wire_while_the_rest_is_selected(wire: 
     class Noted(DenseAllReduce):
         def begin(self, outgoing: Outgoing, round: Round, wire: Wire) -> Outgoing:
             events.append(f"begin {round.layout.segments[0].name}")
-            return super().begin(outgoing, round, wire)
+            begun = super().begin(outgoing, round, wire)
+            end = begun.begun
+            assert end is not None
 
-        def run(self, outgoing: Outgoing, round: Round, wire: Wire) -> Exchanged:
-            events.append(f"run {round.layout.segments[0].name}")
-            return super().run(outgoing, round, wire)
+            def noted() -> Exchanged:
+                events.append(f"end {round.layout.segments[0].name}")
+                return end()
+
+            return begun._replace(begun=noted)
 
     class Compensates(ErrorFeedback):
         def compensate(self, contribution: Contribution, round: Round) -> Contribution:
@@ -190,9 +194,23 @@ def test_what_goes_on_by_itself_is_on_the_wire_while_the_rest_is_selected(wire: 
     module, optimizer, _ = ready(synchronizer)
     own = gradients(module)
     synchronizer.synchronize(optimizer)
-    assert events == ["begin 1.weight", "compensate 0.weight", "select 0.weight", "run 1.weight"]
+    assert events == ["begin 1.weight", "compensate 0.weight", "select 0.weight", "end 1.weight"]
     assert torch.equal(gradients(module)[1], own[1])
     assert synchronizer.wire.ledger.exchange_seconds > 0
+    synchronizer.close()
+
+
+def test_who_overrides_the_exchange_of_what_goes_dense_is_heard(wire: Wire) -> None:
+    class Halves(DenseAllReduce):
+        def run(self, outgoing: Outgoing, round: Round, wire: Wire) -> Exchanged:
+            assert isinstance(outgoing.x, Tensor)
+            return super().run(outgoing._replace(x=outgoing.x / 2), round, wire)
+
+    synchronizer = Synchronizer(Method([GradientSync(Channel(Halves()))]), wire)
+    module, optimizer, halved = ready(synchronizer)
+    synchronizer.synchronize(optimizer)
+    assert equal(gradients(module), halved)
+    assert sum(traffic.calls for traffic in wire.ledger.rows["gradients"].values()) == 1
     synchronizer.close()
 
 

@@ -91,8 +91,10 @@ class Exchange(ABC):
     takes_sparse = False
     """Whether it also exchanges vectors of which only some elements are held, and then gives such back."""
 
-    overlaps = False
-    """Whether `begin` sets all of it going, so that others can select and code while it is on the wire."""
+    @property
+    def overlaps(self) -> bool:
+        """Whether `begin` sets all of it going, so that others can select and code while it is on the wire."""
+        return False
 
     def objection(self, layout: Layout) -> str | None:
         """Why it cannot exchange vectors of this layout, and what to do; None where it can."""

@@ -1,5 +1,6 @@
 """Everything is sent: one all-reduce."""
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -43,13 +44,23 @@ class DenseAllReduce(Exchange):
         ValueError: Unknown `wire_dtype`.
     """
 
-    overlaps = True
-
     def __init__(self, wire_dtype: WireDtype = "same") -> None:
         check_wire_dtype(wire_dtype)
         self.wire_dtype = wire_dtype
 
+    @property
+    def overlaps(self) -> bool:
+        """Not where a subclass does otherwise: what `begin` has sent it could not change any more."""
+        return type(self).run is DenseAllReduce.run
+
     def begin(self, outgoing: Outgoing, round: Round, wire: Wire) -> Outgoing:
+        return outgoing._replace(begun=self._begun(outgoing, round, wire)) if self.overlaps else outgoing
+
+    def run(self, outgoing: Outgoing, round: Round, wire: Wire) -> Exchanged:
+        end = outgoing.begun or self._begun(outgoing, round, wire)
+        return end()
+
+    def _begun(self, outgoing: Outgoing, round: Round, wire: Wire) -> Callable[[], Exchanged]:
         x, present, nonfinite_segment = self.dense(outgoing), outgoing.present, outgoing.nonfinite_segment
         n = x.numel()
         buffer = x.new_empty(n + len(present), dtype=WIRE_DTYPES[self.wire_dtype])
@@ -68,12 +79,7 @@ class DenseAllReduce(Exchange):
                 raise NonFiniteGradientError.found_on_any(nonfinite_segment, round, wire, x.device)
             return Exchanged(buffer[:n].to(x.dtype), sent, (buffer[n:] > 0).tolist())
 
-        return outgoing._replace(begun=end)
-
-    def run(self, outgoing: Outgoing, round: Round, wire: Wire) -> Exchanged:
-        end = outgoing.begun or self.begin(outgoing, round, wire).begun
-        assert end is not None
-        return end()
+        return end
 
     def __repr__(self) -> str:
         return f"DenseAllReduce(wire_dtype={self.wire_dtype!r})"

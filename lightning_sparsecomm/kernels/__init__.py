@@ -6,12 +6,13 @@ from importlib.util import find_spec
 import torch
 
 from lightning_sparsecomm.kernels.positions import Parsed, PositionKernels
-from lightning_sparsecomm.kernels.reference import NotFiniteError, Reference, Update
+from lightning_sparsecomm.kernels.reference import LIMIT, OutOfRangeError, Reference, Update
 from lightning_sparsecomm.kernels.sketch import Candidates, SketchKernels
 
 __all__ = [
+    "LIMIT",
     "Candidates",
-    "NotFiniteError",
+    "OutOfRangeError",
     "Parsed",
     "PositionKernels",
     "Reference",

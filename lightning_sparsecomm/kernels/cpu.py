@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_sparsecomm.kernels.reference import NotFiniteError, Reference, Update
+from lightning_sparsecomm.kernels.reference import LIMIT, OutOfRangeError, Reference, Update
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -75,7 +75,7 @@ def _reaching(x: Floats, threshold: Scalar, found: Positions) -> int:
     return count
 
 
-# In all three, an element of the gradient counts as 0 where (its bits & mask) == infinite; they say whether none does.
+# In all three, an element of the gradient counts as 0 where (its bits & mask) >= limit; they say whether none does.
 
 
 @compiled
@@ -88,11 +88,11 @@ def _add(
     threshold: Scalar,
     flags: Flags,
     mask: Unsigned,
-    infinite: Unsigned,
+    limit: Unsigned,
 ) -> bool:
     flawed = False
     for i in range(residual.size):
-        flaw = (bits[i] & mask) == infinite
+        flaw = (bits[i] & mask) >= limit
         flawed |= flaw
         g = scale * (residual.dtype.type(0) if flaw else gradient[i])
         v = keep * residual[i] + g
@@ -114,11 +114,11 @@ def _add_velocity(
     threshold: Scalar,
     flags: Flags,
     mask: Unsigned,
-    infinite: Unsigned,
+    limit: Unsigned,
 ) -> bool:
     flawed = False
     for i in range(residual.size):
-        flaw = (bits[i] & mask) == infinite
+        flaw = (bits[i] & mask) >= limit
         flawed |= flaw
         g = scale * (residual.dtype.type(0) if flaw else gradient[i])
         u = momentum * velocity[i] + gain * g
@@ -143,11 +143,11 @@ def _add_nesterov(
     threshold: Scalar,
     flags: Flags,
     mask: Unsigned,
-    infinite: Unsigned,
+    limit: Unsigned,
 ) -> bool:
     flawed = False
     for i in range(residual.size):
-        flaw = (bits[i] & mask) == infinite
+        flaw = (bits[i] & mask) >= limit
         flawed |= flaw
         g = scale * (residual.dtype.type(0) if flaw else gradient[i])
         u = momentum * velocity[i] + gain * g
@@ -173,30 +173,30 @@ def _update(
     threshold: Scalar,
     found: Positions,
     mask: Unsigned,
-    infinite: Unsigned,
+    limit: Unsigned,
 ) -> tuple[int, bool]:
     flags = np.zeros(_PIECE, np.uint8)
     words = flags.view(np.uint64)
     count = 0
-    finite = True
+    in_range = True
     for start in range(0, residual.size, _PIECE):
         piece = slice(start, start + _PIECE)
         v, g, b = residual[piece], gradient[piece], bits[piece]
         if v.size < _PIECE:
             flags[:] = 0
         if kind == 0:
-            finite &= _add(v, g, b, keep, scale, threshold, flags, mask, infinite)
+            in_range &= _add(v, g, b, keep, scale, threshold, flags, mask, limit)
         else:
             u = velocity[piece]
             if kind == 1:
-                finite &= _add_velocity(v, u, g, b, keep, scale, momentum, gain, threshold, flags, mask, infinite)
+                in_range &= _add_velocity(v, u, g, b, keep, scale, momentum, gain, threshold, flags, mask, limit)
             else:
-                finite &= _add_nesterov(
-                    v, u, g, b, keep, scale, momentum, gain, lookahead, threshold, flags, mask, infinite
+                in_range &= _add_nesterov(
+                    v, u, g, b, keep, scale, momentum, gain, lookahead, threshold, flags, mask, limit
                 )
         if found.size:
             count = _note(flags, words, v.size, start, found, count)
-    return count, finite
+    return count, in_range
 
 
 @compiled
@@ -212,7 +212,7 @@ def _probe(
     lookahead: Scalar,
     kind: int,
     mask: Unsigned,
-    infinite: Unsigned,
+    limit: Unsigned,
     stride: int,
 ) -> Floats:
     v, u, g = residual[::stride].copy(), velocity[::stride].copy(), gradient[::stride].copy()
@@ -230,7 +230,7 @@ def _probe(
         keep,
         np.empty(0, np.int64),
         mask,
-        infinite,
+        limit,
     )
     return np.abs(v)
 
@@ -351,27 +351,28 @@ def _arguments(update: Update) -> Arguments:
     )
 
 
-def _flaws(update: Update, checked: bool) -> tuple[Unsigned, Unsigned]:
-    """Mask and bits by which `_update` tells what is not finite, whose exponent is all ones; or bits that none has."""
-    infinity = np.array([np.inf], update.gradient.numpy().dtype)
-    (exponent,) = infinity.view(f"u{infinity.itemsize}")
-    return (exponent, exponent) if checked else (exponent - exponent, exponent)
+def _limits(update: Update, checked: bool) -> tuple[Unsigned, Unsigned]:
+    """Mask and limit by which `_update` tells what is out of range: bits without the sign are in order of magnitude,
+    and those of what is not finite come last. Else a mask that leaves nothing."""
+    (limit,) = np.array([LIMIT], update.gradient.numpy().dtype).view(f"u{update.gradient.itemsize}")
+    mask = ~np.array([-0.0], update.gradient.numpy().dtype).view(f"u{update.gradient.itemsize}")[0]
+    return (mask, limit) if checked else (mask - mask, limit)
 
 
 class Cpu(Reference):
     """Numba kernels for float32 and float64 vectors on the CPU."""
 
     def probe(self, update: Update, stride: int) -> Tensor:
-        return torch.from_numpy(_probe(*_arguments(update), *_flaws(update, checked=False), stride))
+        return torch.from_numpy(_probe(*_arguments(update), *_limits(update, checked=False), stride))
 
     def update_(self, update: Update, threshold: float | None, capacity: int) -> Tensor | None:
         arguments = _arguments(update)
         residual = arguments[0]
         found = np.empty(0 if threshold is None else min(capacity, residual.size) + _WORD, np.int64)
         least = residual.dtype.type(threshold or 0.0)
-        count, finite = _update(*arguments, least, found, *_flaws(update, update.checked))
-        if not finite:
-            raise NotFiniteError
+        count, in_range = _update(*arguments, least, found, *_limits(update, update.checked))
+        if not in_range:
+            raise OutOfRangeError
         return self._found(found, count)
 
     def reaching(self, x: Tensor, threshold: float, capacity: int) -> Tensor | None:

@@ -9,11 +9,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_sparsecomm.kernels.reference import NotFiniteError, Reference, Update
+from lightning_sparsecomm.kernels.reference import LIMIT, OutOfRangeError, Reference, Update
 
 # Elements per program, each of which adds to the one counter once at most. At a density of 1/1000, about a third of the
 # programs find nothing, and are spared the prefix sum too.
 _BLOCK = 1024
+_LIMIT = tl.constexpr(LIMIT)
 
 
 def compiled(function: Callable[..., None]) -> Any:
@@ -76,10 +77,10 @@ def _update(
     v = tl.load(residual + positions, mask=inside, other=0.0)
     g = tl.load(gradient + positions, mask=inside, other=0.0)
     if flaws is not None:
-        finite = tl.abs(g) < float("inf")
-        if tl.sum((~finite).to(tl.int32), 0) > 0:
+        in_range = tl.abs(g) < _LIMIT
+        if tl.sum((~in_range).to(tl.int32), 0) > 0:
             tl.store(flaws, 1)
-        g = tl.where(finite, g, 0.0)
+        g = tl.where(in_range, g, 0.0)
     g = _rounded(scale, v) * g
     v = _rounded(keep, v) * v
     if kind != 0:
@@ -150,7 +151,7 @@ class Cuda(Reference):
                     enable_fp_fusion=False,
                 )
         if flaws is not None and flaws.item():
-            raise NotFiniteError
+            raise OutOfRangeError
         if found is None or count is None:
             return residual.new_empty(0, dtype=torch.int64)
         return _sorted(found, count)

@@ -5,9 +5,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+# What a checked gradient's magnitudes must stay below. An update can be taken back to the round-off of what went in, so
+# that of a gradient which explodes would wipe out what is held; no gradient of a training that goes well is so large.
+LIMIT = 2.0**16
 
-class NotFiniteError(ArithmeticError):
-    """A gradient that was to be checked holds an infinity or a NaN."""
+
+class OutOfRangeError(ArithmeticError):
+    """A gradient that was to be checked holds an infinity, a NaN, or a magnitude of `LIMIT` or more."""
 
 
 class Update(NamedTuple):
@@ -26,7 +30,8 @@ class Update(NamedTuple):
         momentum: Factor on the velocity.
         gain: Factor on what is added to the velocity: 1 − dampening, or 1 in a tensor's first step.
         lookahead: Nesterov's factor; None for plain momentum.
-        checked: Whether the gradient is looked over: then what is not finite in it counts as 0, and is told of.
+        checked: Whether the gradient is looked over: then what is not of a magnitude below `LIMIT` counts as 0, and is
+            told of.
     """
 
     residual: Tensor
@@ -50,8 +55,8 @@ class Update(NamedTuple):
         )
 
 
-def _finite_part(gradient: Tensor) -> Tensor:
-    return gradient.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+def _in_range(gradient: Tensor) -> Tensor:
+    return torch.where(gradient.abs() < LIMIT, gradient, 0.0)
 
 
 class Reference:
@@ -79,12 +84,12 @@ class Reference:
             Sorted positions, int64, none of them of a zero; None where they are more than `capacity`.
 
         Raises:
-            NotFiniteError: Once all is done, where a gradient that was to be checked is not finite.
+            OutOfRangeError: Once all is done, where a gradient that was to be checked holds what counts as 0.
         """
         residual, gradient, velocity = update.residual, update.gradient, update.velocity
-        finite = not update.checked or bool(gradient.isfinite().all())
-        if not finite:
-            gradient = _finite_part(gradient)
+        in_range = not update.checked or bool((gradient.abs() < LIMIT).all())
+        if not in_range:
+            gradient = _in_range(gradient)
         if update.scale != 1:
             gradient = gradient * update.scale
         if update.keep != 1:
@@ -98,8 +103,8 @@ class Reference:
                 residual.add_(velocity)
             else:
                 residual.add_(gradient).add_(velocity * update.lookahead)
-        if not finite:
-            raise NotFiniteError
+        if not in_range:
+            raise OutOfRangeError
         if threshold is None:
             return residual.new_empty(0, dtype=torch.int64)
         return self.reaching(residual, threshold, capacity)
@@ -111,7 +116,7 @@ class Reference:
         """
         residual, velocity = update.residual, update.velocity
         gradient = update.gradient.to(residual.dtype).reshape(residual.shape)
-        gradient = (_finite_part(gradient) if update.checked else gradient) * update.scale
+        gradient = (_in_range(gradient) if update.checked else gradient) * update.scale
         if velocity is None:
             residual.sub_(gradient)
         else:

@@ -201,6 +201,63 @@ def _alone(rank: int) -> None:
                 exchange.error = error
 
 
+def _explodes(rank: int) -> None:
+    """What stands beside an infinity, or alone, may be so large that an update with it could not be taken back."""
+    wire, cpu = Wire(), torch.device("cpu")
+    for rule in RULES.values():
+        rules = [rule] * len(LAYOUT.segments)
+        for large in (1e3, 1e6, 1e20, 3e38):
+            channel, never = (Channel(DenseAllReduce(), [MomentumCorrection(), ErrorFeedback(0.9)]) for _ in range(2))
+            for each in (channel, never):
+                each.bind(LAYOUT, torch.float32, cpu)
+                for step in (1, 2):
+                    each.reduce(gradients(step, torch.float32), Round(LAYOUT, step, momentum=rules), wire)
+            before = state(channel)
+            parts = gradients(4, torch.float32)
+            table, kernel, _, bias = parts
+            assert table is not None and kernel is not None and bias is not None
+            table[3] = -large
+            bias[1] = large
+            kernel[1, 2, 0, 1] = float("inf")
+            with pytest.raises(NonFiniteGradientError):
+                channel.reduce(parts, Round(LAYOUT, 3, momentum=rules), wire)
+            # Of 65,536, the most that is taken in before all is known: a few roundings, by the smallest momentum.
+            assert_states(state(channel), before, 0.05)
+            # Where it is finite, it is taken in as if it had not been looked over.
+            kernel[1, 2, 0, 1] = 0.5
+            shared = [
+                each.reduce(parts, Round(LAYOUT, 4, momentum=rules, gradient_norm=norm), wire).shared
+                for each, norm in ((channel, float("nan")), (never, 1.0))
+            ]
+            torch.testing.assert_close(*shared, rtol=1e-4, atol=0.05)
+
+
+def test_an_exploding_gradient_wipes_nothing_out(tmp_path: Path) -> None:
+    run_ranks(tmp_path, 1, _explodes)
+
+
+class Own(ErrorFeedback):
+    """Of a user's own: takes gradients in by itself, and so cannot be given what is not finite."""
+
+    def compensate(self, contribution: Contribution, round: Round) -> Contribution:
+        for view, part in zip(self._residual.parts, contribution.parts):
+            if part is not None:
+                view.add_(part)
+        return Contribution(self._residual.parts, flat=self._residual.flat)
+
+
+def _owns(rank: int) -> None:
+    channel = Channel(DenseAllReduce(), [Own()])
+    channel.bind(LAYOUT, torch.float32, torch.device("cpu"))
+    with pytest.raises(NonFiniteGradientError):
+        channel.reduce(gradients(1, torch.float32, nan=True), Round(LAYOUT, 0), Wire())
+    assert not any(tensor.any() for part in state(channel) for tensor in part.values())
+
+
+def test_a_memory_derived_from_one_that_checks_need_not_check(tmp_path: Path) -> None:
+    run_ranks(tmp_path, 1, _owns)
+
+
 def test_whatever_the_exchange_raises(tmp_path: Path) -> None:
     run_ranks(tmp_path, 1, _alone)
 

@@ -50,6 +50,10 @@ def hang() -> None:
 # What each rank of three calls on a wire, and how an error names it.
 CALLS: dict[str, tuple[Callable[[Wire], Any], str]] = {
     "all_reduce": (lambda wire: wire.all_reduce_(torch.ones(9)), "all_reduce of 36 bytes (weight updates)"),
+    "all_reduce, later": (
+        lambda wire: wire.all_reduce_later_(torch.ones(9))(),
+        "all_reduce of 36 bytes (weight updates)",
+    ),
     "or": (
         lambda wire: wire.all_reduce_or_(torch.ones(9, dtype=torch.uint8), "parameters"),
         "all_reduce of 9 bytes (parameters)",

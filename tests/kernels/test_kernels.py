@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_sparsecomm.kernels import NotFiniteError, Reference, Update, kernels_for
+from lightning_sparsecomm.kernels import LIMIT, OutOfRangeError, Reference, Update, kernels_for
 from lightning_sparsecomm.kernels.cpu import Cpu
 from tests.reference.selection import top_k
 
@@ -155,12 +155,13 @@ def test_an_update_can_be_taken_back(kind, size, dtype):
 
 
 def flawed(update: Update) -> list[Update]:
-    """The same with infinities and NaNs in the gradient: one at either end, at an edge of a piece, or many; checked."""
+    """The same, checked, with what is out of range in the gradient: at either end, at an edge of a piece, or often."""
     size, dtype = update.gradient.numel(), update.gradient.dtype
     some = numbers(size, dtype, 7).abs() < 0.1
-    places = [torch.tensor([0]), torch.tensor([size - 1]), torch.tensor([size // 2]), some.nonzero().view(-1)]
+    middle = torch.tensor([size // 2])
+    places = [torch.tensor([0]), torch.tensor([size - 1]), middle, some.nonzero().view(-1), middle, middle]
     updates = []
-    for value, positions in zip((float("nan"), -float("inf"), float("inf"), float("nan")), places):
+    for value, positions in zip((float("nan"), -float("inf"), float("inf"), float("nan"), LIMIT, -3e38), places):
         if positions.numel():
             gradient = update.gradient.clone()
             gradient[positions] = value
@@ -172,21 +173,21 @@ def flawed(update: Update) -> list[Update]:
 @pytest.mark.parametrize("size", [1, 31, 4095, 4096, 4097, 10000])
 @each_kind
 @each_kernels
-def test_what_is_not_finite_is_told_of_and_counts_as_nothing(kernels, kind, size, dtype):
+def test_what_is_out_of_range_is_told_of_and_counts_as_nothing(kernels, kind, size, dtype):
     start = update_of(kind, size, dtype)
     for update in flawed(start):
         expected = copy_of(start)
-        finite = update.gradient.isfinite()
-        expected.gradient[~finite] = 0
+        in_range = update.gradient.abs() < LIMIT
+        expected.gradient[~in_range] = 0
         Reference().update_(expected, None, 0)
         for threshold in (None, 1.0):
             actual = copy_of(update)
-            with pytest.raises(NotFiniteError):
+            with pytest.raises(OutOfRangeError):
                 kernels.update_(actual, threshold, size)
             assert same_bits(actual.residual, expected.residual) and same_bits(actual.velocity, expected.velocity)
             assert same_bits(actual.gradient, update.gradient)
             kernels.take_back_(actual)
-            tolerance = 16 * torch.finfo(dtype).eps * float(update.gradient[finite].abs().sum() + 1)
+            tolerance = 16 * torch.finfo(dtype).eps * float(update.gradient[in_range].abs().sum() + 1)
             torch.testing.assert_close(actual.residual, start.residual, rtol=tolerance, atol=tolerance)
             if actual.velocity is not None:
                 torch.testing.assert_close(actual.velocity, start.velocity, rtol=tolerance, atol=tolerance)
@@ -195,11 +196,12 @@ def test_what_is_not_finite_is_told_of_and_counts_as_nothing(kernels, kind, size
 @each_dtype
 @each_size
 @each_kind
-def test_a_finite_gradient_is_taken_in_as_ever_when_it_is_checked(kind, size, dtype):
+def test_a_gradient_in_range_is_taken_in_as_ever_when_it_is_checked(kind, size, dtype):
     start, expected = update_of(kind, size, dtype), update_of(kind, size, dtype)
-    # The largest of numbers is finite, and a scale that makes an infinity of it is no flaw of the gradient.
+    below = torch.tensor(LIMIT, dtype=dtype).nextafter(torch.tensor(0.0, dtype=dtype))
     for update in (start, expected):
-        update.gradient[: size // 3] = torch.finfo(dtype).max
+        update.gradient[: size // 3] = below
+        update.gradient[size // 3 : size // 2] = -below
     found = Reference().update_(expected, 1.0, size)
     for kernels in KERNELS:
         actual = copy_of(start)._replace(checked=True)
