@@ -31,6 +31,7 @@ import torch
 from hooks import bf16_hook
 from matplotlib import colormaps
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 from models import EXCERPT, MODELS, Loaded, Trained
 from network import (
     DEVICE,
@@ -63,6 +64,7 @@ from lightning_sparsecomm.wire import Ledger
 WARM_UP_STEPS = 10
 
 ALONE, BASELINE = "no communication", "ddp"
+EMPHASIZED = "dgc(0.001)"  # stands out in the plot
 
 KEEPS = "keeps"
 MALLOC_HELP = "whether it keeps what is freed, or may give gradients' memory back to the system in each step"
@@ -488,16 +490,24 @@ def draw(runs: list[Run], path: Path) -> None:
             means = {rate: [second for run in here if run.rate == rate for second in run.seconds] for rate in rates}
             measured = [(place, statistics.mean(means[rate])) for place, rate in enumerate(rates) if means[rate]]
             style: dict[str, Any] = {"color": colormaps["tab20"].colors[number % 20], "linewidth": 1.2}
+            if row.startswith("dense"):
+                # Under it lies ddp's line, or its bfloat16 hook's.
+                style["linestyle"] = ":"
+            if row == EMPHASIZED:
+                style |= {"color": "red", "linewidth": 2.5, "zorder": 3}
             if row in (ALONE, BASELINE):
                 style = {"color": "black", "linewidth": 2, "linestyle": "--" if row == ALONE else "-"}
             # A row that has not been run here is in the legend all the same.
             axes.plot(*(zip(*measured) if measured else ([], [])), marker="o", markersize=4, label=row, **style)
         axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(lambda seconds, _: f"{1000 * seconds:,.0f}")
+        axes.yaxis.set_minor_formatter(NullFormatter())
         axes.set_xticks(range(len(rates)), rates)
         axes.set_title(f"{model}, {ranks} ranks", fontsize="medium")
         axes.grid(alpha=0.3, which="both")
     for axes in panels[:, 0]:
-        axes.set_ylabel("seconds per step, mean")
+        axes.set_ylabel("ms per step, mean")
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=5, fontsize="small")
     figure.savefig(path, dpi=90)
