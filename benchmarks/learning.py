@@ -182,20 +182,20 @@ class TrueTopK(Exchange):
         )
 
 
-def sketched(options: Options, columns_by_k: int) -> Method:
+def sketched(options: Options, columns_by_k: int, clip: float | None = 1.0) -> Method:
     """Sketched-SGD whose sketch has so many columns for each element that is shared."""
     # Without drawing the random numbers that training is to begin with.
     with torch.device("meta"):
         network = (DigitNetwork if options.task == "digits" else ImageNetwork)(10)
     weights = sum(parameter.numel() for parameter in network.parameters() if parameter.dim() > 1)
     return methods.sketched_sgd(
-        density=options.density, columns=columns_by_k * k_of(options.density, weights), clip=1.0
+        density=options.density, columns=columns_by_k * k_of(options.density, weights), clip=clip
     )
 
 
-def true_top_k(options: Options) -> Method:
+def true_top_k(options: Options, clip: float | None = 1.0) -> Method:
     """Sketched-SGD without a sketch."""
-    sketched, dense = methods.sketched_sgd(density=options.density, clip=1.0).syncs
+    sketched, dense = methods.sketched_sgd(density=options.density, clip=clip).syncs
     assert isinstance(sketched, GradientSync)
     channel = Channel(TrueTopK(options.density), sketched.channel.memories)
     return Method([GradientSync(channel, min_dimensions=2), dense])
@@ -238,6 +238,9 @@ IMAGE_ROWS = {
     # By default, there are 10 for each of the k.
     "sketched_sgd, 30 k columns": Row(lambda options: sketched(options, 30)),
     "sketched_sgd, 100 k columns": Row(lambda options: sketched(options, 100)),
+    "true top-k, no clipping": Row(lambda options: true_top_k(options, clip=None)),
+    "sketched_sgd, no clipping": Row(lambda options: methods.sketched_sgd(density=options.density)),
+    "sketched_sgd, 100 k columns, no clipping": Row(lambda options: sketched(options, 100, clip=None)),
 }
 
 
