@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 # The examples are scripts, not a package.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-from images import read_fashion_mnist
+from images import Images, read_fashion_mnist
 from words import read_words
 
 EXCERPT = Path(__file__).resolve().parent.parent / "examples" / "shakespeare-excerpt.txt"
@@ -141,7 +141,7 @@ class Model(NamedTuple):
     """What is trained.
 
     Attributes:
-        load: Reads its data, given the folder of Fashion-MNIST and a text.
+        load: Reads its data, given the folder of Fashion-MNIST, which is downloaded if missing, and a text.
         network: Makes it, given the number of classes.
         batch_size: Samples per rank and step.
         learning_rate: Of SGD with momentum.
@@ -160,6 +160,7 @@ CHARACTERS = 64  # that GPT reads at once
 
 
 def load_images(folder: Path, text: Path) -> Loaded:
+    Images("fashion-mnist", folder).prepare_data()
     read = read_fashion_mnist(folder)
     mean, deviation = read.train_images.mean(), read.train_images.std()
     return Loaded(TensorDataset((read.train_images - mean) / deviation, read.train_labels), 10)
@@ -179,6 +180,8 @@ def load_characters(folder: Path, text: Path) -> Loaded:
 def _windows(sequence: Tensor, length: int) -> Dataset[tuple[Tensor, ...]]:
     """Pieces of a text, each with what follows each of its symbols."""
     count = (len(sequence) - 1) // length
+    if count < 1:
+        raise ValueError(f"the text is too short: {len(sequence)} symbols, of which {length + 1} are read at once.")
     return TensorDataset(
         sequence[: count * length].view(count, length), sequence[1 : count * length + 1].view(count, length)
     )

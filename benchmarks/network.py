@@ -52,6 +52,7 @@ MESSAGE_BYTES = 185
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 _UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+_PRIVILEGES = "Run it with sudo, or as root in a container that is started with --privileged."
 
 
 class LabError(RuntimeError):
@@ -169,10 +170,7 @@ class Lab:
             # The switch is the last: without anyone who keeps it, it would take all cables with it.
             self._namespaces = [_new_namespace() for _ in range(self.ranks + 1)]
         except PermissionError as error:
-            raise LabError(
-                f"network namespaces need root: {error}. Run it with sudo, or as root in a container that is"
-                " started with --privileged."
-            ) from error
+            raise LabError(f"network namespaces need root: {error}. {_PRIVILEGES}") from error
         *hosts, switch = self._namespaces
         try:
             _run_in(switch, "ip link add switch type bridge", "ip link set switch addrgenmode none up")
@@ -422,7 +420,8 @@ def _run_in(namespace: int, *commands: str) -> None:
         for command in commands:
             done = subprocess.run(shlex.split(command), capture_output=True, text=True)
             if done.returncode:
-                raise LabError(f"{command!r} failed: {done.stderr.strip()}")
+                refused = f" {_PRIVILEGES}" if "not permitted" in done.stderr else ""
+                raise LabError(f"{command!r} failed: {done.stderr.strip()}.{refused}")
 
     _in_thread(enter)
 

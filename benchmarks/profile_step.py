@@ -90,7 +90,7 @@ def main() -> None:
     add("--malloc", choices=[KEEPS, "default"], default=KEEPS, help=MALLOC_HELP)
     add("--steps", type=int, default=20, metavar="N", help=f"that are profiled, after {WARM_UP_STEPS} others")
     add("--functions", type=int, default=15, metavar="N", help="that are printed")
-    add("--data-dir", type=Path, default=Path("data"), metavar="DIR", help="of Fashion-MNIST")
+    add("--data-dir", type=Path, default=Path("data"), metavar="DIR", help="of Fashion-MNIST, downloaded if missing")
     add("--text", type=Path, default=EXCERPT, metavar="FILE", help="that the language models read, in UTF-8")
     options = parser.parse_args()
     if min(options.steps, options.functions) < 1:
@@ -111,7 +111,7 @@ def main() -> None:
         arguments = (setting, options.row, loaded, options.steps, model.batch_size, options.malloc)
         with lab:
             measured, shares = lab.run(profiled, *arguments, FORK.Barrier(options.ranks), timeout=timeout)[0]
-    except (LabError, FileNotFoundError) as error:
+    except (LabError, OSError, ValueError) as error:
         sys.exit(str(error))
     mean_ms = 1000 * sum(measured.seconds) / options.steps
     cpu_ms = 1000 * measured.cpu_seconds / options.steps

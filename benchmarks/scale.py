@@ -779,8 +779,12 @@ def main() -> None:
     add("--output", type=Path, default=None, help="JSON file for all that was measured")
     add("--plot", type=Path, default=None, help="PNG file for the plot")
     options = parser.parse_args()
-    if min(options.elements, options.rehearsals) < 1 or min(options.repetitions, *options.ranks) < 2:
-        parser.error("repetitions (for quartiles) and ranks must be at least 2, other numbers at least 1")
+    if min(options.elements, options.rehearsals) < 1 or min(options.repetitions, options.to, *options.ranks) < 2:
+        parser.error("repetitions (for quartiles) and numbers of ranks must be at least 2, other numbers at least 1")
+    for path in (options.output, options.plot):
+        # At the end it would be too late.
+        if path is not None and not path.resolve().parent.is_dir():
+            parser.error(f"{path} cannot be written: its folder does not exist")
     try:
         for ranks in options.ranks if options.rate != LOOPBACK else []:
             Lab(ranks, options.rate)

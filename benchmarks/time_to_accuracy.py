@@ -436,7 +436,7 @@ def parse() -> Options:
     arguments.setdefault("learning_rate", TASKS[arguments["task"]].learning_rate)
     options = Options(**arguments)
     if not 0 < options.target < 1:
-        parser.error(f"--target must be in (0, 1); got {options.target}. Did you mean {options.target / 100}?")
+        parser.error(f"--target must be in (0, 1), as 0.85 for 85%; got {options.target}")
     for name, value in (("learning-rate", options.learning_rate), ("most-seconds", options.most_seconds)):
         if not value > 0:
             parser.error(f"--{name} must be positive; got {value}")

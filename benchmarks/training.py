@@ -408,8 +408,8 @@ def measure(setting: Setting, row: str, repetition: int, loaded: Loaded, options
 def table(runs: list[Run]) -> str:
     """A line for each row in each setting, as Markdown."""
     header = ["model", "ranks", "rate", "strategy", "ms per step, mean", "median", "quartiles", "by no communication"]
-    header += ["ddp by it", "MB sent per rank and step", "by the ledger", "counted by ledger", "memory above ddp, MB"]
-    header += ["loss"]
+    header += ["ddp by it", "a rank's processor ms", "ms in exchanges", "MB sent per rank and step", "by the ledger"]
+    header += ["counted by ledger", "peak memory, MB", "above ddp", "loss"]
     lines = [f"| {' | '.join(header)} |", f"|{'---|' * 4}{'---:|' * (len(header) - 4)}"]
     grouped: dict[Setting, dict[str, list[Run]]] = {}
     for run in runs:
@@ -440,14 +440,18 @@ def cells(row: str, rows: dict[str, list[Run]]) -> list[str]:
     if BASELINE in rows:
         above = memory - statistics.mean(max(each.memory_bytes for each in run.measured) for run in rows[BASELINE])
     loss = statistics.mean(each.loss for run in several for each in run.measured)
+    exchanging = f"{1000 * statistics.mean(run.mean_of('exchange_seconds') for run in several):,.1f}"
     return [
         f"{mean:,.1f}",
         *spread,
         "—" if alone is None else f"{mean / 1000 / alone:.2f}",
         "—" if ddp is None else f"{1000 * ddp / mean:.2f} x",
+        f"{1000 * statistics.mean(run.mean_of('cpu_seconds') for run in several):,.1f}",
+        exchanging if ledger else "—",
         f"{statistics.mean(run.mean_of('counted_bytes') for run in several) / 1e6:,.4f}",
         f"{statistics.mean(ledger) / 1e6:,.4f}" if ledger else "—",
         f"{statistics.mean(explained):.3f}" if explained else "—",
+        f"{memory / 1e6:,.0f}",
         "—" if above is None else f"{above / 1e6:+,.0f}",
         f"{loss:.3f}",
     ]
@@ -527,7 +531,7 @@ def parse() -> Options:
     batch_size = f"samples per rank and step (default: {sizes})"
     add("--batch-size", type=int, default=argparse.SUPPRESS, metavar="N", help=batch_size)
     add("--malloc", choices=[KEEPS, "default"], default=KEEPS, help=MALLOC_HELP)
-    add("--data-dir", type=Path, default=Path("data"), metavar="DIR", help="of Fashion-MNIST")
+    add("--data-dir", type=Path, default=Path("data"), metavar="DIR", help="of Fashion-MNIST, downloaded if missing")
     add("--text", type=Path, default=EXCERPT, metavar="FILE", help="that the language models read, in UTF-8")
     add("--output", type=Path, default=Path("training"), metavar="DIR", help="for training.json and training.png")
     add("--resume", action="store_true", help="skip runs that are in training.json already")
@@ -564,8 +568,18 @@ def wanted(options: Options) -> list[Key]:
 
 
 def run_all(runs: list[Run], options: Options) -> None:
-    """Adds the runs that are missing, and writes all as each ends."""
+    """Adds the runs that are missing, and writes all as each ends.
+
+    Raises:
+        OSError: Data that is missing, and cannot be fetched.
+        ValueError: Data that is damaged, or too little of it for a batch on each rank.
+    """
     loaded = {name: MODELS[name].load(options.data_dir, options.text) for name in options.models}
+    for name, ranks in itertools.product(options.models, options.ranks):
+        batch_size, samples = options.batch_size or MODELS[name].batch_size, len(loaded[name].data)
+        if samples // ranks < batch_size:
+            raise ValueError(f"--batch-size {batch_size} is too large: {name} has {samples} samples for {ranks} ranks.")
+    options.output.mkdir(parents=True, exist_ok=True)
     done = {run.key for run in runs}
     for key in wanted(options):
         if key in done:
@@ -586,14 +600,15 @@ def main() -> None:
     settings = options.settings()
     try:
         if options.only_print:
+            if not options.path.exists():
+                sys.exit(f"{options.path} does not exist. Run without --only-print first, or name another --output.")
             # Whatever the machine, and the command line, that they were made with.
             settings = json.loads(options.path.read_text())["settings"]
             runs = [Run.of(stored) for stored in load(options.path, {}, resume=True)]
         else:
-            options.output.mkdir(parents=True, exist_ok=True)
             runs = [Run.of(stored) for stored in load(options.path, settings, options.resume)]
             run_all(runs, options)
-    except (LabError, FileExistsError, FileNotFoundError, ValueError) as error:
+    except (LabError, OSError, ValueError) as error:
         sys.exit(str(error))
     asked = dict.fromkeys((setting, row) for setting, row, _ in wanted(options))
     shown = [run for key in asked for run in runs if (run.setting, run.row) == key]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -75,6 +76,22 @@ def test_training_on_a_slow_network(tmp_path: Path) -> None:
             assert sent == pytest.approx(dgc["measured"][rank]["link_bytes"], rel=0.02)
     assert len([line for line in output.splitlines() if line.startswith("| gpt |")]) == 2
     assert (tmp_path / "out" / "training.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--models=gpt", "--batch-size=999999"], "--batch-size 999999 is too large: gpt has"),
+        (["--models=gpt", "--text=short.txt"], "the text is too short: 6 symbols, of which 65 are read at once."),
+        (["--only-print", "--output=none"], "training.json does not exist. Run without --only-print first"),
+    ],
+)
+def test_training_refuses(arguments: list[str], message: str, tmp_path: Path) -> None:
+    """What cannot work, before anything is trained or a folder is made."""
+    (tmp_path / "short.txt").write_text("sonnet")
+    with pytest.raises(AssertionError, match=re.escape(message)):
+        run("training.py", *arguments, folder=tmp_path)
+    assert os.listdir(tmp_path) == ["short.txt"]
 
 
 def test_profile_of_a_step(tmp_path: Path) -> None:
