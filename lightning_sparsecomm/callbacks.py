@@ -118,7 +118,8 @@ class CompressionMonitor(Callback):
 class SparsityWarmup(Callback):
     """Sends more in the first steps or epochs, whatever the method; afterwards the method's own density holds.
 
-    In the place of a warm-up that the method has itself. `dense` has no density, and goes on sending everything.
+    In the place of a warm-up that the method has itself. `dense`, `federated_averaging` and `diloco` have no density,
+    and go on sending everything.
 
     Args:
         steps: Length in optimizer steps; 0 where it is counted in epochs.

@@ -112,27 +112,40 @@ class SparseVector(NamedTuple):
         return self.values.new_zeros(self.size).index_copy_(0, self.indices, self.values)
 
 
-def mean(vectors: Sequence[SparseVector | Tensor], dtype: torch.dtype) -> SparseVector | Tensor:
-    """The mean of vectors of one size, with equal bits wherever the same vectors are given in the same order.
+def mean(vectors: Iterable[SparseVector | Tensor], dtype: torch.dtype) -> SparseVector | Tensor:
+    """The mean of vectors of one size, of at least one; equal bits wherever the same are given in the same order.
 
     Sparse while the union of the vectors' elements surely is, else dense. The order of each sum is the order of
-    `vectors`, on any device.
+    `vectors`, on any device. They are taken one after the other, and not held once the sum is dense.
     """
-    sparse = [vector for vector in vectors if isinstance(vector, SparseVector)]
-    if len(sparse) == len(vectors) and sum(vector.indices.numel() for vector in sparse) <= sparse[0].size // 8:
-        values = torch.cat([vector.values.to(dtype) for vector in sparse])
-        kernels = kernels_for(values.device, dtype)
-        indices, sums = kernels.add_up(torch.cat([vector.indices for vector in sparse]), values)
-        return SparseVector(indices, sums.div_(len(vectors)), sparse[0].size)
-    first = vectors[0]
-    size, device = (
-        (first.size, first.values.device) if isinstance(first, SparseVector) else (first.numel(), first.device)
-    )
-    total = torch.zeros(size, dtype=dtype, device=device)
-    for each in vectors:
-        if isinstance(each, SparseVector):
-            # The indices of one vector differ, so this touches an element once.
-            total.index_add_(0, each.indices, each.values.to(dtype))
-        else:
-            total.add_(each)
-    return total.div_(len(vectors))
+    sparse: list[SparseVector] = []
+    elements, count = 0, 0
+    total: Tensor | None = None
+    for vector in vectors:
+        count += 1
+        if total is None and isinstance(vector, SparseVector):
+            elements += vector.indices.numel()
+            if elements <= vector.size // 8:
+                sparse.append(vector)
+                continue
+        if total is None:
+            values, size = vector[1:] if isinstance(vector, SparseVector) else (vector, vector.numel())
+            total = values.new_zeros(size, dtype=dtype)
+            for earlier in sparse:
+                _add(total, earlier)
+            sparse.clear()
+        _add(total, vector)
+    if total is not None:
+        return total.div_(count)
+    values = torch.cat([vector.values.to(dtype) for vector in sparse])
+    kernels = kernels_for(values.device, dtype)
+    indices, sums = kernels.add_up(torch.cat([vector.indices for vector in sparse]), values)
+    return SparseVector(indices, sums.div_(count), sparse[0].size)
+
+
+def _add(total: Tensor, vector: SparseVector | Tensor) -> None:
+    if isinstance(vector, SparseVector):
+        # The indices of one vector differ, so this touches an element once.
+        total.index_add_(0, vector.indices, vector.values.to(total.dtype))
+    else:
+        total.add_(vector)

@@ -86,7 +86,8 @@ class gradient_dropping(Method):
             sent.
 
     Raises:
-        ValueError: A density outside (0, 1], an unknown scope, dtype or local mode, or `average_every` below 1.
+        ValueError: A density outside (0, 1], an unknown scope, dtype or local mode, `average_every` below 1, or more
+            to average where nothing is.
     """
 
     def __init__(
@@ -109,6 +110,11 @@ class gradient_dropping(Method):
                 " 'partial' with parameter averaging served the paper best."
             )
         averaging = None
+        if local == "none" and (average_buffers or average_optimizer_state):
+            raise ValueError(
+                "average_buffers and average_optimizer_state need a local mode, with which ranks' parameters are"
+                " averaged; got local='none'. Use the callback ParameterAveraging, which averages with any method."
+            )
         if average_every is not None:
             averaging = Averaging(average_every, average_buffers, average_optimizer_state)
         elif local != "none":

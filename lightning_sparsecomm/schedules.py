@@ -152,11 +152,12 @@ class Warmup:
         elif not isinstance(self.shape, Sequence):
             raise TypeError(f"a warm-up's shape must be a name or a list of densities; got {self.shape!r}.")
         else:
-            object.__setattr__(self, "shape", tuple(self.shape))
-            if not self.shape:
+            densities: tuple[float, ...] = tuple(self.shape)
+            object.__setattr__(self, "shape", densities)
+            if not densities:
                 raise ValueError("a warm-up's list of densities must not be empty. Give one density for each stage.")
-            for density in self.shape:
-                check_density("each density of a warm-up", float(density))
+            for density in densities:
+                check_density("each density of a warm-up", density)
 
     def density(self, density: float, step: int, epoch: float) -> float:
         """What is sent instead of `density`, which is the method's own."""

@@ -463,8 +463,12 @@ class Synchronizer:
         """Lets methods that clip each rank's own gradient know the Trainer's threshold.
 
         Raises:
-            ValueError: They cannot clip so, or have another threshold of their own.
+            ValueError: They cannot clip so, or have another threshold of their own; or it is no number.
         """
+        if math.isnan(max_norm):
+            raise ValueError(
+                "gradient_clip_val must be a number, the largest norm of a gradient; got nan. Use None or 0 for any."
+            )
         for stream in self._streams:
             clipping = list(parts_in(stream.method, ClipLocalNorm))
             if clipping and by_value:

@@ -20,12 +20,17 @@ from lightning_sparsecomm.strategies.lightning_fabric import SparseCommStrategy 
 from lightning_sparsecomm.sync import GradientSync
 from tests import laws
 from tests.distributed.launch import run_ranks
-from tests.distributed.scenarios import Classifier, Scenario, fit
+from tests.distributed.scenarios import Classifier, Scenario, SeveralBackwards, fit
 
 
 class Adam(Classifier):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+class ByHand(SeveralBackwards):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
 class Twice(torch.optim.SGD):
@@ -148,6 +153,7 @@ class Fails(pl.Callback):
         (gradient_dropping(warmup_steps=9), Classifier, {"max_steps": 9}, "9 steps of warm-up in a run of 9"),
         (dgc(DensityWarmup(0.1, steps=9)), Classifier, {"max_steps": 9}, "9 steps of warm-up in a run of 9"),
         (default(), Classifier, {"max_steps": 3}, "1,000 steps of warm-up in a run of 3"),
+        (dgc(warmup_steps=10), ByHand, {"max_steps": 10}, "10 steps of warm-up in a run of 10"),
         # Another method, which has none.
         (default(), Adam, {"max_steps": 3}, None),
     ],

@@ -88,6 +88,8 @@ def test_parts() -> None:
         SparsityWarmup(steps=5, shape="linear")
     with construction("each density of a warm-up must be in (0, 1]: the fraction of elements sent; got 25."):
         SparsityWarmup(steps=5, shape=[25, 0.1])
+    with construction("each density of a warm-up must be a number in (0, 1] or a Schedule; got 'a'.", TypeError):
+        SparsityWarmup(steps=5, shape=["a"])
     with construction("clip must be a positive number: the largest norm of the averaged gradient; got 0."):
         dgc(clip=0)
     with construction("clip must be a positive number: the largest norm of the averaged gradient; got -1.0."):
@@ -105,6 +107,10 @@ def test_parts() -> None:
         "every (average_every of a method) must be a whole number of optimizer steps, at least 1; got 0."
     ):
         ParameterAveraging(every=0)
+    with construction(
+        "average_buffers and average_optimizer_state need a local mode, with which ranks' parameters are"
+    ):
+        gradient_dropping(average_buffers=True)
     with construction("local must be one of none, sum, partial, error; got 'all'."):
         gradient_dropping(local="all")
     with construction("local must be one of none, sum, partial; got 'error'. The paper's 'error' is 'partial' in a"):

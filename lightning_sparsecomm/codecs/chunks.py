@@ -17,7 +17,7 @@ class ChunkTopK(Selector):
 
     Zeros are never sent. Which of those that tie for a chunk's last places are taken is left to `torch.topk`, and may
     differ between devices: ranks need not agree, as each sends what it chose. Exact and biased, like `TopK`; but no
-    part of a tensor goes without.
+    part of a tensor goes without. k / chunk is its density, which a warm-up falls to.
 
     Source: SparseLoCo (Sarfi et al. 2025), with k = 64 of 4096. Here a chunk is consecutive in row-major
     order, whatever the tensor's shape.
@@ -50,24 +50,28 @@ class ChunkTopK(Selector):
 
     def select(self, x: Tensor, round: Round, candidates: Sequence[Tensor | None] = ()) -> Tensor:
         parts = []
+        k = self._k(self.chunk, round)
         for segment in round.layout.segments:
             stretch = x[segment.offset : segment.offset + segment.size]
             chunks, rest = divmod(segment.size, self.chunk)
             whole = segment.size - rest
             if chunks:
                 rows = stretch[:whole].view(chunks, self.chunk)
-                parts.append(_largest_in_rows(rows, self.k).add_(segment.offset))
+                parts.append(_largest_in_rows(rows, k).add_(segment.offset))
             if rest:
-                parts.append(_largest_in_rows(stretch[None, whole:], self._k(rest)).add_(segment.offset + whole))
+                last = _largest_in_rows(stretch[None, whole:], self._k(rest, round))
+                parts.append(last.add_(segment.offset + whole))
         return torch.cat(parts) if parts else x.new_empty(0, dtype=torch.int64)
 
     def count(self, round: Round) -> int:
         counts = (divmod(segment.size, self.chunk) for segment in round.layout.segments)
-        return sum(chunks * self.k + self._k(rest) for chunks, rest in counts)
+        k = self._k(self.chunk, round)
+        return sum(chunks * k + self._k(rest, round) for chunks, rest in counts)
 
-    def _k(self, size: int) -> int:
-        """How many are sent of a shorter chunk, or of none."""
-        return min(size, max(1, round(self.k * size / self.chunk)))
+    def _k(self, size: int, round_: Round) -> int:
+        """How many are sent of a chunk, which may be a shorter one, or none at all."""
+        density = round_.density(self.k / self.chunk)
+        return min(size, max(1, round(density * size)))
 
 
 def _largest_in_rows(rows: Tensor, k: int) -> Tensor:

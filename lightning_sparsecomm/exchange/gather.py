@@ -1,6 +1,6 @@
 """Each rank sends one payload to all others, and all decode all of them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -40,28 +40,34 @@ class Gather(Exchange):
         return self.compressor.wanted(round)
 
     def run(self, outgoing: Outgoing, round: Round, wire: Wire) -> Exchanged:
-        _, present, nonfinite_segment, candidates, _ = outgoing
-        x = self.dense(outgoing)
-        body = x.new_empty(0, dtype=torch.uint8)
-        if nonfinite_segment is None:
-            body = self.compressor.encode(x, round, candidates)
-        envelope = Envelope(body, None if all(present) else list(present), nonfinite_segment)
-        payload = seal(envelope, round.layout)
+        present, x = outgoing.present, self.dense(outgoing)
         # Bytes are checked and parsed on the CPU, whatever the device.
-        gathered = self._gather(payload, round, wire).cpu()
+        gathered = self._gather(self._payload(x, outgoing, round), round, wire).cpu()
 
         # All are opened before any is used: ranks agree on which error comes first, and nothing is half done.
         envelopes = [open_envelope(gathered[rank], round.layout, rank) for rank in range(wire.world_size)]
         for rank, received in enumerate(envelopes):
             if received.nonfinite_segment is not None:
                 raise NonFiniteGradientError.of(received.nonfinite_segment, round, rank)
-        decoded = [self._decode(received.body, round, rank, x.device) for rank, received in enumerate(envelopes)]
+        own: list[SparseVector | Tensor] = []
+
+        def decoded() -> Iterator[SparseVector | Tensor]:
+            for rank, received in enumerate(envelopes):
+                vector = self._decode(received.body, round, rank, x.device)
+                if rank == wire.rank:
+                    own.append(vector)
+                yield vector
+
+        shared = mean(decoded(), x.dtype)
         anyone = [received.present or [True] * len(present) for received in envelopes]
-        return Exchanged(
-            mean(decoded, x.dtype),
-            decoded[wire.rank],
-            [any(column) for column in zip(*anyone)],
-        )
+        return Exchanged(shared, own[0], [any(column) for column in zip(*anyone)])
+
+    def _payload(self, x: Tensor, outgoing: Outgoing, round: Round) -> Tensor:
+        body = x.new_empty(0, dtype=torch.uint8)
+        if outgoing.nonfinite_segment is None:
+            body = self.compressor.encode(x, round, outgoing.candidates)
+        present = None if all(outgoing.present) else list(outgoing.present)
+        return seal(Envelope(body, present, outgoing.nonfinite_segment), round.layout)
 
     def _gather(self, payload: Tensor, round: Round, wire: Wire) -> Tensor:
         bound = self.compressor.bound_bytes(round)
@@ -73,6 +79,8 @@ class Gather(Exchange):
             for rank, length in enumerate(lengths):
                 check_length(length, most_bytes(round.layout), rank)
             capacity = max(lengths)
+        if payload.numel() == capacity:
+            return wire.all_gather(payload)
         padded = payload.new_zeros(capacity)
         padded[: payload.numel()] = payload
         return wire.all_gather(padded)

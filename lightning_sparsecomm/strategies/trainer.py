@@ -85,7 +85,8 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
             self.synchronizer.check()
             for optimizer in self.optimizers:
                 self.synchronizer.register(optimizer)
-            if trainer.gradient_clip_val:
+            # As Lightning has it: 0 and less mean no clipping.
+            if trainer.gradient_clip_val is not None and not trainer.gradient_clip_val <= 0:
                 by_value = trainer.gradient_clip_algorithm == "value"
                 self.synchronizer.take_over_clipping(float(trainer.gradient_clip_val), by_value)
             self._share_before_clipping()
@@ -127,10 +128,10 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
         """Says so where the run ends before a warm-up, or before the first exchange."""
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        if not trainer.is_global_zero or not self.lightning_module.automatic_optimization:
+        if not trainer.is_global_zero:
             return
-        batches = trainer.num_training_batches
-        # Not where an epoch's length is unknown.
+        # Not where an epoch's length in steps is unknown.
+        batches = trainer.num_training_batches if self.lightning_module.automatic_optimization else math.inf
         each = math.ceil(batches / trainer.accumulate_grad_batches) if 0 < batches < math.inf else math.inf
         steps = trainer.max_steps if trainer.max_steps >= 0 else math.inf
         epochs = trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs >= 0 else math.inf

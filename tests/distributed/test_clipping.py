@@ -56,6 +56,13 @@ def test_the_trainers_threshold_is_taken_over_once(tmp_path: Path) -> None:
     laws.bit_equal(train(tmp_path / "both", dgc(**FULL, clip=0.01), gradient_clip_val=0.01)[0], own[0])
 
 
+def test_no_threshold_of_the_trainer_means_none(tmp_path: Path) -> None:
+    """To Lightning, 0 and less are none."""
+    unclipped = train(tmp_path / "none", dgc(**FULL))
+    for index, threshold in enumerate((0, -1.0)):
+        laws.bit_equal(train(tmp_path / str(index), dgc(**FULL), gradient_clip_val=threshold)[0], unclipped[0])
+
+
 class ByHand(SeveralBackwards):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.5)
@@ -107,6 +114,7 @@ class ByValue(Clipped):
             "gradients were shared with gradient_clip_val=None, and are now to be clipped by 0.5: the method clips",
         ),
         (ByValue, {}, {}, "gradient_clip_algorithm must be 'norm'"),
+        (Clipped, {}, {"gradient_clip_val": float("nan")}, "gradient_clip_val must be a number, the largest norm"),
     ],
 )
 def test_refusals(

@@ -8,8 +8,8 @@ import pytest
 import pytorch_lightning as pl
 import torch
 
-from lightning_sparsecomm import ParameterAveraging, SparsityWarmup
-from lightning_sparsecomm.methods import dgc, gradient_dropping
+from lightning_sparsecomm import Method, ParameterAveraging, SparsityWarmup
+from lightning_sparsecomm.methods import dgc, gradient_dropping, s2_reducer, sbc, sketched_sgd, sparse_loco
 from tests.distributed.scenarios import Classifier, Scenario, fit
 
 PARAMETERS = sum(p.numel() for p in Classifier().parameters())
@@ -42,6 +42,25 @@ def test_density_of_any_method(warmup: dict[str, Any], stages: list[float], tmp_
     callbacks = (SparsityWarmup(**warmup), Densities(tmp_path))
     fit(tmp_path, Scenario(Classifier, steps=10), 2, gradient_dropping(0.25), callbacks)
     assert torch.load(tmp_path / "sent.pt") == [round(stage * PARAMETERS) for stage in stages]
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        dgc(0.1, warmup_steps=0),
+        sbc(0.1, every=1),
+        sketched_sgd(0.1),
+        s2_reducer(block_density=0.1, block_size=4),
+        sparse_loco(every=1, k=2, chunk=20),
+    ],
+    ids=lambda method: type(method).__name__,
+)
+def test_density_of_every_method(method: Method, tmp_path: Path) -> None:
+    """A tenth without, everything with: of one sign, where that is what is sent."""
+    fit(tmp_path, Scenario(Classifier, steps=4), 2, method, (SparsityWarmup(steps=2, shape=[1.0]), Densities(tmp_path)))
+    sent = torch.load(tmp_path / "sent.pt")
+    assert min(sent[:2]) > 0.4 * PARAMETERS
+    assert max(sent[2:]) < 0.3 * PARAMETERS
 
 
 def test_the_methods_own_warmup_by_epochs(tmp_path: Path) -> None:
