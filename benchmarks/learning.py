@@ -182,15 +182,14 @@ class TrueTopK(Exchange):
         )
 
 
-def sketched(options: Options, columns_by_k: int, clip: float | None = 1.0) -> Method:
-    """Sketched-SGD whose sketch has so many columns for each element that is shared."""
+def sketched(options: Options, columns_by_k: int, candidates: int = 36, clip: float | None = 1.0) -> Method:
+    """Sketched-SGD whose sketch has so many columns, and so many candidates, for each element that is shared."""
     # Without drawing the random numbers that training is to begin with.
     with torch.device("meta"):
         network = (DigitNetwork if options.task == "digits" else ImageNetwork)(10)
     weights = sum(parameter.numel() for parameter in network.parameters() if parameter.dim() > 1)
-    return methods.sketched_sgd(
-        density=options.density, columns=columns_by_k * k_of(options.density, weights), clip=clip
-    )
+    columns = columns_by_k * k_of(options.density, weights)
+    return methods.sketched_sgd(density=options.density, columns=columns, candidates=candidates, clip=clip)
 
 
 def true_top_k(options: Options, clip: float | None = 1.0) -> Method:
@@ -235,9 +234,11 @@ IMAGE_ROWS = {
     "dgc, no warm-up": Row(lambda options: methods.dgc(density=options.density, warmup_steps=0, clip=1.0)),
     "true top-k": Row(true_top_k),
     "sketched_sgd": Row(lambda options: methods.sketched_sgd(density=options.density, clip=1.0)),
-    # By default, there are 10 for each of the k.
+    # By default, there are 10 for each of the k, and 36 candidates.
     "sketched_sgd, 30 k columns": Row(lambda options: sketched(options, 30)),
     "sketched_sgd, 100 k columns": Row(lambda options: sketched(options, 100)),
+    # As many bytes as the row above.
+    "sketched_sgd, 30 k columns, P = 390": Row(lambda options: sketched(options, 30, candidates=390)),
     "true top-k, no clipping": Row(lambda options: true_top_k(options, clip=None)),
     "sketched_sgd, no clipping": Row(lambda options: methods.sketched_sgd(density=options.density)),
     "sketched_sgd, 100 k columns, no clipping": Row(lambda options: sketched(options, 100, clip=None)),

@@ -7,7 +7,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 # Of a warm-up that is counted in steps: the paper's warm-up has four epochs.
 STAGES = 4
@@ -152,7 +152,7 @@ class Warmup:
         elif not isinstance(self.shape, Sequence):
             raise TypeError(f"a warm-up's shape must be a name or a list of densities; got {self.shape!r}.")
         else:
-            densities: tuple[float, ...] = tuple(self.shape)
+            densities = tuple(cast("Sequence[float]", self.shape))
             object.__setattr__(self, "shape", densities)
             if not densities:
                 raise ValueError("a warm-up's list of densities must not be empty. Give one density for each stage.")

@@ -108,6 +108,15 @@ def test_profile_of_a_step(tmp_path: Path) -> None:
     assert 0 < float(own) <= float(whole.rstrip(" |"))
 
 
+def test_memory() -> None:
+    """dgc needs no more than residual, velocity and one vector above ddp, once it is warm."""
+    output = run("memory.py", "--ranks=2", "--widths", "500", "1500", "--rows", "ddp", "dgc(0.001)", folder=BENCHMARKS)
+    ddp, dgc = (line.split(" | ") for line in output.splitlines() if line.startswith("| `"))
+    # Weights, gradients, buckets and momentum.
+    assert 3.5 < float(ddp[2]) < 6
+    assert float(dgc[3].rstrip(" |")) < 3
+
+
 def test_selection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(
         "sys.argv", ["selection.py", "--elements=200000", "--rounds=2", f"--output={tmp_path}/out.json"]

@@ -1,0 +1,105 @@
+"""Peak memory of a training step with each method, beside ddp's, in vectors of as many float32 as the model has.
+
+What a process has whatever the model (Python, torch, compiled kernels) is not in it: each row trains two models, one
+larger than the other, and the difference of their peaks is divided by the difference of their sizes. A peak is the most
+that was resident on rank 0 from the end of the set-up to the end of a few steps. Prints a Markdown table. Needs Linux.
+"""
+
+import argparse
+import logging
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from lightning_fabric import Fabric
+from lightning_fabric.strategies import DDPStrategy
+from runs import COMMIT, made_with, versions
+from torch import nn
+
+from lightning_sparsecomm import Method, methods
+from lightning_sparsecomm.strategies.lightning_fabric import SparseCommStrategy
+
+BASELINE = "ddp"
+
+ROWS: dict[str, Callable[[], Method] | None] = {
+    BASELINE: None,
+    "dgc(0.001)": lambda: methods.dgc(0.001, warmup_steps=0),
+    "dgc(0.001), begins to warm up": lambda: methods.dgc(0.001, warmup_steps=1000),
+    "gradient_dropping(0.01)": lambda: methods.gradient_dropping(0.01),
+    "gradient_dropping(0.01), begins to warm up": lambda: methods.gradient_dropping(0.01, warmup_steps=1000),
+    "sketched_sgd(0.001)": lambda: methods.sketched_sgd(0.001),
+    "s2_reducer()": methods.s2_reducer,
+    "sbc1()": methods.sbc1,
+}
+
+LAYERS = 4
+STEPS = 3
+SAMPLES = 8
+
+
+def peak_bytes(row: str, ranks: int, width: int) -> int:
+    """The most memory that rank 0 has in its first steps with a model of `LAYERS` · `width`² parameters."""
+    method = ROWS[row]
+    strategy: DDPStrategy = (
+        DDPStrategy(start_method="fork") if method is None else SparseCommStrategy(method=method(), start_method="fork")
+    )
+    fabric = Fabric(strategy=strategy, accelerator="cpu", devices=ranks)
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "peak"
+        fabric.launch(train, width, path)
+        return int(path.read_text())
+
+
+def train(fabric: Fabric, width: int, path: Path) -> None:
+    """What each process does; rank 0 writes its peak to a file, since it is a process that Fabric has started."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    network = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(LAYERS)))
+    module, optimizer = fabric.setup(network, torch.optim.SGD(network.parameters(), 1e-3, momentum=0.9))
+    Path("/proc/self/clear_refs").write_text("5")
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        fabric.backward(module(torch.randn(SAMPLES, width)).square().mean())
+        optimizer.step()
+    if fabric.global_rank == 0:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        path.write_text(next(str(1024 * int(line.split()[1])) for line in lines if line.startswith("VmHWM:")))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add = parser.add_argument
+    add("--ranks", type=int, nargs="+", default=[2, 4], metavar="N", help="processes, one thread each")
+    add("--rows", nargs="+", choices=list(ROWS), default=list(ROWS), metavar="NAME", help="of the table")
+    widths = f"of the two models, of {LAYERS} linear layers each"
+    add("--widths", type=int, nargs=2, default=[1000, 2000], metavar=("SMALL", "LARGE"), help=widths)
+    options = parser.parse_args()
+    small, large = options.widths
+    if min(options.ranks) < 2 or not 0 < small < large:
+        parser.error("--ranks must be at least 2, and --widths two numbers, the larger one last")
+    if not sys.platform.startswith("linux"):
+        sys.exit(f"peaks are read from /proc, which Linux has; this is {sys.platform}.")
+    logging.disable(logging.INFO)
+    warnings.simplefilter("ignore")
+    vector_bytes = 4 * LAYERS * (large**2 - small**2)
+    names = ("lightning_sparsecomm", "torch", "python")
+    print(
+        f"{LAYERS * small**2:,} and {LAYERS * large**2:,} float32, {STEPS} steps of SGD with momentum;"
+        f" {', '.join(f'{name} {number}' for name, number in versions().items() if name in names)}\n"
+    )
+    print("| method | ranks | vectors at the peak | above ddp |\n|---|---:|---:|---:|")
+    for ranks in options.ranks:
+        ddp: float | None = None
+        for row in options.rows:
+            vectors = (peak_bytes(row, ranks, large) - peak_bytes(row, ranks, small)) / vector_bytes
+            ddp = vectors if row == BASELINE else ddp
+            above = "—" if ddp is None or row == BASELINE else f"{vectors - ddp:+.2f}"
+            print(f"| `{row}` | {ranks} | {vectors:.2f} | {above} |", flush=True)
+    print(f"\n{made_with([COMMIT])}")
+
+
+if __name__ == "__main__":
+    main()
