@@ -17,9 +17,10 @@ from lightning_sparsecomm.codecs.payload import (
 )
 from lightning_sparsecomm.compensation import Wanted
 from lightning_sparsecomm.exchange.base import Exchange, Exchanged, NonFiniteGradientError, Outgoing
+from lightning_sparsecomm.exchange.dense import DenseAllReduce
 from lightning_sparsecomm.layout import SparseVector, mean
 from lightning_sparsecomm.rounds import Round
-from lightning_sparsecomm.wire import Wire
+from lightning_sparsecomm.wire import Wire, link_bytes
 
 
 class Gather(Exchange):
@@ -28,6 +29,9 @@ class Gather(Exchange):
     Where the compressor bounds its payloads, they are padded to the bound and travel in one collective; else lengths
     are gathered first and the payloads padded to the longest. Either way all bytes, padding too, are in the ledger.
     Every rank adds the decoded payloads in rank order, so the result is bit-equal on all of them.
+
+    Where the bound says that this puts more on the link than an all-reduce of the whole vector, as it does early in a
+    warm-up with many ranks, what was selected is all-reduced instead. The memory for it does not grow with ranks.
 
     Args:
         compressor: Turns the vector into bytes.
@@ -41,6 +45,8 @@ class Gather(Exchange):
 
     def run(self, outgoing: Outgoing, round: Round, wire: Wire) -> Exchanged:
         present, x = outgoing.present, self.dense(outgoing)
+        if self._sends_more_than_all(x, round, wire):
+            return self._reduced(x, outgoing, round, wire)
         # Bytes are checked and parsed on the CPU, whatever the device.
         gathered = self._gather(self._payload(x, outgoing, round), round, wire).cpu()
 
@@ -61,6 +67,24 @@ class Gather(Exchange):
         shared = mean(decoded(), x.dtype)
         anyone = [received.present or [True] * len(present) for received in envelopes]
         return Exchanged(shared, own[0], [any(column) for column in zip(*anyone)])
+
+    def _sends_more_than_all(self, x: Tensor, round: Round, wire: Wire) -> bool:
+        """The same on all ranks."""
+        bound = self.compressor.bound_bytes(round)
+        if bound is None:
+            return False
+        all_bytes = x.element_size() * (x.numel() + len(round.layout.segments))
+        gathered = link_bytes("all_gather", sealed_bytes(bound, round.layout), wire.world_size)
+        return gathered > link_bytes("all_reduce", all_bytes, wire.world_size)
+
+    def _reduced(self, x: Tensor, outgoing: Outgoing, round: Round, wire: Wire) -> Exchanged:
+        """The mean of what ranks select, each as its payload would decode."""
+        own: SparseVector | Tensor = x
+        if outgoing.nonfinite_segment is None:
+            own = self._decode(self.compressor.encode(x, round, outgoing.candidates), round, wire.rank, x.device)
+        whole = (own.dense() if isinstance(own, SparseVector) else own).to(x.dtype)
+        exchanged = DenseAllReduce().run(outgoing._replace(x=whole), round, wire)
+        return exchanged._replace(sent=own)
 
     def _payload(self, x: Tensor, outgoing: Outgoing, round: Round) -> Tensor:
         body = x.new_empty(0, dtype=torch.uint8)
