@@ -30,8 +30,8 @@ class Gather(Exchange):
     are gathered first and the payloads padded to the longest. Either way all bytes, padding too, are in the ledger.
     Every rank adds the decoded payloads in rank order, so the result is bit-equal on all of them.
 
-    Where the bound says that this puts more on the link than an all-reduce of the whole vector, as it does early in a
-    warm-up with many ranks, what was selected is all-reduced instead. The memory for it does not grow with ranks.
+    Where that would put more on the link than an all-reduce of the whole vector, as it does early in a warm-up with
+    many ranks, what was selected is all-reduced instead. The memory for it does not grow with ranks.
 
     Args:
         compressor: Turns the vector into bytes.
@@ -45,10 +45,22 @@ class Gather(Exchange):
 
     def run(self, outgoing: Outgoing, round: Round, wire: Wire) -> Exchanged:
         present, x = outgoing.present, self.dense(outgoing)
-        if self._sends_more_than_all(x, round, wire):
-            return self._reduced(x, outgoing, round, wire)
+        body = x.new_empty(0, dtype=torch.uint8)
+        if outgoing.nonfinite_segment is None:
+            body = self.compressor.encode(x, round, outgoing.candidates)
+        payload = seal(
+            Envelope(body, None if all(present) else list(present), outgoing.nonfinite_segment), round.layout
+        )
+        capacity = self._capacity(payload, round, wire)
+        all_bytes = x.element_size() * (x.numel() + len(present))
+        if link_bytes("all_gather", capacity, wire.world_size) > link_bytes("all_reduce", all_bytes, wire.world_size):
+            return self._reduced(x, body, outgoing, round, wire)
+        if payload.numel() < capacity:
+            payload = torch.cat([payload, payload.new_zeros(capacity - payload.numel())])
         # Bytes are checked and parsed on the CPU, whatever the device.
-        gathered = self._gather(self._payload(x, outgoing, round), round, wire).cpu()
+        gathered = wire.all_gather(payload).cpu()
+        # In a warm-up they are large.
+        del body, payload
 
         # All are opened before any is used: ranks agree on which error comes first, and nothing is half done.
         envelopes = [open_envelope(gathered[rank], round.layout, rank) for rank in range(wire.world_size)]
@@ -68,46 +80,24 @@ class Gather(Exchange):
         anyone = [received.present or [True] * len(present) for received in envelopes]
         return Exchanged(shared, own[0], [any(column) for column in zip(*anyone)])
 
-    def _sends_more_than_all(self, x: Tensor, round: Round, wire: Wire) -> bool:
-        """The same on all ranks."""
-        bound = self.compressor.bound_bytes(round)
-        if bound is None:
-            return False
-        all_bytes = x.element_size() * (x.numel() + len(round.layout.segments))
-        gathered = link_bytes("all_gather", sealed_bytes(bound, round.layout), wire.world_size)
-        return gathered > link_bytes("all_reduce", all_bytes, wire.world_size)
-
-    def _reduced(self, x: Tensor, outgoing: Outgoing, round: Round, wire: Wire) -> Exchanged:
-        """The mean of what ranks select, each as its payload would decode."""
+    def _reduced(self, x: Tensor, body: Tensor, outgoing: Outgoing, round: Round, wire: Wire) -> Exchanged:
+        """The mean of what ranks have selected, each as its payload decodes."""
         own: SparseVector | Tensor = x
         if outgoing.nonfinite_segment is None:
-            own = self._decode(self.compressor.encode(x, round, outgoing.candidates), round, wire.rank, x.device)
+            own = self._decode(body, round, wire.rank, x.device)
         whole = (own.dense() if isinstance(own, SparseVector) else own).to(x.dtype)
-        exchanged = DenseAllReduce().run(outgoing._replace(x=whole), round, wire)
-        return exchanged._replace(sent=own)
+        return DenseAllReduce().run(outgoing._replace(x=whole), round, wire)._replace(sent=own)
 
-    def _payload(self, x: Tensor, outgoing: Outgoing, round: Round) -> Tensor:
-        body = x.new_empty(0, dtype=torch.uint8)
-        if outgoing.nonfinite_segment is None:
-            body = self.compressor.encode(x, round, outgoing.candidates)
-        present = None if all(outgoing.present) else list(outgoing.present)
-        return seal(Envelope(body, present, outgoing.nonfinite_segment), round.layout)
-
-    def _gather(self, payload: Tensor, round: Round, wire: Wire) -> Tensor:
+    def _capacity(self, payload: Tensor, round: Round, wire: Wire) -> int:
+        """The bytes that each rank's payload takes in an all-gather; the same on all ranks."""
         bound = self.compressor.bound_bytes(round)
         if bound is not None:
-            capacity = sealed_bytes(bound, round.layout)
-        else:
-            lengths = wire.all_gather(torch.tensor([payload.numel()], device=payload.device)).view(-1).tolist()
-            # All ranks see the same lengths, so all refuse the same one.
-            for rank, length in enumerate(lengths):
-                check_length(length, most_bytes(round.layout), rank)
-            capacity = max(lengths)
-        if payload.numel() == capacity:
-            return wire.all_gather(payload)
-        padded = payload.new_zeros(capacity)
-        padded[: payload.numel()] = payload
-        return wire.all_gather(padded)
+            return sealed_bytes(bound, round.layout)
+        lengths: list[int] = wire.all_gather(torch.tensor([payload.numel()], device=payload.device)).view(-1).tolist()
+        # All ranks see the same lengths, so all refuse the same one.
+        for rank, length in enumerate(lengths):
+            check_length(length, most_bytes(round.layout), rank)
+        return max(lengths)
 
     def _decode(self, body: Tensor, round: Round, rank: int, device: torch.device) -> SparseVector | Tensor:
         try:

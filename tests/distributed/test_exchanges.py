@@ -14,12 +14,14 @@ from lightning_sparsecomm.codecs import (
     Float16,
     Float32,
     Golomb,
+    IndexCodec,
     PayloadError,
     RunLength16,
     Runs,
     SparseCodec,
     TopBlocks,
     TopK,
+    ValueCodec,
     most_bytes,
 )
 from lightning_sparsecomm.exchange import (
@@ -112,31 +114,59 @@ def _rounds(rank: int, exchange: Exchange) -> tuple[dict[str, Outcome], str]:
     return outcomes, str(raised.value)
 
 
-def _link_bytes(rank: int, density: float, values: Float16 | Float32) -> tuple[float, str]:
-    channel, wire = Channel(Gather(SparseCodec(TopK(density), values, RunLength16()))), Wire()
+class Gathered(NamedTuple):
+    """What a rank has of a gather, as arrays, and by which collective at last."""
+
+    x: np.ndarray
+    shared: np.ndarray
+    sent: np.ndarray
+    link_bytes: float
+    collective: str
+
+
+def _gathered(rank: int, codec: SparseCodec) -> Gathered:
+    channel, wire = Channel(Gather(codec)), Wire()
     channel.bind(LAYOUT, torch.float32, torch.device("cpu"))
-    gradients = [torch.randn(shape) for _, shape in SHAPES]
-    channel.reduce(gradients, Round(LAYOUT, world_size=wire.world_size, rank=rank), wire)
-    return wire.ledger.link_bytes(), next(iter(wire.ledger.rows["gradients"]))
+    generator = torch.Generator().manual_seed(rank)
+    gradients = [torch.randn(shape, generator=generator) for _, shape in SHAPES]
+    exchanged = channel.reduce(gradients, Round(LAYOUT, world_size=wire.world_size, rank=rank), wire)
+    x = torch.cat([gradient.view(-1) for gradient in gradients]).numpy()
+    collective = list(wire.ledger.rows["gradients"])[-1]
+    return Gathered(x, dense(exchanged.shared), dense(exchanged.sent), wire.ledger.link_bytes(), collective)
 
 
 @pytest.mark.parametrize(
-    ("density", "values", "collective"),
+    ("density", "codec", "collective"),
     [
         # Of 3 ranks an all-gather of 6 bytes for each element sent takes 12, an all-reduce of 4 takes 5.3.
-        (0.4, Float32(), "all_gather"),
-        (0.5, Float32(), "all_reduce"),
-        (0.5, Float16(), "all_gather"),
-        (0.7, Float16(), "all_reduce"),
+        (0.4, (Float32(), RunLength16()), "all_gather"),
+        (0.5, (Float32(), RunLength16()), "all_reduce"),
+        (0.5, (Float16(), RunLength16()), "all_gather"),
+        (0.7, (Float16(), RunLength16()), "all_reduce"),
+        # Of which no length is known beforehand.
+        (1.0, (Float32(), RunLength16()), "all_reduce"),
+        (0.9, (Float32(), Golomb()), "all_reduce"),
+        (0.5, (Float32(), Golomb()), "all_gather"),
     ],
 )
 def test_a_gather_sends_no_more_than_everything(
-    tmp_path: Path, density: float, values: Float16 | Float32, collective: str
+    tmp_path: Path, density: float, codec: tuple[ValueCodec, IndexCodec], collective: str
 ) -> None:
-    everything = link_bytes("all_reduce", 4 * (LAYOUT.size + len(SHAPES)), 3)
-    for sent, taken in run_ranks(tmp_path, 3, _link_bytes, density, values):
-        assert taken == collective
-        assert sent <= everything
+    """And shares the same: of each rank the largest, as they are decoded."""
+    lengths = 8 * 2
+    most = link_bytes("all_reduce", 4 * (LAYOUT.size + len(SHAPES)), 3) + lengths
+    results = run_ranks(tmp_path, 3, _gathered, SparseCodec(TopK(density, "model"), *codec))
+    for rank in results:
+        assert rank.collective == collective
+        assert rank.link_bytes <= most
+        assert rank.shared.tobytes() == results[0].shared.tobytes()
+        k = round(density * LAYOUT.size)
+        largest = np.abs(rank.x) >= np.sort(np.abs(rank.x))[-k]
+        values = rank.x.astype(np.float16).astype(np.float32) if isinstance(codec[0], Float16) else rank.x
+        np.testing.assert_array_equal(rank.sent, np.where(largest, values, 0))
+    np.testing.assert_allclose(
+        results[0].shared, np.mean([rank.sent for rank in results], axis=0), rtol=1e-6, atol=1e-7
+    )
 
 
 WORLDS = [pytest.param(size, marks=() if size == 3 else pytest.mark.slow) for size in (2, 3, 4, 5)]
