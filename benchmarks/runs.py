@@ -28,6 +28,17 @@ COMMIT = _commit()
 """Of lightning_sparsecomm, with a + if tracked files differ from it; None outside a checkout. Belongs to each run."""
 
 
+def forget_most_memory() -> None:
+    """From now on, `most_memory_bytes` is of what this process has from here. Linux only."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def most_memory_bytes() -> int:
+    """The most memory that was resident in this process since `forget_most_memory`. Linux only."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+
+
 def made_with(commits: Iterable[str | None]) -> str:
     """A line below a table that says with which commits its runs were made."""
     return f"Made with commit {', '.join(dict.fromkeys(commit or 'unknown' for commit in commits))}."

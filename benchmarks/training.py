@@ -49,7 +49,7 @@ from network import (
 )
 from pytorch_lightning.plugins.environments import TorchElasticEnvironment
 from pytorch_lightning.strategies import DDPStrategy, Strategy
-from runs import COMMIT, load, made_with, save, versions
+from runs import COMMIT, forget_most_memory, load, made_with, most_memory_bytes, save, versions
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -242,12 +242,6 @@ class Meter(pl.Callback):
         return marks
 
 
-def most_memory_bytes() -> int:
-    """The most memory that this process has had since it was forked."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
-
-
 def keep_freed_memory() -> None:
     """Has this process keep what it frees, as `MALLOC_TRIM_THRESHOLD_` and `MALLOC_MMAP_THRESHOLD_` do from its start.
 
@@ -276,7 +270,7 @@ def train(
     if malloc == KEEPS:
         keep_freed_memory()
     # What the process that forked has had is not counted.
-    Path("/proc/self/clear_refs").write_text("5")
+    forget_most_memory()
     torch.manual_seed(0)
     model = MODELS[setting.model]
     meter = Meter(barrier, steps)
