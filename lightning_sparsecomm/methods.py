@@ -312,7 +312,7 @@ class sparse_loco(Method):
 
     Args:
         every: Optimizer steps between two exchanges, or a schedule of it.
-        k: Elements sent of each chunk.
+        density: Fraction of each chunk's elements that is sent, in (0, 1], or a schedule of it.
         chunk: Elements of a chunk; tensors are cut into chunks by themselves.
         decay: Part of the residual that is kept from one exchange to the next, in (0, 1].
         outer_lr: Factor on the mean change; 1 adds it as it is.
@@ -320,20 +320,20 @@ class sparse_loco(Method):
             are broadcast before every forward pass as under ddp ("broadcast").
 
     Raises:
-        ValueError: `every` below 1, a k or chunk that cannot be, a decay outside (0, 1], a rate that is not positive.
+        ValueError: `every` or `chunk` below 1, a density or decay outside (0, 1], a rate that is not positive.
     """
 
     def __init__(
         self,
         every: Every = 30,
-        k: int = 64,
+        density: Density = 1 / 64,
         chunk: int = 4096,
         decay: float = 0.95,
         outer_lr: float = 1.0,
         buffers: Buffers = "average",
     ) -> None:
         _check_rate(outer_lr, 1)
-        codec = SparseCodec(ChunkTopK(k, chunk), TwoBit(), Auto())
+        codec = SparseCodec(ChunkTopK(density, chunk), TwoBit(), Auto())
         outer = partial(torch.optim.SGD, lr=outer_lr) if outer_lr != 1 else None
         channel = Channel(Gather(codec), [ErrorFeedback(decay)])
         super().__init__([DeltaSync(channel, every, outer, buffers=buffers)])

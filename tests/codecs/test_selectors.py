@@ -12,7 +12,7 @@ from lightning_sparsecomm import compensation
 from lightning_sparsecomm.codecs import ChunkTopK, OneSidedTopK, TopK
 from lightning_sparsecomm.layout import Layout
 from lightning_sparsecomm.rounds import Round
-from lightning_sparsecomm.schedules import DensityWarmup
+from lightning_sparsecomm.schedules import DensityWarmup, Stages
 from tests.reference.selection import k_of, top_k
 
 DENORMAL = 1e-45
@@ -197,12 +197,11 @@ def test_one_sided_follows_a_schedule_and_refuses_densities():
         OneSidedTopK(100)
 
 
-@given(vectors(), st.integers(1, 9), st.integers(0, 20))
-def test_chunks_select_the_largest_of_each(vector, k, more):
+@given(vectors(), st.integers(1, 29), st.floats(0, 1, exclude_min=True))
+def test_chunks_select_the_largest_of_each(vector, chunk, density):
     x, layout = vector
-    chunk = k + more
     round_ = Round(layout)
-    selector = ChunkTopK(k, chunk)
+    selector = ChunkTopK(density, chunk)
     before = x.clone()
     selected = selector.select(x, round_)
     assert selected.dtype == torch.int64
@@ -211,7 +210,7 @@ def test_chunks_select_the_largest_of_each(vector, k, more):
     for segment in layout.segments:
         for start in range(segment.offset, segment.offset + segment.size, chunk):
             stop = min(start + chunk, segment.offset + segment.size)
-            wanted = k if stop - start == chunk else min(stop - start, max(1, round(k * (stop - start) / chunk)))
+            wanted = max(1, round(density * (stop - start)))
             most += wanted
             taken = [i for i in remaining if start <= i < stop]
             remaining = remaining[len(taken) :]
@@ -233,16 +232,25 @@ def test_chunks_of_long_tensors():
         assert (selected[64 * chunk : 64 * (chunk + 1)] - 4096 * chunk).tolist() == expected
 
 
+def test_density_of_chunks_follows_a_schedule():
+    x = torch.arange(1.0, 1001.0)
+    layout = Layout([("weight", (1000,))])
+    selector = ChunkTopK(Stages([0.5, 0.1], steps=[0, 3]), chunk=100)
+    counts = [selector.select(x, Round(layout, step=step)).numel() for step in (0, 2, 3)]
+    assert counts == [500, 500, 100]
+    assert counts == [selector.count(Round(layout, step=step)) for step in (0, 2, 3)]
+
+
 @pytest.mark.parametrize(
-    ("k", "chunk", "text"),
+    ("density", "chunk", "error", "text"),
     [
-        (0, 4096, "k must be a whole number, at least 1: a count of elements; got 0"),
-        (0.5, 4096, "k must be a whole number.*got 0.5"),
-        (True, 4096, "k must be a whole number.*got True"),
-        (1, -1, "chunk must be a whole number.*got -1"),
-        (65, 64, "k must be at most chunk, 64.*got 65. Give k = chunk to send them all"),
+        (0, 4096, ValueError, r"density must be in \(0, 1\].*got 0"),
+        (64, 4096, ValueError, r"density must be in \(0, 1\].*got 64"),
+        (True, 4096, TypeError, "density must be a number.*got True"),
+        (0.5, -1, ValueError, "chunk must be a whole number, at least 1.*got -1"),
+        (0.5, 4096.0, ValueError, "chunk must be a whole number, at least 1.*got 4096.0"),
     ],
 )
-def test_chunks_refuse_arguments_when_built(k, chunk, text):
-    with pytest.raises(ValueError, match=text):
-        ChunkTopK(k, chunk)
+def test_chunks_refuse_arguments_when_built(density, chunk, error, text):
+    with pytest.raises(error, match=text):
+        ChunkTopK(density, chunk)

@@ -38,7 +38,7 @@ METHODS: dict[str, Method] = {
     "sbc": sbc(0.05, every=3),
     "federated_averaging": federated_averaging(every=3),
     "diloco": diloco(every=3),
-    "sparse_loco": sparse_loco(every=3, k=8, chunk=64),
+    "sparse_loco": sparse_loco(every=3, density=0.125, chunk=64),
 }
 assert METHODS.keys() >= RECIPES.keys()
 

@@ -32,7 +32,7 @@ METHODS: dict[str, Callable[[], Method]] = {
     "sbc": lambda: sbc(0.05, every=4),
     "federated_averaging": lambda: federated_averaging(every=4),
     "diloco": lambda: diloco(every=4),
-    "sparse_loco": lambda: sparse_loco(every=4, k=8, chunk=64),
+    "sparse_loco": lambda: sparse_loco(every=4, density=0.125, chunk=64),
 }
 
 
@@ -344,7 +344,7 @@ def test_refused_in_training(tmp_path: Path) -> None:
         (lambda: diloco(outer_momentum="a"), "outer_momentum must be in"),
         (lambda: sbc(density=0), "density must be in"),
         (lambda: federated_averaging(buffers="none"), "buffers must be one of average, own, broadcast; got 'none'"),
-        (lambda: sparse_loco(k=0), "k must be"),
+        (lambda: sparse_loco(density=0), "density must be in"),
         (lambda: sparse_loco(decay=0), "decay must be in"),
         (
             lambda: DeltaSync(Channel(DenseAllReduce()), outer=torch.optim.SGD([nn.Parameter(torch.zeros(1))])),

@@ -51,7 +51,7 @@ def test_density_of_any_method(warmup: dict[str, Any], stages: list[float], tmp_
         sbc(0.1, every=1),
         sketched_sgd(0.1),
         s2_reducer(block_density=0.1, block_size=4),
-        sparse_loco(every=1, k=2, chunk=20),
+        sparse_loco(every=1, density=0.1, chunk=20),
     ],
     ids=lambda method: type(method).__name__,
 )
