@@ -101,7 +101,7 @@ class SketchedTopK(Exchange):
         n, seed = x.numel(), round.shared_seed()
         k = self._k(n, round)
         sketch = CountSketch(self.rows, max(1, 10 * k) if self.columns is None else self.columns)
-        asked = min(n, math.ceil(self.candidates * k))
+        asked = math.ceil(min(n, self.candidates * k))
         element_bytes = (WIRE_DTYPES[self.wire_dtype] or x.dtype).itemsize
         sketch_bytes = sketch.rows * sketch.columns * element_bytes + asked * x.element_size()
         if sketch_bytes >= x.numel() * x.element_size() and not self.always_sketch:

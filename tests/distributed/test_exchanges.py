@@ -214,7 +214,12 @@ def test_a_sketch_costs_the_same_with_any_number_of_ranks(tmp_path: Path, exchan
 
 
 def test_a_sketch_never_costs_more_than_everything(tmp_path: Path) -> None:
-    for exchange in (SketchedTopK(0.3), SketchedTopK(k=LAYOUT.size), SketchedTopK(0.01, rows=90)):
+    for exchange in (
+        SketchedTopK(0.3),
+        SketchedTopK(k=LAYOUT.size),
+        SketchedTopK(0.01, rows=90),
+        SketchedTopK(candidates=1e308),
+    ):
         for rank in run_ranks(tmp_path, 3, _round, exchange, "plain"):
             assert rank.handed_bytes == 4 * (LAYOUT.size + 3)
 
