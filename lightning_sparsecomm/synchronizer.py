@@ -135,7 +135,11 @@ class Synchronizer:
         """
         self._modules.append(module)
         self._scan()
-        for name, parameter in self._known.values():
+        # What is frozen has no gradient, and is looked at when it gets one.
+        self._refuse_sparse([known for known in self._known.values() if known[1].requires_grad])
+
+    def _refuse_sparse(self, named: NamedParameters) -> None:
+        for name, parameter in named:
             if has_sparse_gradient(parameter) and not all(method.takes(name, parameter) for method in self.methods):
                 raise TypeError(
                     f"the gradient of {name!r} is sparse (sparse=True), which this method cannot take. Use"
@@ -224,7 +228,8 @@ class Synchronizer:
         for method in self.methods:
             for name, parameter in self._known.values():
                 claiming = [sync for sync in method.syncs if sync.claims(name, parameter)]
-                if len(claiming) > 1 or not method.takes(name, parameter):
+                frozen = has_sparse_gradient(parameter) and not parameter.requires_grad
+                if len(claiming) > 1 or not (frozen or method.takes(name, parameter)):
                     raise ValueError(
                         f"each parameter must belong to exactly one sync; {name!r} belongs to {len(claiming)}."
                         " Change the `parameters` and `exclude` patterns of the method's syncs."
@@ -422,6 +427,7 @@ class Synchronizer:
         self._choose(stream)
         assert stream.method is not None
         named = [known for key, known in self._known.items() if key in stream.members]
+        self._refuse_sparse(named)
         stream.pieces = [(sync, piece, Layout.of(piece)) for sync, piece in stream.method.parts(named)]
         stream.clipping = list(parts_in([sync for sync, _, _ in stream.pieces], ClipLocalNorm))
 

@@ -149,6 +149,40 @@ def test_methods_that_cannot_take_them_say_what_can(method: Method) -> None:
         trainer.fit(Bag(True), torch.utils.data.DataLoader([(torch.zeros(6), 0)]))
 
 
+class Frozen(Bag):
+    """Its tables may begin to train later, which no rank knows before."""
+
+    def __init__(self, sparse: bool, thaw_at: int | None = None) -> None:
+        super().__init__(sparse)
+        self.thaw_at = thaw_at
+        self.thaw(False)
+
+    def thaw(self, on: bool = True) -> None:
+        self.table.requires_grad_(on)
+        self.tags.requires_grad_(on)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == self.thaw_at:
+            self.thaw()
+
+
+@pytest.mark.parametrize(
+    "method", [dense(), dgc(0.2, warmup_steps=0), split(["head.*"], gradient_dropping(0.2), dgc())]
+)
+def test_frozen_tables_are_no_concern_of_any_method(tmp_path: Path, method: Method) -> None:
+    sparse = fit(tmp_path / "sparse", Scenario(lambda: Frozen(True)), 2, method)
+    plain = fit(tmp_path / "plain", Scenario(lambda: Frozen(False)), 2, method)
+    laws.replicas_are_equal(sparse)
+    for name, weight in sparse[0]["weights"].items():
+        assert torch.equal(weight, plain[0]["weights"][name])
+    assert torch.equal(sparse[0]["weights"]["table.weight"], Frozen(True).table.weight)
+
+
+def test_frozen_tables_that_begin_to_train_are_refused_then(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match=r"the gradient of 'table\.weight' is sparse .*which this method cannot take"):
+        fit(tmp_path, Scenario(lambda: Frozen(True, thaw_at=3)), 2, dgc(0.2, warmup_steps=0))
+
+
 def test_what_is_left_out_goes_whole_and_stays_sparse(tmp_path: Path) -> None:
     ddp = fit(tmp_path / "ddp", scenario(True), 2)
     ours = fit(tmp_path / "ours", scenario(True), 2, s2_reducer(exclude=["*"]))
