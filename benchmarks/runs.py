@@ -1,17 +1,19 @@
-"""Runs in a JSON file, written as each ends, so that a benchmark that was cut off goes on after its last one."""
+"""What benchmarks say of a run besides its result, and how runs are kept in a file."""
 
-import json
-import os
 import platform
 import subprocess
+import sys
 from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
 
 import lightning_sparsecomm
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+from stored import load as load
+from stored import save as save
 
 
 def _commit() -> str | None:
@@ -54,34 +56,3 @@ def versions() -> dict[str, str]:
         "system": platform.system(),
         "architecture": platform.machine(),
     }
-
-
-def load(path: Path, settings: dict[str, Any], resume: bool) -> list[dict[str, Any]]:
-    """The runs that an earlier call has finished.
-
-    Args:
-        path: Their file.
-        settings: All that the result of a run depends on, as JSON would give it back.
-        resume: Whether the command line says to go on from them.
-
-    Raises:
-        FileExistsError: There are some, and it does not.
-        ValueError: They were made with other settings.
-    """
-    if not path.exists():
-        return []
-    if not resume:
-        raise FileExistsError(f"{path} holds runs already. Go on with --resume, or name another --output.")
-    stored = json.loads(path.read_text())
-    differ = [name for name in settings if settings[name] != stored["settings"].get(name)]
-    if differ:
-        raise ValueError(f"{path} holds runs with other settings: {', '.join(differ)}. Name another --output.")
-    runs: list[dict[str, Any]] = stored["runs"]
-    return runs
-
-
-def save(runs: list[dict[str, Any]], path: Path, settings: dict[str, Any]) -> None:
-    """Writes all runs; a call that is cut off here leaves the file as it was."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.part")
-    partial.write_text(json.dumps({"settings": settings, "runs": runs}, indent=1) + "\n")
-    partial.replace(path)

@@ -272,13 +272,25 @@ def read_images(directory: Path) -> tuple[str, Read]:
     return name, Read(*scaled)
 
 
+def read_utf8(path: Path) -> str:
+    """A file's characters.
+
+    Raises:
+        ValueError: It is not in UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not a text in UTF-8: {error}. Convert it, or name another.") from error
+
+
 def read_text(path: Path) -> Text:
     """A text in UTF-8.
 
     Raises:
-        ValueError: It is too short.
+        ValueError: It is too short, or not in UTF-8.
     """
-    code_points = np.frombuffer(path.read_text(encoding="utf-8").encode("utf-32-le"), np.uint32)
+    code_points = np.frombuffer(read_utf8(path).encode("utf-32-le"), np.uint32)
     distinct, indices = np.unique(code_points, return_inverse=True)
     text = torch.from_numpy(indices.astype(np.int64))
     length = int(HELD_OUT * len(text)) // HELD_OUT_STREAMS

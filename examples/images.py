@@ -62,9 +62,7 @@ class Images(pl.LightningDataModule):
     def prepare_data(self) -> None:
         """Downloads what is missing; Lightning calls it in one process per machine."""
         if self.data == "fashion-mnist":
-            for name in FASHION_MNIST:
-                if find(self.data_dir, name) is None:
-                    download(self.data_dir, name)
+            download_missing(self.data_dir)
 
     def setup(self, stage: str) -> None:
         """Reads all images into memory."""
@@ -119,8 +117,7 @@ def read_mnist(directory: Path, checksums: Mapping[str, str] | None = None) -> R
         if path is None:
             raise FileNotFoundError(f"{name} is neither in {directory} nor in {directory / 'fashion-mnist'}.")
         content = unpacked(path.read_bytes())
-        expected = checksums[name] if checksums is not None else None
-        if content is None or expected not in (None, hashlib.sha256(content).hexdigest()):
+        if content is None or (checksums is not None and hashlib.sha256(content).hexdigest() != checksums[name]):
             raise ValueError(f"{path} is damaged or is not the published file. Delete it; it is downloaded again.")
         # An IDX file is a header of 16 bytes before images, of 8 before labels, and then one byte per number.
         arrays.append(np.frombuffer(content, np.uint8, offset=16 if "images" in name else 8))
@@ -136,6 +133,31 @@ def read_mnist(directory: Path, checksums: Mapping[str, str] | None = None) -> R
 def find(directory: Path, name: str) -> Path | None:
     """The file of Fashion-MNIST in `directory` or in its folder `fashion-mnist`; None where it is in neither."""
     return next((path for path in (directory / name, directory / "fashion-mnist" / name) if path.is_file()), None)
+
+
+def download_missing(directory: Path) -> None:
+    """Fetches those files of Fashion-MNIST that are not there.
+
+    Raises:
+        OSError: One cannot be fetched.
+        ValueError: Those that are there are others, such as MNIST's, which have the same names; or what came is not
+            the published file.
+    """
+    found = {name: find(directory, name) for name in FASHION_MNIST}
+    missing = [name for name, path in found.items() if path is None]
+    for name, path in found.items() if missing else ():
+        if path is not None and not is_published(name, unpacked(path.read_bytes())):
+            raise ValueError(
+                f"{path} is not Fashion-MNIST's, and what is missing beside it, {', '.join(missing)}, would be"
+                " downloaded from there. Add it by hand, or name another folder."
+            )
+    for name in missing:
+        download(directory, name)
+
+
+def is_published(name: str, content: bytes | None) -> bool:
+    """Whether an unpacked file is the one of Fashion-MNIST."""
+    return content is not None and hashlib.sha256(content).hexdigest() == FASHION_MNIST[name]
 
 
 def download(directory: Path, name: str) -> None:
@@ -155,7 +177,7 @@ def download(directory: Path, name: str) -> None:
             f"{FASHION_MNIST_HOME}{name} cannot be fetched: {error}. Put it into {directory} by hand."
         ) from error
     content = unpacked(packed)
-    if content is None or hashlib.sha256(content).hexdigest() != FASHION_MNIST[name]:
+    if not is_published(name, content):
         raise ValueError(
             f"{FASHION_MNIST_HOME}{name} did not give the published file ({len(packed):,} bytes came). Try again."
         )

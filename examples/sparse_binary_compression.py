@@ -19,7 +19,6 @@ import argparse
 import json
 import logging
 import math
-import os
 import platform
 import statistics
 import sys
@@ -46,6 +45,7 @@ from clients import (
 )
 from matplotlib.figure import Figure
 from pytorch_lightning.strategies import DDPStrategy
+from stored import load, save
 from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.utils.data import DataLoader
 
@@ -329,32 +329,6 @@ def settings(prepared: Prepared, options: Options) -> dict[str, str | int]:
     }
 
 
-def load(path: Path, prepared: Prepared, options: Options) -> list[Run]:
-    """The runs that an earlier call has finished.
-
-    Raises:
-        FileExistsError: There are some, and the command line does not say to go on from them.
-        ValueError: They were made with other settings.
-    """
-    if not path.exists():
-        return []
-    if not options.resume:
-        raise FileExistsError(f"{path} holds runs already. Go on with --resume, or name another --output.")
-    stored, now = json.loads(path.read_text()), settings(prepared, options)
-    differ = [name for name in now if now[name] != stored["settings"].get(name)]
-    if differ:
-        raise ValueError(f"{path} holds runs with other settings: {', '.join(differ)}. Name another --output.")
-    return [read(run) for run in stored["runs"]]
-
-
-def save(runs: list[Run], path: Path, prepared: Prepared, options: Options) -> None:
-    """Writes all runs; a call that is cut off here leaves the file as it was."""
-    content = {"settings": settings(prepared, options), "runs": [written(run) for run in runs]}
-    partial = path.with_name(f"{path.name}.{os.getpid()}.part")
-    partial.write_text(json.dumps(content, indent=1) + "\n")
-    partial.replace(path)
-
-
 def report(runs: list[Run], prepared: Prepared, options: Options) -> str:
     """The table, and what its columns mean."""
     task = TASKS[options.task]
@@ -465,8 +439,12 @@ def parse() -> Options:
     add("--output", type=Path, default=Path("comparison"), metavar="DIR", help=output)
     add("--resume", action="store_true", help="skip runs that are in the JSON file already")
     arguments = vars(parser.parse_args())
-    if arguments["clients"] > HELD_OUT_STREAMS:
-        parser.error(f"--clients must be at most {HELD_OUT_STREAMS}; got {arguments['clients']}")
+    arguments["rows"] = list(dict.fromkeys(arguments["rows"]))
+    if arguments["task"] == "charlstm" and arguments["clients"] > HELD_OUT_STREAMS:
+        parser.error(
+            f"--clients must be at most {HELD_OUT_STREAMS}, the parts into which the held-out text is cut for them; got"
+            f" {arguments['clients']}"
+        )
     arguments["iterations"] = arguments["iterations"] or TASKS[arguments["task"]].iterations
     return Options(**arguments)
 
@@ -489,18 +467,18 @@ def main() -> None:
     task = TASKS[options.task]
     numbers = options.output / f"sparse_binary_compression_{options.task}.json"
     try:
+        options.output.mkdir(parents=True, exist_ok=True)
         prepared = task.prepare(options)
-        runs = load(numbers, prepared, options)
+        runs = [read(run) for run in load(numbers, settings(prepared, options), options.resume)]
     except (OSError, ValueError) as error:
         sys.exit(str(error))
-    options.output.mkdir(parents=True, exist_ok=True)
     wanted = [(row, seed) for seed in range(options.seeds) for row in options.rows]
     for row, seed in wanted:
         if any((run.row, run.seed) == (row, seed) for run in runs):
             continue
         run = train(row, seed, prepared, options)
         runs.append(run)
-        save(runs, numbers, prepared, options)
+        save([written(run) for run in runs], numbers, settings(prepared, options))
         quality = "diverged" if run.quality is None else f"{task.quality} {task.scale * run.quality:.{task.decimals}f}"
         print(f"seed {seed}, {ROWS[row].title}: {quality}, {run.seconds:,.1f} s", file=sys.stderr, flush=True)
     shown = [run for run in runs if (run.row, run.seed) in wanted]

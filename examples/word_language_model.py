@@ -21,7 +21,6 @@ from the same weights and sees the same batches. Runs are written as they end: -
 import argparse
 import json
 import math
-import os
 import platform
 import statistics
 import sys
@@ -39,6 +38,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 from pytorch_lightning.strategies import DDPStrategy
 from sparse_binary_compression import EXCERPT, POINTS, at_least, quieten, times
+from stored import load, save
 from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.utils.data import DataLoader
 from words import DIMENSIONS, TABLE, WORDS, OptimizerName, WordLSTM, Words, read_words
@@ -351,32 +351,6 @@ def settings(options: Options) -> dict[str, str | int]:
     }
 
 
-def load(path: Path, options: Options) -> list[Run]:
-    """The runs that an earlier call has finished.
-
-    Raises:
-        FileExistsError: There are some, and the command line does not say to go on from them.
-        ValueError: They were made with other settings.
-    """
-    if not path.exists():
-        return []
-    if not options.resume:
-        raise FileExistsError(f"{path} holds runs already. Go on with --resume, or name another --output.")
-    stored, now = json.loads(path.read_text()), settings(options)
-    differ = [name for name in now if now[name] != stored["settings"].get(name)]
-    if differ:
-        raise ValueError(f"{path} holds runs with other settings: {', '.join(differ)}. Name another --output.")
-    return [read(run) for run in stored["runs"]]
-
-
-def save(runs: list[Run], path: Path, options: Options) -> None:
-    """Writes all runs; a call that is cut off here leaves the file as it was."""
-    content = {"settings": settings(options), "runs": [written(run) for run in runs]}
-    partial = path.with_name(f"{path.name}.{os.getpid()}.part")
-    partial.write_text(json.dumps(content, indent=1) + "\n")
-    partial.replace(path)
-
-
 def report(runs: list[Run], words: Words, options: Options) -> str:
     """The table, and what its columns mean."""
     header = ["embedding table", "perplexity", "MB sent", "for the table", "fewer on the link", "for the table"]
@@ -470,7 +444,10 @@ def parse() -> Options:
     add("--resume", action="store_true", help="skip runs that are in the JSON file already")
     options = Options(**vars(parser.parse_args()))
     if options.clients > HELD_OUT_STREAMS:
-        parser.error(f"--clients must be at most {HELD_OUT_STREAMS}; got {options.clients}")
+        parser.error(
+            f"--clients must be at most {HELD_OUT_STREAMS}, the parts into which the held-out text is cut for them; got"
+            f" {options.clients}"
+        )
     if options.sparse and options.optimizer != "sgd":
         parser.error(f"--sparse needs --optimizer sgd; torch's {options.optimizer} takes no sparse gradients")
     dense = [row for row in options.rows if (make := ROWS[row].channel) and not make().exchange.takes_sparse]
@@ -485,18 +462,18 @@ def main() -> None:
     torch.set_num_threads(1)
     numbers = options.output / "word_language_model.json"
     try:
+        options.output.mkdir(parents=True, exist_ok=True)
         words = read_words(options.text)
-        runs = load(numbers, options)
+        runs = [read(run) for run in load(numbers, settings(options), options.resume)]
     except (OSError, ValueError) as error:
         sys.exit(str(error))
-    options.output.mkdir(parents=True, exist_ok=True)
     wanted = [(row, seed) for seed in range(options.seeds) for row in options.rows]
     for row, seed in wanted:
         if any((run.row, run.seed) == (row, seed) for run in runs):
             continue
         run = train(row, seed, words, options)
         runs.append(run)
-        save(runs, numbers, options)
+        save([written(run) for run in runs], numbers, settings(options))
         quality = "diverged" if run.quality is None else f"perplexity {run.quality:.2f}"
         print(f"seed {seed}, {ROWS[row].title}: {quality}, {run.seconds:,.1f} s", file=sys.stderr, flush=True)
     shown = [run for run in runs if (run.row, run.seed) in wanted]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
-from clients import HELD_OUT_STREAMS, Batch, Network, Text
+from clients import HELD_OUT_STREAMS, Batch, Network, Text, read_utf8
 from pytorch_lightning.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 
@@ -38,9 +38,9 @@ def read_words(path: Path) -> Words:
     The vocabulary has those that the training part has twice or more; all others are one word, `<unk>`.
 
     Raises:
-        ValueError: The text is too short.
+        ValueError: The text is too short, or not in UTF-8.
     """
-    words = re.findall(r"\w+(?:['’]\w+)*|[^\w\s]", path.read_text(encoding="utf-8").lower())
+    words = re.findall(r"\w+(?:['’]\w+)*|[^\w\s]", read_utf8(path).lower())
     length = int(HELD_OUT * len(words)) // HELD_OUT_STREAMS
     if length < WORDS:
         raise ValueError(f"{path} is too short: {len(words):,} words.")

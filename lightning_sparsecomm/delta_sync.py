@@ -81,7 +81,7 @@ class DeltaSync(Sync):
 
     Raises:
         ValueError: `every` is not a whole number of at least 1, or `buffers` is unknown.
-        TypeError: `outer` is an optimizer instead of what makes one.
+        TypeError: `outer` is an optimizer instead of what makes one, or `channel` is no channel.
     """
 
     drifts = True
@@ -104,11 +104,19 @@ class DeltaSync(Sync):
         super().__init__(parameters, exclude, min_dimensions, rest)
         check_every("every", every)
         if buffers not in get_args(Buffers):
-            raise ValueError(f"buffers must be one of {', '.join(get_args(Buffers))}; got {buffers!r}.")
+            raise ValueError(
+                f"buffers must be one of {', '.join(get_args(Buffers))}; got {buffers!r}. Use 'average', which costs"
+                " their bytes at each exchange only."
+            )
         if isinstance(outer, Optimizer) or not (outer is None or callable(outer)):
             raise TypeError(
                 "outer must make an optimizer of a list of parameters, since those it moves (the anchor) do not exist"
                 f" yet; got {outer!r}. Give functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)."
+            )
+        if not isinstance(channel, Channel):
+            raise TypeError(
+                f"channel must be a Channel, of an exchange and memories; got {channel!r}. Give"
+                " Channel(DenseAllReduce()), for example."
             )
         if channel.corrects_momentum or channel.clips:
             raise ValueError(
@@ -123,6 +131,20 @@ class DeltaSync(Sync):
         self.averages_buffers = buffers == "average"
         self.broadcasts_buffers = buffers == "broadcast"
         self._locals: dict[int, _Local] = {}
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "DeltaSync":
+        copied = copy.copy(self)
+        # What makes the outer optimizer may refer to what cannot be copied, as what LightningCLI gives does.
+        memo[id(self)], memo[id(self.outer)] = copied, self.outer
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        return copied
+
+    def check(self, parameters: NamedParameters) -> None:
+        if self.outer is not None and parameters:
+            dtype = wide_dtype(parameters)
+            # Of the anchor's shapes, without its memory.
+            like = [torch.zeros((), dtype=dtype, device=weight.device).expand(weight.shape) for _, weight in parameters]
+            _outer_optimizer(self.outer, [Parameter(each) for each in like])
 
     def synchronize(
         self, stream: int, optimizer: Optimizer, parameters: NamedParameters, round: Round, wire: Wire
@@ -156,6 +178,9 @@ class DeltaSync(Sync):
         local = self._locals.get(stream)
         if local is None or not local.steps:
             return nullcontext(False)
+        if local.layout != round.layout:
+            # Loaded from a checkpoint, and no step since.
+            self._extend(stream, local, parameters, round.layout)
         return self._exchange(local, optimizer, parameters, round, wire)
 
     def shared_model(self, stream: int, parameters: NamedParameters) -> list[tuple[Tensor, Tensor]]:
@@ -298,7 +323,13 @@ def _changes_in(weights: list[Tensor], anchors: list[Tensor]) -> list[Tensor]:
 
 
 def _outer_optimizer(make: OuterOptimizer, anchors: list[Parameter]) -> Optimizer:
-    outer = make(anchors)
+    try:
+        outer = make(anchors)
+    except Exception as error:
+        raise ValueError(
+            f"outer must make an optimizer of the {len(anchors)} parameters that it is given; {make!r} raised"
+            f" {type(error).__name__}: {error}. Give functools.partial(torch.optim.SGD, lr=0.7), for example."
+        ) from error
     if not isinstance(outer, Optimizer):
         raise TypeError(f"outer must make a torch optimizer; got {outer!r} from {make!r}.")
     if isinstance(outer, LBFGS):

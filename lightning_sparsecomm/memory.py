@@ -129,7 +129,7 @@ class ErrorFeedback(Memory):
     checks = True
 
     def __init__(self, decay: float = 1.0) -> None:
-        if not 0 < decay <= 1:
+        if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 < decay <= 1:
             raise ValueError(
                 f"decay must be in (0, 1]: the part of the residual that is kept; got {decay!r}. Use 1 to keep all."
             )

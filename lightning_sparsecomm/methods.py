@@ -295,7 +295,7 @@ class diloco(Method):
     ) -> None:
         _check_rate(outer_lr, 0.7)
         if not (_is_number(outer_momentum) and 0 <= outer_momentum < 1):
-            raise ValueError(f"outer_momentum must be in [0, 1); got {outer_momentum!r}. The paper has 0.9.")
+            raise ValueError(f"outer_momentum must be in [0, 1); got {outer_momentum!r}. Use 0.9, as the paper.")
         nesterov = outer_momentum > 0
         outer = partial(torch.optim.SGD, lr=outer_lr, momentum=outer_momentum, nesterov=nesterov)
         channel = Channel(DenseAllReduce(wire_dtype))
@@ -305,7 +305,7 @@ class diloco(Method):
 class sparse_loco(Method):
     """The largest changes of each chunk in 2 bits, every so many optimizer steps, with a residual that fades.
 
-    Bytes per exchange and rank, at 64 of 4,096: some 7.1 bits for each position, 2.5 for its value, and 40 of headers.
+    Bytes per exchange and rank, at 64 of 4,096: some 7.5 bits for each position, 2.5 for its value, and 40 of headers.
 
     Source: Sarfi et al. 2025, Communication Efficient LLM Pre-training with SparseLoCo; with AdamW as the user's own
     optimizer there. The two magnitudes of the 2 bits are means of the smaller and the larger half of each 64.
@@ -514,7 +514,7 @@ def _is_number(value: object) -> bool:
 
 def _check_rate(outer_lr: float, papers: float) -> None:
     if not (_is_number(outer_lr) and 0 < outer_lr < math.inf):
-        raise ValueError(f"outer_lr must be a positive number; got {outer_lr!r}. The paper has {papers}.")
+        raise ValueError(f"outer_lr must be a positive number; got {outer_lr!r}. Use {papers}, as the paper.")
 
 
 def _gather(density: Density, scope: Scope, values: ValueName) -> Gather:

@@ -25,6 +25,11 @@ class Schedule(ABC):
         """When the schedule has reached its last value; None where that is not known."""
         return None
 
+    @property
+    def bounds(self) -> Sequence[float]:
+        """The least and the greatest number of all that it gives; none where they are not known."""
+        return ()
+
 
 Density = float | Schedule
 Every = int | Schedule
@@ -43,7 +48,9 @@ class Stages(Schedule):
         epochs: When each begins, in epochs, instead.
 
     Raises:
-        ValueError: Both or neither of steps and epochs, not one for each number, or not increasing from 0.
+        ValueError: Both or neither of steps and epochs, not one for each number, or not increasing from 0; a number
+            that is not positive and finite.
+        TypeError: One of them is no list of numbers; of steps, of whole ones.
     """
 
     numbers: Sequence[float]
@@ -52,16 +59,25 @@ class Stages(Schedule):
 
     def __post_init__(self) -> None:
         for name in ("numbers", "steps", "epochs"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+            given, kinds = getattr(self, name), int if name == "steps" else (int, float)
+            listed = isinstance(given, Sequence) and not isinstance(given, str)
+            if not listed or any(isinstance(each, bool) or not isinstance(each, kinds) for each in given):
+                whole = "whole numbers" if name == "steps" else "numbers"
+                raise TypeError(f"{name} of a schedule must be a list of {whole}; got {given!r}.")
+            object.__setattr__(self, name, tuple(given))
         if bool(self.steps) == bool(self.epochs):
             raise ValueError(
                 f"stages begin either at steps or at epochs; got steps={self.steps}, epochs={self.epochs}."
                 " Give one of them, such as steps=[0, 1000]."
             )
-        if not all(isinstance(number, (int, float)) for number in self.numbers):
-            raise TypeError(f"a schedule's numbers must be numbers; got {list(self.numbers)!r}.")
+        if not all(0 < number < math.inf for number in self.numbers):
+            raise ValueError(
+                f"numbers of a schedule must be positive and finite: densities, or optimizer steps; got"
+                f" {list(self.numbers)!r}."
+            )
         begins = self.steps or self.epochs
-        if len(begins) != len(self.numbers) or begins[0] != 0 or any(b <= a for a, b in itertools.pairwise(begins)):
+        rising = all(a < b < math.inf for a, b in itertools.pairwise(begins))
+        if len(begins) != len(self.numbers) or begins[0] != 0 or not rising:
             raise ValueError(
                 f"stages must begin at 0 and then later and later, one beginning for each of the {len(self.numbers)}"
                 f" numbers; got {list(begins)}."
@@ -70,6 +86,10 @@ class Stages(Schedule):
     def at(self, step: int, epoch: float) -> float:
         done = step if self.steps else epoch
         return self.numbers[bisect.bisect_right(self.steps or self.epochs, done) - 1]
+
+    @property
+    def bounds(self) -> Sequence[float]:
+        return min(self.numbers), max(self.numbers)
 
 
 @dataclass(frozen=True)
@@ -93,7 +113,7 @@ class Exponential(Schedule):
     steps: int
 
     def __post_init__(self) -> None:
-        if not (0 < self.first < math.inf and 0 < self.last < math.inf):
+        if not all(_is_number(number) and 0 < number < math.inf for number in (self.first, self.last)):
             raise ValueError(
                 f"first and last must be positive numbers, which an exponential can join; got {self.first!r} and"
                 f" {self.last!r}."
@@ -105,6 +125,10 @@ class Exponential(Schedule):
             return self.last
         # Rounded, so that 0.1 and 0.001 meet in 0.01.
         return float(f"{self.first * (self.last / self.first) ** (step / self.steps):.15g}")
+
+    @property
+    def bounds(self) -> Sequence[float]:
+        return min(self.first, self.last), max(self.first, self.last)
 
 
 @dataclass(frozen=True)
@@ -231,20 +255,32 @@ def warmed(density: Density, steps: int, epochs: int | None, shape: Literal["exp
     return DensityWarmup(density, 0 if epochs is not None else steps, epochs or 0, shape)
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def check_density(name: str, density: Density) -> None:
-    """Refuses a density outside (0, 1], naming the parameter; a schedule is trusted to stay inside.
+    """Refuses a density outside (0, 1], naming the parameter; a schedule whose numbers are not known is trusted.
 
     Raises:
-        ValueError: `density` is a number outside (0, 1].
+        ValueError: `density` is a number outside (0, 1], or a schedule that gives one.
         TypeError: `density` is neither a number nor a schedule.
     """
     if isinstance(density, Schedule):
+        for number in density.bounds:
+            if not 0 < number <= 1:
+                raise ValueError(f"{name} must be in (0, 1]: {_given(density, number)}")
         return
-    if isinstance(density, bool) or not isinstance(density, (int, float)):
-        raise TypeError(f"{name} must be a number in (0, 1] or a Schedule; got {density!r}.")
+    if not _is_number(density):
+        raise TypeError(f"{name} must be a number in (0, 1] or a Schedule; got {density!r}. Use 0.01 for a hundredth.")
     if not 0 < density <= 1:
-        hint = f" Did you mean {1 / density:g}?" if density > 1 else " Use dense() to send everything."
-        raise ValueError(f"{name} must be in (0, 1]: the fraction of elements sent; got {density!r}.{hint}")
+        likely = 1 < density < math.inf
+        hint = f"Did you mean {1 / density:g}?" if likely else "Use 0.01 for a hundredth, or dense() for everything."
+        raise ValueError(f"{name} must be in (0, 1]: the fraction of elements sent; got {density!r}. {hint}")
+
+
+def _given(schedule: Schedule, number: object, when: str = "") -> str:
+    return f"{schedule!r} gives {number!r}{when}. Mend the schedule."
 
 
 def value_at(density: Density, step: int, epoch: float) -> float:
@@ -260,20 +296,24 @@ def _at(name: str, rule: str, schedule: Schedule, step: int, epoch: float) -> fl
     number = schedule.at(step, epoch)
     least, most = (0.0, 1.0) if name == "density" else (0.5, sys.float_info.max)
     if not (isinstance(number, (int, float)) and least <= number <= most and number):
-        raise ValueError(
-            f"{name} must be {rule}; {schedule!r} gives {number!r} for step {step}, epoch {epoch:.2f}."
-            " Mend the schedule."
-        )
+        when = f" for step {step}, epoch {epoch:.2f}"
+        raise ValueError(f"{name} must be {rule}; {_given(schedule, number, when)}")
     return number
 
 
+_RULE = "a number of optimizer steps, at least 1"
+
+
 def check_every(name: str, every: Every) -> None:
-    """Refuses what is not a number of optimizer steps; a schedule is trusted to give one.
+    """Refuses what is not a number of optimizer steps; a schedule whose numbers are not known is trusted.
 
     Raises:
-        ValueError: `every` is neither a whole number of at least 1 nor a schedule.
+        ValueError: `every` is neither a whole number of at least 1 nor a schedule of numbers that round to such.
     """
     if isinstance(every, Schedule):
+        for number in every.bounds:
+            if number < 0.5:
+                raise ValueError(f"{name} must be {_RULE}; {_given(every, number)}")
         return
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise ValueError(
@@ -289,4 +329,4 @@ def every_at(every: Every, step: int, epoch: float) -> int:
     """
     if not isinstance(every, Schedule):
         return every
-    return max(1, round(_at("every", "a number of optimizer steps, at least 1", every, step, epoch)))
+    return max(1, round(_at("every", _RULE, every, step, epoch)))

@@ -69,6 +69,10 @@ class Sync(ABC):
                 raise TypeError(
                     f"{option} must be a list of patterns; got the string {patterns!r}. Use [{patterns!r}]."
                 )
+            if not isinstance(patterns, Sequence) or not all(isinstance(each, str) for each in patterns):
+                raise TypeError(
+                    f"{option} must be a list of patterns of parameter names; got {patterns!r}. Use [] for none."
+                )
         self.parameters = tuple(parameters)
         self.exclude = tuple(exclude)
         self.min_dimensions = min_dimensions

@@ -45,11 +45,16 @@ from tests.distributed.launch import run_ranks
 @pytest.mark.parametrize(
     ("density", "error", "text"),
     [
-        (0, ValueError, "density must be in (0, 1]: the fraction of elements sent; got 0. Use dense() to send"),
+        (
+            0,
+            ValueError,
+            "density must be in (0, 1]: the fraction of elements sent; got 0. Use 0.01 for a hundredth, or dense()",
+        ),
         (-1, ValueError, "density must be in (0, 1]: the fraction of elements sent; got -1."),
         (1.5, ValueError, "density must be in (0, 1]: the fraction of elements sent; got 1.5."),
         (100, ValueError, "density must be in (0, 1]: the fraction of elements sent; got 100. Did you mean 0.01?"),
-        (float("nan"), ValueError, "density must be in (0, 1]: the fraction of elements sent; got nan."),
+        (float("nan"), ValueError, "density must be in (0, 1]: the fraction of elements sent; got nan. Use 0.01 for"),
+        (float("inf"), ValueError, "density must be in (0, 1]: the fraction of elements sent; got inf. Use 0.01 for"),
         ("x", TypeError, "density must be a number in (0, 1] or a Schedule; got 'x'."),
         (True, TypeError, "density must be a number in (0, 1] or a Schedule; got True."),
         (None, TypeError, "density must be a number in (0, 1] or a Schedule; got None."),

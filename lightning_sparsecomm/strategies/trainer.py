@@ -74,6 +74,7 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
         self._resumed: tuple[Any, Resumed, Ledger] | None = None
         self._handed: dict[str, Any] | None = None
         self._settling: tuple[list[Any], Settling | None] = [], None
+        self._unsettled = False
 
     def setup(self, trainer: "pl.Trainer") -> None:
         fitting = trainer.state.fn == "fit"
@@ -93,6 +94,7 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
             callbacks: list[Any] = vars(trainer)["callbacks"]
             self._settling = callbacks, Settling(self.synchronizer)
             callbacks.insert(0, self._settling[1])
+            self._unsettled = True
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
         device_ids = self.determine_ddp_device_ids()
@@ -308,9 +310,14 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
             self.synchronizer.settle()
         # Callbacks have had their say by now, and may have put averages of each rank's own weights in their place.
         self.synchronizer.reunite()
+        self._unsettled = False
         super().on_train_end()
 
     def teardown(self) -> None:
+        # A fit that is resumed where nothing is left to do ends without a word; it may have begun with replicas apart.
+        if self._unsettled and self._synchronizer is not None and self._together():
+            self.synchronizer.settle()
+        self._unsettled = False
         callbacks, settling = self._settling
         if settling in callbacks:
             callbacks.remove(settling)

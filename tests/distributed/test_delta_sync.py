@@ -320,18 +320,31 @@ def lost(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
 
 
-def test_refused_in_training(tmp_path: Path) -> None:
-    for model, sync, text in (
-        (Tied, DeltaSync(Channel(DenseAllReduce())), "parameter 'layer.bias' belongs to two optimizers"),
-        (
-            Classifier,
-            DeltaSync(Channel(DenseAllReduce()), outer=lost),
-            "outer must make an optimizer of the parameters",
-        ),
-        (Classifier, DeltaSync(Channel(DenseAllReduce()), outer=list), "outer must make a torch optimizer"),
+def none(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD([], lr=0.1)
+
+
+def test_refused_at_setup(tmp_path: Path) -> None:
+    for outer, text in (
+        (none, "outer must make an optimizer of the 8 parameters .* raised ValueError: optimizer got an empty"),
+        (functools.partial(torch.optim.SGD, lr=-1), "outer must make .* raised ValueError: Invalid learning rate: -1"),
+        (lost, "outer must make an optimizer of the parameters that it is given; SGD lacks 8 of 8"),
+        (list, "outer must make a torch optimizer"),
     ):
-        with pytest.raises(Exception, match=text):
-            trained(tmp_path, Scenario(model, steps=4), Method([sync]))
+        sync = DeltaSync(Channel(DenseAllReduce()), outer=outer)
+        with pytest.raises(Exception, match=text) as caught:
+            fit(tmp_path, Scenario(NeverTrained, steps=1), 2, Method([sync]))
+        assert "trained a step" not in str(caught.value)
+
+
+class NeverTrained(Classifier):
+    def on_train_start(self) -> None:
+        raise AssertionError("trained a step")
+
+
+def test_refused_in_training(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match=r"parameter 'layer\.bias' belongs to two optimizers"):
+        trained(tmp_path, Scenario(Tied, steps=4), Method([DeltaSync(Channel(DenseAllReduce()))]))
 
 
 @pytest.mark.parametrize(
@@ -346,6 +359,12 @@ def test_refused_in_training(tmp_path: Path) -> None:
         (lambda: federated_averaging(buffers="none"), "buffers must be one of average, own, broadcast; got 'none'"),
         (lambda: sparse_loco(density=0), "density must be in"),
         (lambda: sparse_loco(decay=0), "decay must be in"),
+        (lambda: sparse_loco(decay="0.9"), "decay must be in .*got '0.9'"),
+        (lambda: sparse_loco(decay=True), "decay must be in .*got True"),
+        (lambda: sbc(exclude=None), "exclude must be a list of patterns of parameter names; got None"),
+        (lambda: sbc(exclude=[1]), r"exclude must be a list of patterns of parameter names; got \[1\]"),
+        (lambda: DeltaSync(None), "channel must be a Channel, of an exchange and memories; got None"),
+        (lambda: DeltaSync(DenseAllReduce()), "channel must be a Channel"),
         (
             lambda: DeltaSync(Channel(DenseAllReduce()), outer=torch.optim.SGD([nn.Parameter(torch.zeros(1))])),
             "outer must",
@@ -524,10 +543,24 @@ def test_schedules_must_give_numbers(tmp_path: Path) -> None:
             value_at(Odd(density), 0, 0.0)
     with pytest.raises(ValueError, match="positive numbers"):
         Exponential(1, math.inf, 10)
-    with pytest.raises(TypeError, match="must be numbers"):
+    with pytest.raises(TypeError, match="numbers of a schedule must be a list of numbers"):
         Stages(["a"], steps=[0])
+    for numbers, begins in (([1, math.nan], [0, 5]), ([0, 1], [0, 5]), ([-1], [0]), ([math.inf], [0])):
+        with pytest.raises(ValueError, match="numbers of a schedule must be positive and finite"):
+            Stages(numbers, steps=begins)
+    for steps in ([0, 1.5], [0, True], 5, "01"):
+        with pytest.raises(TypeError, match="steps of a schedule must be a list of whole numbers; got"):
+            Stages([1, 2], steps=steps)
     with pytest.raises(ValueError, match="stages must begin at 0"):
         Stages([1, 2], steps=[0, 0])
+    with pytest.raises(ValueError, match="stages must begin at 0"):
+        Stages([1, 2], epochs=[0, math.nan])
+    with pytest.raises(ValueError, match="first and last must be positive numbers"):
+        Exponential("1", 2, steps=10)
+    with pytest.raises(ValueError, match=r"density must be in \(0, 1\]: Stages.* gives 10. Mend"):
+        sbc(density=Stages([0.1, 10], steps=[0, 100]))
+    with pytest.raises(ValueError, match=r"every must be a number of optimizer steps, at least 1; Exponential.*0\.1"):
+        sbc(every=Exponential(10, 0.1, steps=100))
 
 
 @dataclass(frozen=True)

@@ -75,6 +75,7 @@ class Watch(pl.Callback):
 
     def __init__(self) -> None:
         self.scales: list[float] = []
+        self.seen: dict[str, Any] = {}
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
         scaler = getattr(trainer.precision_plugin, "scaler", None)
@@ -232,6 +233,26 @@ def _stopped_and_not(rank: int, folder: Path, names: list[str]) -> dict[str, lis
         if name in SCALED:
             assert min(watches[0].scales) < max(watches[0].scales), "nothing was skipped"
     return found
+
+
+def _ended_and_resumed(rank: int, folder: Path, names: list[str]) -> dict[str, list[str]]:
+    outside_launcher(rank, 2)
+    found = {}
+    for name in names:
+        method, model, callbacks = CASES[name]
+        place = folder / name.replace(" ", "_")
+        _, ended = train(place, 2, method(), 3, Network(**model), callbacks=callbacks())
+        _, resumed = train(place, 2, method(), 3, Network(**model), place / "epoch=2.ckpt", callbacks())
+        assert resumed.seen.keys() == {"in the end"}, "something was trained"
+        found[name] = differences(ended.seen["in the end"], resumed.seen["in the end"])
+    return found
+
+
+def test_a_run_that_is_resumed_with_nothing_left_to_do_ends_all_the_same(tmp_path: Path) -> None:
+    """As a job that is started again after it has ended: Lightning trains nothing, and calls no hook at the end."""
+    names = ["sbc", "sbc, two optimizers", "federated_averaging", "diloco", "split", "local gradients, partial"]
+    for rank in run_ranks(tmp_path, 2, _ended_and_resumed, tmp_path, names, timeout=110):
+        assert rank == {name: [] for name in names}
 
 
 @pytest.mark.parametrize("names", [QUICK, ALL], ids=["some", "all"])

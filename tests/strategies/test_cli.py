@@ -1,5 +1,6 @@
 """Strategy, method and every part from YAML and the command line, in both packages' LightningCLI."""
 
+import copy
 import importlib
 from collections.abc import Callable
 from pathlib import Path
@@ -120,7 +121,7 @@ def test_defaults_are_those_of_python(cli: Cli, package: str) -> None:
         ("sbc3", {}),
         ("federated_averaging", {"every": 7, "buffers": "own"}),
         ("diloco", {"every": 50, "outer_lr": 0.5, "outer_momentum": 0.0}),
-        ("sparse_loco", {"every": 5, "k": 8, "chunk": 64, "decay": 1.0, "outer_lr": 0.8}),
+        ("sparse_loco", {"every": 5, "density": 0.125, "chunk": 64, "decay": 1.0, "outer_lr": 0.8}),
     ],
 )
 def test_arguments_of_methods(cli: Cli, recipe: str, init_args: dict[str, Any]) -> None:
@@ -199,6 +200,10 @@ def test_an_outer_optimizer_and_a_schedule_of_exchanges(cli: Cli) -> None:
     made = sync.outer([nn.Parameter(torch.zeros(3))])
     assert isinstance(made, torch.optim.SGD)
     assert [made.defaults[name] for name in ("lr", "momentum", "nesterov")] == [0.7, 0.9, True]
+    # What jsonargparse gives refers to its context, in which there are locks once Lightning has started processes.
+    copied = copy.deepcopy(sync)
+    assert copied.outer is sync.outer
+    assert copied.channel is not sync.channel
 
 
 SCHEDULE = part("schedules.DensityWarmup", density=0.1, steps=1000)
