@@ -50,7 +50,9 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.utils.data import DataLoader
 
 import lightning_sparsecomm
-from lightning_sparsecomm import Method, NonFiniteGradientError, methods
+from lightning_sparsecomm import Channel, DeltaSync, ErrorFeedback, Method, NonFiniteGradientError, methods
+from lightning_sparsecomm.codecs import Float32, Golomb, SparseCodec, TopK
+from lightning_sparsecomm.exchange import Gather
 from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
 from lightning_sparsecomm.wire import OURS, link_bytes
 
@@ -81,7 +83,21 @@ ROWS = {
     "sbc2": Row("SBC (2): every 10 steps, 1%", lambda: methods.sbc2()),
     "sbc3": Row("SBC (3): every 100 steps, 1%", lambda: methods.sbc3()),
     "fedavg": Row("Federated Averaging: every 100 steps, dense", lambda: methods.federated_averaging(every=100)),
+    # What SBC (1) is without one of its parts; run if asked for.
+    "sbc1_unmasked": Row(
+        "SBC (1), momentum not masked", lambda: methods.sbc(density=0.001, every=1, momentum_masking=False)
+    ),
+    "sbc1_denser": Row("SBC (1), but 1%", lambda: methods.sbc(density=0.01, every=1)),
+    "sbc1_exact": Row("SBC (1), both signs, exact values", lambda: exact_top_k(density=0.001)),
 }
+
+DEFAULT_ROWS = [BASE, "sbc1", "sbc2", "sbc3", "fedavg"]
+
+
+def exact_top_k(density: float) -> Method:
+    """The largest weight changes of each tensor as they are, after every step, with momentum masked as in SBC."""
+    channel = Channel(Gather(SparseCodec(TopK(density, "tensor"), Float32(), Golomb())), [ErrorFeedback()])
+    return Method([DeltaSync(channel, every=1, mask_momentum=True)])
 
 
 class Options(NamedTuple):
@@ -426,7 +442,8 @@ def parse() -> Options:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--task", choices=get_args(TaskName), required=True, help="what is learnt")
-    add("--rows", nargs="+", choices=list(ROWS), default=list(ROWS), metavar="NAME", help=f"of {', '.join(ROWS)} (all)")
+    rows = f"of {', '.join(ROWS)} (default: the first five)"
+    add("--rows", nargs="+", choices=list(ROWS), default=DEFAULT_ROWS, metavar="NAME", help=rows)
     add("--clients", type=at_least(2), default=4, metavar="N", help="processes on this machine's CPU (default: 4)")
     lengths = f"{TASKS['lenet5'].iterations:,} of lenet5, {TASKS['charlstm'].iterations:,} of charlstm"
     add("--iterations", type=at_least(1), metavar="N", help=f"of each client (default: the paper's, {lengths})")
