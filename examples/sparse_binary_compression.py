@@ -83,12 +83,14 @@ ROWS = {
     "sbc2": Row("SBC (2): every 10 steps, 1%", lambda: methods.sbc2()),
     "sbc3": Row("SBC (3): every 100 steps, 1%", lambda: methods.sbc3()),
     "fedavg": Row("Federated Averaging: every 100 steps, dense", lambda: methods.federated_averaging(every=100)),
-    # What SBC (1) is without one of its parts; run if asked for.
+    # What SBC (1) is without one of its parts, or with as many elements a step, but less often; run if asked for.
     "sbc1_unmasked": Row(
         "SBC (1), momentum not masked", lambda: methods.sbc(density=0.001, every=1, momentum_masking=False)
     ),
     "sbc1_denser": Row("SBC (1), but 1%", lambda: methods.sbc(density=0.01, every=1)),
     "sbc1_exact": Row("SBC (1), both signs, exact values", lambda: exact_top_k(density=0.001)),
+    "sbc1_every2": Row("SBC, every 2 steps, 0.2%", lambda: methods.sbc(density=0.002, every=2)),
+    "sbc1_every5": Row("SBC, every 5 steps, 0.5%", lambda: methods.sbc(density=0.005, every=5)),
 }
 
 DEFAULT_ROWS = [BASE, "sbc1", "sbc2", "sbc3", "fedavg"]
