@@ -12,6 +12,7 @@ from lightning_sparsecomm.compensation import Contribution, Step
 from lightning_sparsecomm.exchange.base import Exchanged
 from lightning_sparsecomm.layout import Layout, SparseVector
 from lightning_sparsecomm.rounds import Round
+from lightning_sparsecomm.schedules import is_number
 
 
 class Memory(ABC):
@@ -129,7 +130,7 @@ class ErrorFeedback(Memory):
     checks = True
 
     def __init__(self, decay: float = 1.0) -> None:
-        if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 < decay <= 1:
+        if not (is_number(decay) and 0 < decay <= 1):
             raise ValueError(
                 f"decay must be in (0, 1]: the part of the residual that is kept; got {decay!r}. Use 1 to keep all."
             )
@@ -181,8 +182,7 @@ class ClipLocalNorm(Memory):
     checks = True
 
     def __init__(self, max_norm: float | None = None) -> None:
-        number = isinstance(max_norm, (int, float)) and not isinstance(max_norm, bool)
-        if max_norm is not None and not (number and 0 < max_norm < math.inf):
+        if max_norm is not None and not (is_number(max_norm) and 0 < max_norm < math.inf):
             raise ValueError(
                 f"clip must be a positive number: the largest norm of the averaged gradient; got {max_norm!r}."
                 " Use None for the Trainer's gradient_clip_val, or for no clipping without one."

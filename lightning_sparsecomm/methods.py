@@ -36,7 +36,7 @@ from lightning_sparsecomm.exchange.sketched import SketchDtype
 from lightning_sparsecomm.local_mode import LOCAL_MODES, LocalName
 from lightning_sparsecomm.memory import ClipLocalNorm, ErrorFeedback, Memory, Momentum, MomentumCorrection
 from lightning_sparsecomm.method import Method
-from lightning_sparsecomm.schedules import Density, Every, warmed
+from lightning_sparsecomm.schedules import Density, Every, is_number, warmed
 from lightning_sparsecomm.sync import BucketSync, GradientSync, Sync
 
 Scope = Literal["model", "tensor"]
@@ -294,7 +294,7 @@ class diloco(Method):
         buffers: Buffers = "average",
     ) -> None:
         _check_rate(outer_lr, 0.7)
-        if not (_is_number(outer_momentum) and 0 <= outer_momentum < 1):
+        if not (is_number(outer_momentum) and 0 <= outer_momentum < 1):
             raise ValueError(f"outer_momentum must be in [0, 1); got {outer_momentum!r}. Use 0.9, as the paper.")
         nesterov = outer_momentum > 0
         outer = partial(torch.optim.SGD, lr=outer_lr, momentum=outer_momentum, nesterov=nesterov)
@@ -508,12 +508,8 @@ def _corrected(
     ]
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 def _check_rate(outer_lr: float, papers: float) -> None:
-    if not (_is_number(outer_lr) and 0 < outer_lr < math.inf):
+    if not (is_number(outer_lr) and 0 < outer_lr < math.inf):
         raise ValueError(f"outer_lr must be a positive number; got {outer_lr!r}. Use {papers}, as the paper.")
 
 

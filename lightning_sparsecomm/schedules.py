@@ -113,7 +113,7 @@ class Exponential(Schedule):
     steps: int
 
     def __post_init__(self) -> None:
-        if not all(_is_number(number) and 0 < number < math.inf for number in (self.first, self.last)):
+        if not all(is_number(number) and 0 < number < math.inf for number in (self.first, self.last)):
             raise ValueError(
                 f"first and last must be positive numbers, which an exponential can join; got {self.first!r} and"
                 f" {self.last!r}."
@@ -255,7 +255,8 @@ def warmed(density: Density, steps: int, epochs: int | None, shape: Literal["exp
     return DensityWarmup(density, 0 if epochs is not None else steps, epochs or 0, shape)
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
+    """Whether it is one that a parameter may be; True and False are none."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
@@ -271,7 +272,7 @@ def check_density(name: str, density: Density) -> None:
             if not 0 < number <= 1:
                 raise ValueError(f"{name} must be in (0, 1]: {_given(density, number)}")
         return
-    if not _is_number(density):
+    if not is_number(density):
         raise TypeError(f"{name} must be a number in (0, 1] or a Schedule; got {density!r}. Use 0.01 for a hundredth.")
     if not 0 < density <= 1:
         likely = 1 < density < math.inf

@@ -1,6 +1,7 @@
 """The examples run as they stand, and what they print of themselves is true."""
 
 import gzip
+import importlib
 import json
 import os
 import subprocess
@@ -187,3 +188,21 @@ def test_config_trains(config: str, tmp_path: Path) -> None:
     (metrics,) = tmp_path.rglob("metrics.csv")
     header = metrics.read_text().splitlines()[0].split(",")
     assert "sparsecomm/compression_ratio" in header
+
+
+def test_files_that_cannot_be_used_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    clients, images, stored = (importlib.import_module(name) for name in ("clients", "images", "stored"))
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"\xff\xfe\xfd")
+    with pytest.raises(ValueError, match=r"binary is not a text in UTF-8: .* Convert it, or name another"):
+        clients.read_text(binary)
+    with pytest.raises(ValueError, match=r"binary is damaged: .* Delete it, or name another --output"):
+        stored.load(binary, {}, resume=True)
+    # MNIST's files have the names of Fashion-MNIST's, of which nothing may be put beside them.
+    (tmp_path / "train-labels-idx1-ubyte.gz").write_bytes(gzip.compress(bytes(20)))
+    monkeypatch.setattr(images, "download", lambda *_: pytest.fail("something is downloaded"))
+    with pytest.raises(
+        ValueError, match=r"labels-idx1-ubyte\.gz is not Fashion-MNIST's, and what is missing beside it, train"
+    ):
+        clients.read_images(tmp_path)

@@ -13,6 +13,7 @@ from lightning_sparsecomm.exchange.base import Exchange, Exchanged, NonFiniteGra
 from lightning_sparsecomm.kernels import position_kernels_for
 from lightning_sparsecomm.layout import SparseVector
 from lightning_sparsecomm.rounds import Round
+from lightning_sparsecomm.schedules import is_number
 from lightning_sparsecomm.wire import Wire
 
 SizedBy = Literal["union", "rank"]
@@ -54,8 +55,7 @@ class BlockReduce(Exchange):
         sized_by: SizedBy = "union",
         always_sketch: bool = False,
     ) -> None:
-        number = isinstance(sketch_ratio, (int, float)) and not isinstance(sketch_ratio, bool)
-        if sketch_ratio is not None and not (number and 0 < sketch_ratio < float("inf")):
+        if sketch_ratio is not None and not (is_number(sketch_ratio) and 0 < sketch_ratio < float("inf")):
             raise ValueError(
                 "sketch_ratio must be a positive number: the sketch's size by that of what it holds; got"
                 f" {sketch_ratio!r}. The paper has 0.5; None sends the blocks themselves."

@@ -14,7 +14,7 @@ from lightning_sparsecomm.exchange.dense import WIRE_DTYPES, DenseAllReduce
 from lightning_sparsecomm.kernels import kernels_for
 from lightning_sparsecomm.layout import Layout, SparseVector
 from lightning_sparsecomm.rounds import Round
-from lightning_sparsecomm.schedules import Density, check_density
+from lightning_sparsecomm.schedules import Density, check_density, is_number
 from lightning_sparsecomm.wire import Wire
 
 SketchDtype = Literal["same", "float16", "bfloat16"]
@@ -68,8 +68,7 @@ class SketchedTopK(Exchange):
         check_density("density", density)
         if k is not None and (type(k) is not int or k < 1):
             raise ValueError(f"k must be a whole number, at least 1: how many elements are shared; got {k!r}.")
-        number = isinstance(candidates, (int, float)) and not isinstance(candidates, bool)
-        if not (number and 1 <= candidates < math.inf):
+        if not (is_number(candidates) and 1 <= candidates < math.inf):
             raise ValueError(
                 "candidates must be at least 1: how many times k elements have their sums exchanged; got"
                 f" {candidates!r}. The paper has 16 to 36."
