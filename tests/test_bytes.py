@@ -7,8 +7,10 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_sparsecomm.layout import Layout
 from lightning_sparsecomm.method import Method
-from lightning_sparsecomm.methods import dgc, sbc1, sbc2, sbc3
+from lightning_sparsecomm.methods import dgc, sbc1, sbc2, sbc3, sparse_loco
+from lightning_sparsecomm.rounds import Round
 from lightning_sparsecomm.synchronizer import Synchronizer
 from lightning_sparsecomm.wire import Wire
 from tests.distributed.launch import run_ranks
@@ -137,3 +139,13 @@ def test_sparse_binary_compressions_bytes(
         # No more than the entropy of the positions would allow: 32 bits by 11.408 for each of 0.1%, by 8.079 of 1%.
         most = {sbc1: 32_000 / 11.408, sbc2: 10 * 3_200 / 8.079, sbc3: 100 * 3_200 / 8.079}[type(method)]
         assert ddp / sent < 1.01 * most
+
+
+def test_sparse_locos_bytes() -> None:
+    """7.5 bits for each position, 2.5 for its value; every 30 steps, 0.00065 bytes a parameter and step."""
+    size = 2**21
+    layout = Layout([("weight", (size,))])
+    gather = sparse_loco().syncs[0].channel.exchange  # type: ignore[attr-defined]
+    payload = gather.compressor.encode(torch.randn(size, generator=torch.Generator().manual_seed(0)), Round(layout))
+    assert 8 * payload.numel() / (size / 64) == pytest.approx(7.5 + 2.5, rel=0.01)
+    assert payload.numel() / size / 30 == pytest.approx(0.00065, rel=0.01)
