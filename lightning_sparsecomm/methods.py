@@ -88,6 +88,7 @@ class gradient_dropping(Method):
     Raises:
         ValueError: A density outside (0, 1], an unknown scope, dtype or local mode, `average_every` below 1, or more
             to average where nothing is.
+        TypeError: A switch is neither True nor False.
     """
 
     def __init__(
@@ -104,6 +105,12 @@ class gradient_dropping(Method):
         warmup_steps: int = 0,
         momentum_masking: bool = False,
     ) -> None:
+        _check_switches(
+            error_feedback=error_feedback,
+            average_buffers=average_buffers,
+            average_optimizer_state=average_optimizer_state,
+            momentum_masking=momentum_masking,
+        )
         if local not in (*LOCAL_MODES, "error"):
             raise ValueError(
                 f"local must be one of {', '.join(LOCAL_MODES)}, error; got {local!r}."
@@ -163,6 +170,7 @@ class dgc(Method):
 
     Raises:
         ValueError: A density outside (0, 1], a clip that is not positive, or an unknown scope or dtype.
+        TypeError: A switch is neither True nor False.
     """
 
     def __init__(
@@ -177,6 +185,7 @@ class dgc(Method):
         values: ValueName = "float32",
         exclude: Sequence[str] = (),
     ) -> None:
+        _check_switches(momentum_correction=momentum_correction, momentum_masking=momentum_masking)
         sparse = _gather(warmed(density, warmup_steps, warmup_epochs, "exponential"), scope, values)
         super().__init__(_corrected(sparse, clip, momentum_correction, momentum_masking, exclude))
 
@@ -203,6 +212,7 @@ class sbc(Method):
 
     Raises:
         ValueError: A density outside (0, 1], or `every` below 1.
+        TypeError: A switch is neither True nor False.
     """
 
     def __init__(
@@ -214,6 +224,7 @@ class sbc(Method):
         buffers: Buffers = "average",
         exclude: Sequence[str] = (),
     ) -> None:
+        _check_switches(error_feedback=error_feedback, momentum_masking=momentum_masking)
         codec = SparseCodec(OneSidedTopK(density), SharedMean(), Golomb())
         channel = Channel(Gather(codec), [ErrorFeedback()] if error_feedback else [])
         sparse = DeltaSync(channel, every, mask_momentum=momentum_masking, buffers=buffers, exclude=exclude)
@@ -370,6 +381,7 @@ class sketched_sgd(Method):
     Raises:
         ValueError: A density outside (0, 1]; k, rows, columns or candidates below 1; k greater than what there is; a
             clip that is not positive; an unknown dtype.
+        TypeError: A switch is neither True nor False.
     """
 
     def __init__(
@@ -386,6 +398,9 @@ class sketched_sgd(Method):
         momentum_masking: bool = True,
         exclude: Sequence[str] = (),
     ) -> None:
+        _check_switches(
+            always_sketch=always_sketch, momentum_correction=momentum_correction, momentum_masking=momentum_masking
+        )
         sketched = SketchedTopK(density, k, rows, columns, candidates, sketch_dtype, always_sketch)
         super().__init__(_corrected(sketched, clip, momentum_correction, momentum_masking, exclude))
 
@@ -418,6 +433,7 @@ class s2_reducer(Method):
 
     Raises:
         ValueError: A density outside (0, 1], `block_size` or `rows` below 1, or a ratio that is not positive.
+        TypeError: A switch is neither True nor False.
     """
 
     def __init__(
@@ -432,6 +448,8 @@ class s2_reducer(Method):
         error_feedback: bool = True,
         exclude: Sequence[str] = (),
     ) -> None:
+        _check_switches(always_sketch=always_sketch, error_feedback=error_feedback)
+
         def reduce(density: Density) -> BlockReduce:
             return BlockReduce(
                 TopBlocks(density, block_size, sparse_below), sketch_ratio, rows, sized_by, always_sketch
@@ -506,6 +524,13 @@ def _corrected(
         ),
         GradientSync(Channel(DenseAllReduce(), after), rest=True),
     ]
+
+
+def _check_switches(**switches: bool) -> None:
+    """Refuses what is neither True nor False: "no" would count as True."""
+    for name, switch in switches.items():
+        if not isinstance(switch, bool):
+            raise TypeError(f"{name} must be True or False; got {switch!r}. Leave it out for the paper's method.")
 
 
 def _check_rate(outer_lr: float, papers: float) -> None:

@@ -108,6 +108,7 @@ class Synchronizer:
         self._streams: list[Stream] = []
         self.replicas = Replicas(self._streams, self._modules, wire)
         self._leading: Stream | None = None
+        self._told_of_every = False
         self._depth = 0
         # A global hook, so that no optimizer slips past: not one made later, nor one stepped behind Lightning's back.
         # It holds us weakly: nobody closes a Fabric run.
@@ -370,6 +371,9 @@ class Synchronizer:
         """
         self.replicas.view_own()
         for stream in self._streams:
+            if 0 < stream.steps < _longest_every(stream):
+                # Known only now where several optimizers share the run's steps, or nobody knew how many there are.
+                self.warn_of_long_every(stream.steps)
             self._exchange_weights(stream, max(stream.steps - 1, 0), last=True)
         # Forward passes since the last exchange have changed buffers.
         if any(stream.steps for stream in self._streams) and any(sync.averages_buffers for sync in self.syncs):
@@ -460,10 +464,19 @@ class Synchronizer:
         if any(sync.averages_buffers for sync in self.syncs):
             self.replicas.keep_untrained()
 
-    def longest_every(self) -> int:
-        """The most optimizer steps that any sync in use makes between two exchanges, as far as the first says."""
-        syncs = parts_in([stream.method for stream in self._streams], DeltaSync)
-        return max((every_at(sync.every, 0, 0.0) for sync in syncs), default=1)
+    def warn_of_long_every(self, steps: float) -> None:
+        """Says so, once and on the first rank, where a run of so many steps of an optimizer ends before it has
+        exchanged anything, as far as the first `every` of a schedule tells."""
+        longest = max((_longest_every(stream) for stream in self._streams), default=1)
+        if longest <= steps or self._told_of_every or self.wire.rank:
+            return
+        self._told_of_every = True
+        warnings.warn(
+            f"every={longest:,} is more than the run's {steps:,.0f} optimizer steps: ranks train each by itself, and"
+            " their changes are exchanged once, at its end: till then the model that it began with is measured and"
+            " saved. Shorten `every`.",
+            stacklevel=3,
+        )
 
     def take_over_clipping(self, max_norm: float, by_value: bool) -> None:
         """Lets methods that clip each rank's own gradient know the Trainer's threshold.
@@ -736,6 +749,11 @@ class Synchronizer:
         for stream in self._streams:
             if stream.takeover is not None:
                 stream.takeover.close()
+
+
+def _longest_every(stream: Stream) -> int:
+    """The most steps between two exchanges of its syncs, at a schedule's beginning."""
+    return max((every_at(sync.every, 0, 0.0) for sync in parts_in(stream.method, DeltaSync)), default=1)
 
 
 def _load_optimizer(optimizer: Optimizer, own: dict[int, dict[str, object] | None]) -> None:

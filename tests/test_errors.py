@@ -2,6 +2,7 @@
 value, the rule and the remedy."""
 
 import importlib
+import inspect
 import os
 import re
 from collections.abc import Callable
@@ -33,7 +34,7 @@ from lightning_sparsecomm import (
     wire,
 )
 from lightning_sparsecomm.exchange import DenseAllReduce
-from lightning_sparsecomm.methods import dense, dgc, gradient_dropping
+from lightning_sparsecomm.methods import RECIPES, dense, dgc, gradient_dropping
 from lightning_sparsecomm.schedules import DensityWarmup
 from lightning_sparsecomm.strategies.lightning_fabric import SparseCommStrategy as FabricStrategy
 from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
@@ -130,6 +131,21 @@ def test_parts() -> None:
         Method([])
     with construction("a BucketSync must be the only sync of a method, since DDP's buckets hold all parameters; got 2"):
         Method([BucketSync(), GradientSync(Channel(DenseAllReduce()), parameters=["head.*"])])
+
+
+SWITCHES = [
+    (recipe, name)
+    for recipe in RECIPES.values()
+    for name, parameter in inspect.signature(recipe).parameters.items()
+    if parameter.annotation is bool
+]
+
+
+@pytest.mark.parametrize(("recipe", "name"), SWITCHES)
+def test_switches(recipe: Callable[..., Method], name: str) -> None:
+    for given in ("no", 1, None):
+        with construction(f"{name} must be True or False; got {given!r}. Leave it out for", TypeError):
+            recipe(**{name: given})
 
 
 EVERY_STRATEGY = ["pytorch_lightning", "lightning.pytorch", "lightning_fabric", "lightning.fabric"]

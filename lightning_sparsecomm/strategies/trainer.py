@@ -138,14 +138,7 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
         steps = trainer.max_steps if trainer.max_steps >= 0 else math.inf
         epochs = trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs >= 0 else math.inf
         steps, epochs = min(steps, epochs * each), min(epochs, steps / each if each < math.inf else math.inf)
-        every = self.synchronizer.longest_every()
-        if every > steps:
-            warnings.warn(
-                f"every={every:,} is more than the run's {steps:,.0f} optimizer steps: ranks train each by itself, and"
-                " their changes are exchanged once, at its end: till then the model that it began with is measured and"
-                " saved. Shorten `every`.",
-                stacklevel=2,
-            )
+        self.synchronizer.warn_of_long_every(steps)
         for words in self.synchronizer.outlasted(steps, epochs):
             warnings.warn(
                 f"the warm-up does not end before the training: {words}. The density that was asked for is never"
