@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import http.client
+import math
 import os
 import urllib.request
 import zlib
@@ -105,34 +106,83 @@ def read_mnist(directory: Path, checksums: Mapping[str, str] | None = None) -> R
 
     Args:
         directory: Their folder, or the one above it.
-        checksums: SHA-256 of the unpacked files by name; None takes any that can be unpacked.
+        checksums: SHA-256 of the unpacked files by name; None takes any in this format.
+
+    Raises:
+        FileNotFoundError: A file is not there.
+        ValueError: A file is damaged, in another format, or not what its checksum says.
+    """
+    arrays = [
+        read_idx(path, content, (28, 28) if "images" in path.name else ())
+        for path, content in contents(directory, checksums).items()
+    ]
+    train_images, train_labels, test_images, test_labels = arrays
+    for part, images, labels in (("train", train_images, train_labels), ("t10k", test_images, test_labels)):
+        if len(images) != len(labels) or labels.max() > 9:
+            raise ValueError(
+                f"{directory} must have one label of 0 to 9 for each image; its files {part}-* have {len(images):,}"
+                f" images and {len(labels):,} labels of 0 to {labels.max()}. Name another folder."
+            )
+    return Read(
+        train_images.unsqueeze(1) / 255, train_labels.long(), test_images.unsqueeze(1) / 255, test_labels.long()
+    )
+
+
+def contents(directory: Path, checksums: Mapping[str, str] | None = None) -> dict[Path, bytes]:
+    """The same four files, unpacked: images and labels to train on, then those of the test.
 
     Raises:
         FileNotFoundError: A file is not there.
         ValueError: A file is damaged, or not what its checksum says.
     """
-    arrays = []
+    files = {}
     for name in FASHION_MNIST:
         path = find(directory, name)
         if path is None:
             raise FileNotFoundError(f"{name} is neither in {directory} nor in {directory / 'fashion-mnist'}.")
-        content = unpacked(path.read_bytes())
+        content = content_of(path)
         if content is None or (checksums is not None and hashlib.sha256(content).hexdigest() != checksums[name]):
             raise ValueError(f"{path} is damaged or is not the published file. Delete it; it is downloaded again.")
-        # An IDX file is a header of 16 bytes before images, of 8 before labels, and then one byte per number.
-        arrays.append(np.frombuffer(content, np.uint8, offset=16 if "images" in name else 8))
-    train_images, train_labels, test_images, test_labels = (torch.from_numpy(array.copy()) for array in arrays)
-    return Read(
-        train_images.view(-1, 1, 28, 28) / 255,
-        train_labels.long(),
-        test_images.view(-1, 1, 28, 28) / 255,
-        test_labels.long(),
-    )
+        files[path] = content
+    return files
+
+
+def read_idx(path: Path, content: bytes, shape: tuple[int, ...]) -> Tensor:
+    """The bytes of an IDX file, MNIST's format: `[n, *shape]` uint8.
+
+    Raises:
+        ValueError: It is in another format, or of another shape.
+    """
+    # Big-endian numbers of 4 bytes: 0x800, for bytes, plus how many dimensions there are; then their sizes.
+    dimensions = 1 + len(shape)
+    begin = 4 + 4 * dimensions
+    kind, count, *sizes = np.frombuffer(content[:begin].ljust(begin, b"\0"), ">u4").tolist()
+    if (
+        kind != 0x800 + dimensions
+        or (*sizes,) != shape
+        or not count
+        or len(content) != begin + count * math.prod(shape)
+    ):
+        each = "images of 28x28 pixels" if shape else "labels"
+        raise ValueError(
+            f"{path} must hold {each} in MNIST's format; got {len(content):,} bytes that begin with"
+            f" {content[:begin].hex()}. Name another folder."
+        )
+    return torch.from_numpy(np.frombuffer(content, np.uint8, offset=begin).copy()).view(count, *shape)
 
 
 def find(directory: Path, name: str) -> Path | None:
-    """The file of Fashion-MNIST in `directory` or in its folder `fashion-mnist`; None where it is in neither."""
-    return next((path for path in (directory / name, directory / "fashion-mnist" / name) if path.is_file()), None)
+    """The file of Fashion-MNIST in `directory` or in its folder `fashion-mnist`, packed or not; None where it is in
+    neither."""
+    folders = (directory, directory / "fashion-mnist")
+    paths = (folder / each for folder in folders for each in (name, name.removesuffix(".gz")))
+    return next((path for path in paths if path.is_file()), None)
+
+
+def content_of(path: Path) -> bytes | None:
+    """A file's content, unpacked; None where it is cut off or altered."""
+    content = path.read_bytes()
+    return unpacked(content) if path.suffix == ".gz" else content
 
 
 def download_missing(directory: Path) -> None:
@@ -146,7 +196,7 @@ def download_missing(directory: Path) -> None:
     found = {name: find(directory, name) for name in FASHION_MNIST}
     missing = [name for name, path in found.items() if path is None]
     for name, path in found.items() if missing else ():
-        if path is not None and not is_published(name, unpacked(path.read_bytes())):
+        if path is not None and not is_published(name, content_of(path)):
             raise ValueError(
                 f"{path} is not Fashion-MNIST's, and what is missing beside it, {', '.join(missing)}, would be"
                 " downloaded from there. Add it by hand, or name another folder."

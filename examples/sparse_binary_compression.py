@@ -43,9 +43,10 @@ from clients import (
     read_images,
     read_text,
 )
+from images import contents
 from matplotlib.figure import Figure
 from pytorch_lightning.strategies import DDPStrategy
-from stored import load, save
+from stored import checksum, load, save
 from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.utils.data import DataLoader
 
@@ -121,11 +122,13 @@ class Prepared(NamedTuple):
 
     Attributes:
         data: The data's name.
+        checksum: Of the data.
         network: Makes a network.
         clients_data: Gives a run of some seed its data.
     """
 
     data: str
+    checksum: str
     network: Callable[[], Network]
     clients_data: Callable[[int], ClientData]
 
@@ -133,14 +136,17 @@ class Prepared(NamedTuple):
 def prepare_lenet5(options: Options) -> Prepared:
     """Images are read."""
     name, read = read_images(options.data_dir)
-    return Prepared(name, LeNet5, lambda seed: ClientImages(read, seed))
+    return Prepared(name, checksum(*contents(options.data_dir).values()), LeNet5, lambda seed: ClientImages(read, seed))
 
 
 def prepare_charlstm(options: Options) -> Prepared:
     """The text is read."""
     text = read_text(options.text)
     return Prepared(
-        options.text.name, lambda: CharLSTM(text.symbols, options.iterations), lambda seed: ClientText(text, seed)
+        options.text.name,
+        checksum(options.text.read_bytes()),
+        lambda: CharLSTM(text.symbols, options.iterations),
+        lambda seed: ClientText(text, seed),
     )
 
 
@@ -337,6 +343,7 @@ def settings(prepared: Prepared, options: Options) -> dict[str, str | int]:
     return {
         "task": options.task,
         "data": prepared.data,
+        "data_sha256": prepared.checksum,
         "clients": options.clients,
         "iterations": options.iterations,
         "lightning_sparsecomm": lightning_sparsecomm.__version__,
@@ -450,7 +457,7 @@ def parse() -> Options:
     lengths = f"{TASKS['lenet5'].iterations:,} of lenet5, {TASKS['charlstm'].iterations:,} of charlstm"
     add("--iterations", type=at_least(1), metavar="N", help=f"of each client (default: the paper's, {lengths})")
     add("--seeds", type=at_least(1), default=1, metavar="N", help="runs of each row, with seeds 0 to N-1 (default: 1)")
-    images = "of the four files of Fashion-MNIST, or of MNIST; downloaded if missing (default: data)"
+    images = "of the four files of Fashion-MNIST or MNIST, packed or not; downloaded if missing (default: data)"
     add("--data-dir", type=Path, default=Path("data"), metavar="DIR", help=images)
     text = "in UTF-8, the last 5%% is held out (default: an excerpt of Shakespeare)"
     add("--text", type=Path, default=EXCERPT, metavar="FILE", help=text)
@@ -488,7 +495,8 @@ def main() -> None:
     try:
         options.output.mkdir(parents=True, exist_ok=True)
         prepared = task.prepare(options)
-        runs = [read(run) for run in load(numbers, settings(prepared, options), options.resume)]
+        stored_with = settings(prepared, options)
+        runs = [read(run) for run in load(numbers, stored_with, options.resume)]
     except (OSError, ValueError) as error:
         sys.exit(str(error))
     wanted = [(row, seed) for seed in range(options.seeds) for row in options.rows]
@@ -497,7 +505,7 @@ def main() -> None:
             continue
         run = train(row, seed, prepared, options)
         runs.append(run)
-        save([written(run) for run in runs], numbers, settings(prepared, options))
+        save([written(run) for run in runs], numbers, stored_with)
         quality = "diverged" if run.quality is None else f"{task.quality} {task.scale * run.quality:.{task.decimals}f}"
         print(f"seed {seed}, {ROWS[row].title}: {quality}, {run.seconds:,.1f} s", file=sys.stderr, flush=True)
     shown = [run for run in runs if (run.row, run.seed) in wanted]

@@ -1,5 +1,6 @@
 """Runs in a JSON file, written as each ends, so that a command that was cut off goes on after its last one."""
 
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -38,3 +39,8 @@ def save(runs: list[dict[str, Any]], path: Path, settings: dict[str, Any]) -> No
     partial = path.with_name(f"{path.name}.{os.getpid()}.part")
     partial.write_text(json.dumps({"settings": settings, "runs": runs}, indent=1) + "\n")
     partial.replace(path)
+
+
+def checksum(*contents: bytes) -> str:
+    """SHA-256 of what runs are trained on, for their settings."""
+    return hashlib.sha256(b"".join(contents)).hexdigest()

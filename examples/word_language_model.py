@@ -38,7 +38,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 from pytorch_lightning.strategies import DDPStrategy
 from sparse_binary_compression import EXCERPT, POINTS, at_least, quieten, times
-from stored import load, save
+from stored import checksum, load, save
 from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.utils.data import DataLoader
 from words import DIMENSIONS, TABLE, WORDS, OptimizerName, WordLSTM, Words, read_words
@@ -338,6 +338,7 @@ def settings(options: Options) -> dict[str, str | int]:
     """All that the result of a run depends on, besides row and seed. Runs go together where it is equal."""
     return {
         "text": options.text.name,
+        "text_sha256": checksum(options.text.read_bytes()),
         "clients": options.clients,
         "iterations": options.iterations,
         "batch_size": options.batch_size,
@@ -464,7 +465,8 @@ def main() -> None:
     try:
         options.output.mkdir(parents=True, exist_ok=True)
         words = read_words(options.text)
-        runs = [read(run) for run in load(numbers, settings(options), options.resume)]
+        stored_with = settings(options)
+        runs = [read(run) for run in load(numbers, stored_with, options.resume)]
     except (OSError, ValueError) as error:
         sys.exit(str(error))
     wanted = [(row, seed) for seed in range(options.seeds) for row in options.rows]
@@ -473,7 +475,7 @@ def main() -> None:
             continue
         run = train(row, seed, words, options)
         runs.append(run)
-        save([written(run) for run in runs], numbers, settings(options))
+        save([written(run) for run in runs], numbers, stored_with)
         quality = "diverged" if run.quality is None else f"perplexity {run.quality:.2f}"
         print(f"seed {seed}, {ROWS[row].title}: {quality}, {run.seconds:,.1f} s", file=sys.stderr, flush=True)
     shown = [run for run in runs if (run.row, run.seed) in wanted]

@@ -63,9 +63,12 @@ def test_sparse_binary_compression_on_images(tmp_path: Path) -> None:
         images = np.random.default_rng(0).integers(0, 100, (count, 28, 28), dtype=np.uint8)
         for image, label in zip(images, labels):
             image[2 + 2 * label : 4 + 2 * label] = 255
-        for name, header, content in (("images-idx3", 16, images), ("labels-idx1", 8, labels)):
-            path = tmp_path / f"{part}-{name}-ubyte.gz"
-            path.write_bytes(gzip.compress(bytes(header) + content.tobytes()))
+        for name, content in (("images-idx3", images), ("labels-idx1", labels)):
+            packed = tmp_path / f"{part}-{name}-ubyte.gz"
+            packed.write_bytes(gzip.compress(idx(content)))
+    # As torchvision leaves them, one is unpacked.
+    packed.with_suffix("").write_bytes(idx(labels))
+    packed.unlink()
     arguments = ["--task=lenet5", f"--data-dir={tmp_path}", "--clients=2", "--iterations=12", "--output=out"]
     output = run_example("sparse_binary_compression.py", *arguments, "--rows", "base", "fedavg", folder=tmp_path)
 
@@ -190,6 +193,11 @@ def test_config_trains(config: str, tmp_path: Path) -> None:
     assert "sparsecomm/compression_ratio" in header
 
 
+def idx(numbers: np.ndarray) -> bytes:
+    """In MNIST's format."""
+    return np.array([0x800 + numbers.ndim, *numbers.shape], ">u4").tobytes() + numbers.tobytes()
+
+
 def test_files_that_cannot_be_used_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES))
     clients, images, stored = (importlib.import_module(name) for name in ("clients", "images", "stored"))
@@ -206,3 +214,40 @@ def test_files_that_cannot_be_used_are_named(tmp_path: Path, monkeypatch: pytest
         ValueError, match=r"labels-idx1-ubyte\.gz is not Fashion-MNIST's, and what is missing beside it, train"
     ):
         clients.read_images(tmp_path)
+    for images_of, labels_of, text in (
+        (idx(np.zeros((20, 32, 32), np.uint8)), 20, r"images-idx3-ubyte must hold images of 28x28 pixels in MNIST's f"),
+        (b"\x00", 20, r"images-idx3-ubyte must hold images of 28x28 pixels in MNIST's format; got 1 bytes that begin"),
+        (
+            idx(np.zeros((20, 28, 28), np.uint8))[:-1],
+            20,
+            r"must hold images of 28x28 pixels in MNIST's format; got",
+        ),
+        (idx(np.zeros((20, 28, 28), np.uint8)), 19, r"train-\* have 20 images and 19 labels of 0 to 0\. Name another"),
+    ):
+        for part in ("train", "t10k"):
+            (tmp_path / f"{part}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(idx(np.zeros(labels_of, np.uint8))))
+            (tmp_path / f"{part}-images-idx3-ubyte").write_bytes(images_of)
+        with pytest.raises(ValueError, match=text):
+            clients.read_images(tmp_path)
+
+
+def test_runs_of_other_data_or_options_are_not_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    stored, words, binary = (
+        importlib.import_module(name) for name in ("stored", "word_language_model", "sparse_binary_compression")
+    )
+    text, numbers = tmp_path / "text.txt", tmp_path / "runs.json"
+    given = {"task": "charlstm", "text": text}
+    of_words, of_binary = (
+        kind(**{name: given.get(name, 1) for name in kind._fields}) for kind in (words.Options, binary.Options)
+    )
+    for described in (
+        lambda: words.settings(of_words),
+        lambda: binary.settings(binary.prepare_charlstm(of_binary), of_binary),
+    ):
+        text.write_text("a text " * 10_000)
+        stored.save([{"run": 1}], numbers, described())
+        assert stored.load(numbers, described(), resume=True) == [{"run": 1}]
+        text.write_text("A text " * 10_000)
+        with pytest.raises(ValueError, match=r"holds runs with other settings: \w+_sha256\. Name another --output"):
+            stored.load(numbers, described(), resume=True)
