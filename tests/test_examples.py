@@ -85,6 +85,12 @@ def test_sparse_binary_compression_on_images(tmp_path: Path) -> None:
     assert [line.split("    ")[0] for line in output.splitlines() if "1.0 x" in line] == ["base (ddp)"]
     assert (tmp_path / "out" / "sparse_binary_compression_lenet5.png").read_bytes().startswith(b"\x89PNG")
 
+    arguments[0] = "--task=lenet5_sgd"
+    run_example("sparse_binary_compression.py", *arguments, "--rows", "base", folder=tmp_path)
+    (by_sgd,) = json.loads((tmp_path / "out" / "sparse_binary_compression_lenet5_sgd.json").read_text())["runs"]
+    ours, theirs = ([point["quality"] for point in run["points"]] for run in (by_sgd, base))
+    assert ours != theirs and ours[-1] > 0.5
+
 
 @pytest.mark.slow
 def test_sparse_binary_compression_on_text_goes_on_where_it_was_left(tmp_path: Path) -> None:
