@@ -31,6 +31,11 @@ def check_wire_dtype(wire_dtype: str) -> None:
         )
 
 
+def addend_limit(dtype: torch.dtype, addends: int) -> float:
+    """What each of so many addends may reach for their sum, rounded at each addition, to be finite in this dtype."""
+    return 0.99 * torch.finfo(dtype).max / addends
+
+
 class DenseAllReduce(Exchange):
     """The mean of whole vectors, by one all-reduce. Exact but for the wire's rounding; unbiased.
 
@@ -38,7 +43,8 @@ class DenseAllReduce(Exchange):
     ranks have a gradient for it, which DDP finds out with a collective of its own).
 
     Args:
-        wire_dtype: Dtype on the wire; "same" is the dtype that the vector has.
+        wire_dtype: Dtype on the wire; "same" is the dtype that the vector has. In float16 no rank sends elements beyond
+            ±64,848: the largest stand for all that are larger, so that no sum overflows.
 
     Raises:
         ValueError: Unknown `wire_dtype`.
@@ -66,6 +72,9 @@ class DenseAllReduce(Exchange):
         buffer = x.new_empty(n + len(present), dtype=WIRE_DTYPES[self.wire_dtype])
         # Divided before the sum, so that float16 does not overflow where the mean would not.
         torch.div(x, wire.world_size, out=buffer[:n])
+        if buffer.dtype == torch.float16:
+            limit = addend_limit(buffer.dtype, wire.world_size)
+            buffer[:n].clamp_(-limit, limit)
         buffer[n:] = torch.tensor(present, dtype=buffer.dtype)
         if nonfinite_segment is not None:
             # Spreads to all ranks by the sum.

@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_sparsecomm.codecs.selectors import k_of
 from lightning_sparsecomm.codecs.sketch import CountSketch
 from lightning_sparsecomm.exchange.base import Exchange, Exchanged, NonFiniteGradientError, Outgoing
-from lightning_sparsecomm.exchange.dense import WIRE_DTYPES, DenseAllReduce
+from lightning_sparsecomm.exchange.dense import WIRE_DTYPES, DenseAllReduce, addend_limit
 from lightning_sparsecomm.kernels import kernels_for
 from lightning_sparsecomm.layout import Layout, SparseVector
 from lightning_sparsecomm.rounds import Round
@@ -142,7 +142,7 @@ class SketchedTopK(Exchange):
         size = table.numel()
         buffer = table.new_empty(size + len(present), dtype=WIRE_DTYPES[self.wire_dtype])
         # As much as all ranks together may reach: what counts of a bucket beyond is that it is large.
-        limit = 0.99 * torch.finfo(buffer.dtype).max / wire.world_size
+        limit = addend_limit(buffer.dtype, wire.world_size)
         buffer[:size] = table.view(-1).clamp_(-limit, limit)
         buffer[size:] = torch.tensor(present, dtype=buffer.dtype)
         if nonfinite_segment is not None:

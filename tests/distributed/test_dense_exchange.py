@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 from lightning_sparsecomm.channel import Channel
 from lightning_sparsecomm.exchange import DenseAllReduce, NonFiniteGradientError
 from lightning_sparsecomm.layout import Layout
+from lightning_sparsecomm.memory import ErrorFeedback
 from lightning_sparsecomm.methods import gradient_dropping
 from lightning_sparsecomm.rounds import Round
 from lightning_sparsecomm.wire import Wire
@@ -33,6 +34,23 @@ def _one_nan(rank: int, wire_dtype: Any) -> str:
 def test_a_gradient_that_is_not_finite_raises_on_all_ranks(tmp_path: Path, wire_dtype: str) -> None:
     for message in run_ranks(tmp_path, 2, _one_nan, wire_dtype):
         assert message.startswith("rank 1 has a gradient that is not finite, for parameter 'broken' in step 7.")
+
+
+def _beyond_float16(rank: int) -> tuple[list[float], list[float]]:
+    layout = Layout([("weight", (4,))])
+    feedback = ErrorFeedback()
+    channel = Channel(DenseAllReduce("float16"), [feedback])
+    channel.bind(layout, torch.float32, torch.device("cpu"))
+    shared = channel.reduce([torch.tensor([1e5, -3e38, 60_000.0, 3.0])], Round(layout, step=0), Wire()).shared
+    assert isinstance(shared, Tensor)
+    return shared.tolist(), feedback.state_dict()["weight"].tolist()
+
+
+def test_what_float16_cannot_hold_is_sent_as_far_as_it_can(tmp_path: Path) -> None:
+    # Of three ranks: neither the sum of the largest, nor its rounding, may be infinite.
+    for shared, residual in run_ranks(tmp_path, 3, _beyond_float16):
+        assert shared == pytest.approx([64_848, -64_848, 60_000, 3], rel=2e-3)
+        assert residual == pytest.approx([1e5 - 64_848, -3e38, 0, 0], rel=2e-3, abs=30)
 
 
 class StepsWhileFrozen(Adversarial):
