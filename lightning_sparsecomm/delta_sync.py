@@ -199,6 +199,11 @@ class DeltaSync(Sync):
                 )
             local.steps = 0
 
+    def waiting(self, stream: int) -> int:
+        """Optimizer steps since the last exchange, or since the first step."""
+        local = self._locals.get(stream)
+        return 0 if local is None else local.steps
+
     def forget(self) -> None:
         self._locals.clear()
 

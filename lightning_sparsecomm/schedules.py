@@ -331,3 +331,10 @@ def every_at(every: Every, step: int, epoch: float) -> int:
     if not isinstance(every, Schedule):
         return every
     return max(1, round(_at("every", _RULE, every, step, epoch)))
+
+
+def least_every(every: Every) -> int:
+    """The least that `every_at` may give at any time, as far as is known; else 1."""
+    if not isinstance(every, Schedule):
+        return every
+    return max(1, round(min(every.bounds, default=1)))

@@ -44,7 +44,7 @@ from lightning_sparsecomm.method import Method, parts_in
 from lightning_sparsecomm.replicas import Replicas, ignored_by_ddp
 from lightning_sparsecomm.rounds import Round
 from lightning_sparsecomm.scaling import LossScaling
-from lightning_sparsecomm.schedules import Schedule, Warmup, every_at
+from lightning_sparsecomm.schedules import Schedule, Warmup, every_at, least_every
 from lightning_sparsecomm.streams import Stream, same
 from lightning_sparsecomm.sync import BucketSync, Sync, matches
 from lightning_sparsecomm.wire import COMPARISON, SETUP, Wire
@@ -371,9 +371,6 @@ class Synchronizer:
         """
         self.replicas.view_own()
         for stream in self._streams:
-            if 0 < stream.steps < _longest_every(stream):
-                # Known only now where several optimizers share the run's steps, or nobody knew how many there are.
-                self.warn_of_long_every(stream.steps)
             self._exchange_weights(stream, max(stream.steps - 1, 0), last=True)
         # Forward passes since the last exchange have changed buffers.
         if any(stream.steps for stream in self._streams) and any(sync.averages_buffers for sync in self.syncs):
@@ -465,18 +462,23 @@ class Synchronizer:
             self.replicas.keep_untrained()
 
     def warn_of_long_every(self, steps: float) -> None:
-        """Says so, once and on the first rank, where a run of so many steps of an optimizer ends before it has
-        exchanged anything, as far as the first `every` of a schedule tells."""
-        longest = max((_longest_every(stream) for stream in self._streams), default=1)
-        if longest <= steps or self._told_of_every or self.wire.rank:
-            return
-        self._told_of_every = True
-        warnings.warn(
-            f"every={longest:,} is more than the run's {steps:,.0f} optimizer steps: ranks train each by itself, and"
-            " their changes are exchanged once, at its end: till then the model that it began with is measured and"
-            " saved. Shorten `every`.",
-            stacklevel=3,
-        )
+        """Says so where it is certain that no exchange of weights comes before the end of a run of so many steps."""
+        for stream in self._streams:
+            for sync, _ in stream.method.parts(self._held(stream.optimizer)) if stream.method is not None else ():
+                if isinstance(sync, DeltaSync) and (every := least_every(sync.every)) > steps:
+                    self._told_of_every = True
+                    _warn_of_every(every, f"the run's {steps:,.0f} optimizer steps")
+                    return
+
+    def warn_of_no_exchange(self) -> None:
+        """The same at the end of a run, of whose steps nobody knew how many each of several optimizers would make."""
+        for index, stream in enumerate(self._streams if not self._told_of_every else ()):
+            waiting = [sync for sync, _, _ in stream.pieces if isinstance(sync, DeltaSync) and sync.waiting(index)]
+            never = [sync for sync in waiting if sync.waiting(index) == stream.steps]
+            if never:
+                every = every_at(never[0].every, stream.steps - 1, self.epoch)
+                optimizer = f"optimizer {index} ({type(stream.optimizer).__name__})"
+                _warn_of_every(every, f"the {stream.steps:,} steps that {optimizer} made")
 
     def take_over_clipping(self, max_norm: float, by_value: bool) -> None:
         """Lets methods that clip each rank's own gradient know the Trainer's threshold.
@@ -751,9 +753,12 @@ class Synchronizer:
                 stream.takeover.close()
 
 
-def _longest_every(stream: Stream) -> int:
-    """The most steps between two exchanges of its syncs, at a schedule's beginning."""
-    return max((every_at(sync.every, 0, 0.0) for sync in parts_in(stream.method, DeltaSync)), default=1)
+def _warn_of_every(every: int, steps: str) -> None:
+    warnings.warn(
+        f"every={every:,} is more than {steps}: till the end of training, where what each rank has changed is exchanged"
+        " once, the weights that it began with are measured and saved. Shorten `every`.",
+        stacklevel=3,
+    )
 
 
 def _load_optimizer(optimizer: Optimizer, own: dict[int, dict[str, object] | None]) -> None:

@@ -23,4 +23,6 @@ class Settling(Callback):
         self._synchronizer = synchronizer
 
     def on_train_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
+        if trainer.is_global_zero:
+            self._synchronizer.warn_of_no_exchange()
         self._synchronizer.settle()

@@ -130,7 +130,7 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
         """Says so where the run ends before a warm-up, or before the first exchange."""
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        if not trainer.is_global_zero:
+        if not trainer.is_global_zero or self._is_trial():
             return
         # Not where an epoch's length in steps is unknown.
         batches = trainer.num_training_batches if self.lightning_module.automatic_optimization else math.inf
@@ -296,10 +296,13 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
         trainer = self.lightning_module.trainer
         return not trainer.sanity_checking and not trainer.interrupted
 
-    def on_train_end(self) -> None:
+    def _is_trial(self) -> bool:
+        """Whether someone, such as a learning rate finder, has put other callbacks in the place of them all."""
         assert self.lightning_module is not None
-        if self._settling[1] not in vars(self.lightning_module.trainer)["callbacks"]:
-            # Someone, such as a learning rate finder, has put other callbacks in the place of them all.
+        return self._settling[1] not in vars(self.lightning_module.trainer)["callbacks"]
+
+    def on_train_end(self) -> None:
+        if self._is_trial():
             self.synchronizer.settle()
         # Callbacks have had their say by now, and may have put averages of each rank's own weights in their place.
         self.synchronizer.reunite()

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from lightning_sparsecomm import Channel, CompressionMonitor, DeltaSync, ErrorFeedback, NonFiniteGradientError
 from lightning_sparsecomm.exchange import DenseAllReduce
 from lightning_sparsecomm.method import Method
-from lightning_sparsecomm.methods import dgc, diloco, federated_averaging, gradient_dropping, sbc, sparse_loco
+from lightning_sparsecomm.methods import dgc, diloco, federated_averaging, gradient_dropping, sbc, sparse_loco, split
 from lightning_sparsecomm.schedules import Exponential, Schedule, Stages, every_at, value_at
 from lightning_sparsecomm.synchronizer import Synchronizer
 from lightning_sparsecomm.wire import Wire
@@ -392,10 +392,27 @@ def test_a_process_alone_and_a_run_without_an_exchange_are_warned_of(tmp_path: P
     fit(tmp_path, scenario, 2, sbc(every=3), (Shown(),))
     printed = capfd.readouterr().err
     assert "one process" not in printed and "every=" not in printed
-    # Of six steps in all each optimizer makes three, which nobody knows before.
-    fit(tmp_path, Scenario(lambda: Adversarial(toggle=False), steps=6), 2, sbc(every=4), (Shown(),))
+    # As far as a schedule's least is known. What a learning rate finder tries is no run.
+    fit(tmp_path, scenario, 2, sbc(every=Stages([9, 4], steps=[0, 2])), (Shown(),))
+    assert capfd.readouterr().err.count("every=4 is more than the run's 3 optimizer steps") == 1
+    finder = pl.callbacks.LearningRateFinder(num_training_steps=3, update_attr=False)
+    model = Classifier()
+    model.learning_rate = 0.1
+    options = {"model": model, "limit_val_batches": 0, "num_sanity_val_steps": 0}
+    fit(tmp_path, Scenario(Classifier, steps=6), 2, sbc(every=Stages([9, 1], steps=[0, 5])), (Shown(),))
+    fit(tmp_path, Scenario(Classifier, steps=5), 2, sbc(every=5), (Shown(), finder), **options)
+    assert "every=" not in capfd.readouterr().err
+
+
+def test_optimizers_that_never_exchanged_are_named_when_training_ends(tmp_path: Path, capfd: Any) -> None:
+    """Of six steps in all each makes three, which nobody knows before."""
+    scenario = Scenario(lambda: Adversarial(toggle=False), steps=6)
+    fit(tmp_path, scenario, 2, split(["generator.*"], sbc(every=3), sbc(every=4)), (Shown(),))
     printed = capfd.readouterr().err
-    assert printed.count("every=4 is more than the run's 3 optimizer steps") == 1
+    assert printed.count("every=") == 1
+    assert "every=4 is more than the 3 steps that optimizer 1 (RecordingSGD) made: till the end of training" in printed
+    fit(tmp_path, scenario, 2, sbc(every=Stages([9, 1], steps=[0, 2])), (Shown(),))
+    assert "every=" not in capfd.readouterr().err
 
 
 class Shown(pl.Callback):
