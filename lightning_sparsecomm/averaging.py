@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_sparsecomm.checks import check_switches
 from lightning_sparsecomm.wire import PARAMETERS, Wire
 
 # Elements per all-reduce: enough to fill the link, few enough to be a small part of the memory of a large model.
@@ -30,6 +31,7 @@ class Averaging:
     optimizer_state: bool = False
 
     def __post_init__(self) -> None:
+        check_switches(buffers=self.buffers, optimizer_state=self.optimizer_state)
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
             raise ValueError(
                 f"every (average_every of a method) must be a whole number of optimizer steps, at least 1; got"

@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from torch.optim import LBFGS, Optimizer
 
 from lightning_sparsecomm.channel import Channel
+from lightning_sparsecomm.checks import check_switches
 from lightning_sparsecomm.exchange.base import Exchanged
 from lightning_sparsecomm.gradients import NamedParameters, add_
 from lightning_sparsecomm.held import Held, prefixed, take, within
@@ -103,6 +104,7 @@ class DeltaSync(Sync):
     ) -> None:
         super().__init__(parameters, exclude, min_dimensions, rest)
         check_every("every", every)
+        check_switches(mask_momentum=mask_momentum)
         if buffers not in get_args(Buffers):
             raise ValueError(
                 f"buffers must be one of {', '.join(get_args(Buffers))}; got {buffers!r}. Use 'average', which costs"

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
+from lightning_sparsecomm.checks import check_switches, is_number
 from lightning_sparsecomm.compensation import Contribution, Step
 from lightning_sparsecomm.exchange.base import Exchanged
 from lightning_sparsecomm.layout import Layout, SparseVector
 from lightning_sparsecomm.rounds import Round
-from lightning_sparsecomm.schedules import is_number
 
 
 class Memory(ABC):
@@ -295,6 +295,7 @@ class MomentumCorrection(_Velocity):
 
     def __init__(self, mask: bool = True) -> None:
         super().__init__()
+        check_switches(mask=mask)
         self.mask = mask
 
     def compensate(self, contribution: Contribution, round: Round) -> Contribution:

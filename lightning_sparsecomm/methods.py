@@ -14,6 +14,7 @@ import torch
 
 from lightning_sparsecomm.averaging import Averaging
 from lightning_sparsecomm.channel import Channel
+from lightning_sparsecomm.checks import check_switches, is_number
 from lightning_sparsecomm.codecs import (
     Auto,
     ChunkTopK,
@@ -36,7 +37,7 @@ from lightning_sparsecomm.exchange.sketched import SketchDtype
 from lightning_sparsecomm.local_mode import LOCAL_MODES, LocalName
 from lightning_sparsecomm.memory import ClipLocalNorm, ErrorFeedback, Memory, Momentum, MomentumCorrection
 from lightning_sparsecomm.method import Method
-from lightning_sparsecomm.schedules import Density, Every, is_number, warmed
+from lightning_sparsecomm.schedules import Density, Every, warmed
 from lightning_sparsecomm.sync import BucketSync, GradientSync, Sync
 
 Scope = Literal["model", "tensor"]
@@ -105,7 +106,7 @@ class gradient_dropping(Method):
         warmup_steps: int = 0,
         momentum_masking: bool = False,
     ) -> None:
-        _check_switches(
+        check_switches(
             error_feedback=error_feedback,
             average_buffers=average_buffers,
             average_optimizer_state=average_optimizer_state,
@@ -185,7 +186,7 @@ class dgc(Method):
         values: ValueName = "float32",
         exclude: Sequence[str] = (),
     ) -> None:
-        _check_switches(momentum_correction=momentum_correction, momentum_masking=momentum_masking)
+        check_switches(momentum_correction=momentum_correction, momentum_masking=momentum_masking)
         sparse = _gather(warmed(density, warmup_steps, warmup_epochs, "exponential"), scope, values)
         super().__init__(_corrected(sparse, clip, momentum_correction, momentum_masking, exclude))
 
@@ -224,7 +225,7 @@ class sbc(Method):
         buffers: Buffers = "average",
         exclude: Sequence[str] = (),
     ) -> None:
-        _check_switches(error_feedback=error_feedback, momentum_masking=momentum_masking)
+        check_switches(error_feedback=error_feedback, momentum_masking=momentum_masking)
         codec = SparseCodec(OneSidedTopK(density), SharedMean(), Golomb())
         channel = Channel(Gather(codec), [ErrorFeedback()] if error_feedback else [])
         sparse = DeltaSync(channel, every, mask_momentum=momentum_masking, buffers=buffers, exclude=exclude)
@@ -399,7 +400,7 @@ class sketched_sgd(Method):
         momentum_masking: bool = True,
         exclude: Sequence[str] = (),
     ) -> None:
-        _check_switches(
+        check_switches(
             always_sketch=always_sketch, momentum_correction=momentum_correction, momentum_masking=momentum_masking
         )
         sketched = SketchedTopK(density, k, rows, columns, candidates, sketch_dtype, always_sketch)
@@ -449,7 +450,7 @@ class s2_reducer(Method):
         error_feedback: bool = True,
         exclude: Sequence[str] = (),
     ) -> None:
-        _check_switches(always_sketch=always_sketch, error_feedback=error_feedback)
+        check_switches(always_sketch=always_sketch, error_feedback=error_feedback)
 
         def reduce(density: Density) -> BlockReduce:
             return BlockReduce(
@@ -525,13 +526,6 @@ def _corrected(
         ),
         GradientSync(Channel(DenseAllReduce(), after), rest=True),
     ]
-
-
-def _check_switches(**switches: bool) -> None:
-    """Refuses what is neither True nor False: "no" would count as True."""
-    for name, switch in switches.items():
-        if not isinstance(switch, bool):
-            raise TypeError(f"{name} must be True or False; got {switch!r}. Leave it out for the paper's method.")
 
 
 def _check_rate(outer_lr: float, papers: float) -> None:

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, cast
 
+from lightning_sparsecomm.checks import is_number
+
 # Of a warm-up that is counted in steps: the paper's warm-up has four epochs.
 STAGES = 4
 
@@ -27,7 +29,7 @@ class Schedule(ABC):
 
     @property
     def bounds(self) -> Sequence[float]:
-        """The least and the greatest number of all that it gives; none where they are not known."""
+        """Between which all numbers are that it gives; none where that is not known."""
         return ()
 
 
@@ -236,6 +238,11 @@ class DensityWarmup(Schedule):
     def at(self, step: int, epoch: float) -> float:
         return self.warmup.density(self.density, step, epoch)
 
+    @property
+    def bounds(self) -> Sequence[float]:
+        stages = (1.0,) if isinstance(self.shape, str) else self.shape
+        return min(self.density, *stages), max(self.density, *stages)
+
 
 def warmed(density: Density, steps: int, epochs: int | None, shape: Literal["exponential", "inverse_time"]) -> Density:
     """`density` after a warm-up of `steps`, or of `epochs` where given; none if that is 0.
@@ -253,11 +260,6 @@ def warmed(density: Density, steps: int, epochs: int | None, shape: Literal["exp
     if isinstance(density, Schedule) or length == 0:
         return density
     return DensityWarmup(density, 0 if epochs is not None else steps, epochs or 0, shape)
-
-
-def is_number(value: object) -> bool:
-    """Whether it is one that a parameter may be; True and False are none."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def check_density(name: str, density: Density) -> None:

@@ -16,6 +16,7 @@ from torch.nn import Parameter
 from torch.optim import LBFGS, Optimizer
 
 from lightning_sparsecomm.channel import Channel
+from lightning_sparsecomm.checks import check_switches
 from lightning_sparsecomm.exchange.dense import WIRE_DTYPES, DenseAllReduce, WireDtype, check_wire_dtype
 from lightning_sparsecomm.gradients import (
     NamedParameters,
@@ -73,6 +74,11 @@ class Sync(ABC):
                 raise TypeError(
                     f"{option} must be a list of patterns of parameter names; got {patterns!r}. Use [] for none."
                 )
+        check_switches(rest=rest)
+        if type(min_dimensions) is not int or min_dimensions < 0:
+            raise ValueError(
+                f"min_dimensions must be a whole number, 0 or more; got {min_dimensions!r}. Use 2 for weights only."
+            )
         self.parameters = tuple(parameters)
         self.exclude = tuple(exclude)
         self.min_dimensions = min_dimensions
@@ -280,6 +286,7 @@ class GradientSync(Sync):
         sparse: bool = False,
     ) -> None:
         super().__init__(parameters, exclude, min_dimensions, rest)
+        check_switches(mask_momentum=mask_momentum, sparse=sparse)
         if local not in LOCAL_MODES:
             raise ValueError(
                 f"local must be one of {', '.join(LOCAL_MODES)}; got {local!r}."

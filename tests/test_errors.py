@@ -1,6 +1,7 @@
 """What cannot work is refused before training, and in training what must not go on: each error names the parameter, the
 value, the rule and the remedy."""
 
+import functools
 import importlib
 import inspect
 import os
@@ -25,6 +26,7 @@ from lightning_sparsecomm import (
     BucketSync,
     Channel,
     CompressionMonitor,
+    DeltaSync,
     ErrorFeedback,
     GradientSync,
     Method,
@@ -33,7 +35,8 @@ from lightning_sparsecomm import (
     SparsityWarmup,
     wire,
 )
-from lightning_sparsecomm.exchange import DenseAllReduce
+from lightning_sparsecomm.exchange import BlockReduce, DenseAllReduce, SketchedTopK
+from lightning_sparsecomm.memory import MomentumCorrection
 from lightning_sparsecomm.methods import RECIPES, dense, dgc, gradient_dropping
 from lightning_sparsecomm.schedules import DensityWarmup
 from lightning_sparsecomm.strategies.lightning_fabric import SparseCommStrategy as FabricStrategy
@@ -127,25 +130,34 @@ def test_parts() -> None:
         Method([GradientSync(Channel(DenseAllReduce()), rest=True)] * 2)
     with construction("a BucketSync works inside DDP's hook for all optimizers: it allows of no `otherwise`."):
         Method(dgc().syncs, otherwise=dense())
+    for dimensions in ("2", -1, True):
+        with construction(f"min_dimensions must be a whole number, 0 or more; got {dimensions!r}. Use 2 for weights"):
+            GradientSync(Channel(DenseAllReduce()), min_dimensions=dimensions)
+    with construction("every must be a number of optimizer steps, at least 1; DensityWarmup("):
+        DeltaSync(Channel(DenseAllReduce()), every=DensityWarmup(0.01, steps=5))
     with construction("syncs must name at least one sync; got none. Use dense() to send everything."):
         Method([])
     with construction("a BucketSync must be the only sync of a method, since DDP's buckets hold all parameters; got 2"):
         Method([BucketSync(), GradientSync(Channel(DenseAllReduce()), parameters=["head.*"])])
 
 
-SWITCHES = [
-    (recipe, name)
-    for recipe in RECIPES.values()
-    for name, parameter in inspect.signature(recipe).parameters.items()
-    if parameter.annotation is bool
+SWITCHED: list[Callable[..., object]] = [
+    *RECIPES.values(),
+    functools.partial(GradientSync, Channel(DenseAllReduce())),
+    functools.partial(DeltaSync, Channel(DenseAllReduce())),
+    BlockReduce,
+    SketchedTopK,
+    MomentumCorrection,
+    ParameterAveraging,
 ]
 
 
-@pytest.mark.parametrize(("recipe", "name"), SWITCHES)
-def test_switches(recipe: Callable[..., Method], name: str) -> None:
-    for given in ("no", 1, None):
-        with construction(f"{name} must be True or False; got {given!r}. Leave it out for", TypeError):
-            recipe(**{name: given})
+@pytest.mark.parametrize("make", SWITCHED)
+def test_switches(make: Callable[..., object]) -> None:
+    for name, parameter in inspect.signature(make).parameters.items():
+        for given in ("no", 1, None) if parameter.annotation is bool else ():
+            with construction(f"{name} must be True or False; got {given!r}. Leave it out for its default.", TypeError):
+                make(**{name: given})
 
 
 EVERY_STRATEGY = ["pytorch_lightning", "lightning.pytorch", "lightning_fabric", "lightning.fabric"]
@@ -163,6 +175,14 @@ def test_strategy(package: str) -> None:
     # The function itself, not what it returns.
     with construction("Did you mean lightning_sparsecomm.methods.gradient_dropping()?", TypeError):
         strategy(method=gradient_dropping)
+    with construction("Did you mean lightning_sparsecomm.methods.sbc1()?", TypeError):
+        strategy(method="sbc1")
+    with construction("got 'Channel'.", TypeError) as caught:
+        strategy(method="Channel")
+    assert "Did you mean" not in str(caught.value)
+    for seed in ("0", 1.0, True, None):
+        with construction(f"seed must be a whole number, equal on all ranks; got {seed!r}. Leave it out", TypeError):
+            strategy(seed=seed)
     with construction("method must be a Method", TypeError):
         strategy(method="gossip")
     with construction("method must be a Method", TypeError):

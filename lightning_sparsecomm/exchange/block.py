@@ -7,13 +7,13 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_sparsecomm.checks import check_switches, is_number
 from lightning_sparsecomm.codecs.blocks import TopBlocks, elements
 from lightning_sparsecomm.codecs.sketch import CountSketch
 from lightning_sparsecomm.exchange.base import Exchange, Exchanged, NonFiniteGradientError, Outgoing
 from lightning_sparsecomm.kernels import position_kernels_for
 from lightning_sparsecomm.layout import SparseVector
 from lightning_sparsecomm.rounds import Round
-from lightning_sparsecomm.schedules import is_number
 from lightning_sparsecomm.wire import Wire
 
 SizedBy = Literal["union", "rank"]
@@ -64,6 +64,7 @@ class BlockReduce(Exchange):
             raise ValueError(
                 f"sized_by must be 'union' (of what any rank sends) or 'rank' (of what one does); got {sized_by!r}."
             )
+        check_switches(always_sketch=always_sketch)
         if always_sketch and sketch_ratio is None:
             raise ValueError(
                 "always_sketch=True needs a sketch_ratio, such as the paper's 0.5; got None, for no sketch."

@@ -7,6 +7,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from lightning_sparsecomm.checks import check_switches, is_number
 from lightning_sparsecomm.codecs.selectors import k_of
 from lightning_sparsecomm.codecs.sketch import CountSketch
 from lightning_sparsecomm.exchange.base import Exchange, Exchanged, NonFiniteGradientError, Outgoing
@@ -14,7 +15,7 @@ from lightning_sparsecomm.exchange.dense import WIRE_DTYPES, DenseAllReduce, add
 from lightning_sparsecomm.kernels import kernels_for
 from lightning_sparsecomm.layout import Layout, SparseVector
 from lightning_sparsecomm.rounds import Round
-from lightning_sparsecomm.schedules import Density, check_density, is_number
+from lightning_sparsecomm.schedules import Density, check_density
 from lightning_sparsecomm.wire import Wire
 
 SketchDtype = Literal["same", "float16", "bfloat16"]
@@ -64,6 +65,7 @@ class SketchedTopK(Exchange):
             raise ValueError(
                 f"density and k both say how many elements are shared; got {density!r} and {k!r}. Give one."
             )
+        check_switches(always_sketch=always_sketch)
         density = 0.001 if density is None else density
         check_density("density", density)
         if k is not None and (type(k) is not int or k < 1):

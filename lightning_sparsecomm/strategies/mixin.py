@@ -11,8 +11,8 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_sparsecomm import methods
 from lightning_sparsecomm.method import Method
-from lightning_sparsecomm.methods import RECIPES, default
 from lightning_sparsecomm.strategies.data_parallel import CountedDataParallel, LocalDataParallel
 from lightning_sparsecomm.strategies.saving import SavingMixin
 from lightning_sparsecomm.synchronizer import Synchronizer
@@ -44,7 +44,9 @@ class SynchronizingMixin(SavingMixin):
         if method is not None and not isinstance(method, Method):
             # Its name, or the function itself instead of what it returns.
             name = method if isinstance(method, str) else getattr(method, "__name__", None)
-            hint = f" Did you mean lightning_sparsecomm.methods.{name}()?" if name in RECIPES else ""
+            recipe = getattr(methods, name, None) if isinstance(name, str) else None
+            meant = isinstance(recipe, type) and issubclass(recipe, Method)
+            hint = f" Did you mean lightning_sparsecomm.methods.{name}()?" if meant else ""
             raise TypeError(
                 f"method must be a Method, such as lightning_sparsecomm.methods.dgc(density=0.001);"
                 f" got {method!r}.{hint}"
@@ -55,13 +57,15 @@ class SynchronizingMixin(SavingMixin):
                     f"{option} cannot be combined with a method, which takes the place of DDP's communication hook."
                     " Leave it out, or use strategy='ddp'. methods.dense(wire_dtype='bfloat16') rounds on the wire."
                 )
+        if type(seed) is not int:
+            raise TypeError(f"seed must be a whole number, equal on all ranks; got {seed!r}. Leave it out for 0.")
         if check_replicas_every is not None and (type(check_replicas_every) is not int or check_replicas_every < 1):
             raise ValueError(
                 "check_replicas_every must be a whole number of optimizer steps, at least 1; got"
                 f" {check_replicas_every!r}. Leave it out to compare replicas at the end of training only."
             )
         self._prepare_saving()
-        self.method = method if method is not None else default()
+        self.method = method if method is not None else methods.default()
         self.seed = seed
         self.check_replicas_every = check_replicas_every
         self._synchronizer: Synchronizer | None = None
@@ -185,7 +189,7 @@ class SynchronizingMixin(SavingMixin):
 def register(registry: Registry, strategy: type) -> None:
     """Enters `sparsecomm`, and a name for each method, with Lightning's three ways to start processes."""
     names: dict[str, Method | None] = {"sparsecomm": None}
-    names.update({f"sparsecomm_{name}": recipe() for name, recipe in RECIPES.items()})
+    names.update({f"sparsecomm_{name}": recipe() for name, recipe in methods.RECIPES.items()})
     for name, method in names.items():
         for suffix, start_method in START_METHODS.items():
             registry.register(
