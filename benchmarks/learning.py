@@ -7,13 +7,11 @@ and each is written to a JSON file as it ends: `--resume` goes on after the last
 import argparse
 import itertools
 import json
-import logging
 import math
 import statistics
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -38,6 +36,7 @@ from lightning_sparsecomm.wire import Wire, link_bytes
 
 # The examples are scripts, not a package.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+from command_line import at_least, file, folder, quieten
 from images import DataName, Images, read_digits, read_fashion_mnist
 
 TaskName = Literal["fashion-mnist", "digits", "shakespeare"]
@@ -533,13 +532,6 @@ def deviation(values: list[float], decimals: int) -> str:
     return f"{statistics.stdev(values):.{decimals}f}" if len(values) > 1 else "—"
 
 
-def quieten() -> None:
-    """Leaves out what Lightning says of hardware, data loading and torch's own API, and what a row does on purpose."""
-    logging.disable(logging.INFO)
-    for message in (".*does not have many workers.*", ".*LeafSpec.*", ".*average_every.*"):
-        warnings.filterwarnings("ignore", message=message)
-
-
 def parse() -> Options:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
@@ -547,8 +539,8 @@ def parse() -> Options:
     by_task: dict[str, Any] = {"default": argparse.SUPPRESS, "metavar": "N"}
     images, digits, text = TASKS["fashion-mnist"], TASKS["digits"], TASKS["shakespeare"]
     add("--task", choices=get_args(TaskName), required=True, help="what is learnt")
-    add("--data-dir", type=Path, default=Path("data"), metavar="DIR", help="of Fashion-MNIST or shakespeare.txt")
-    add("--text", type=Path, default=None, metavar="FILE", help="another text for shakespeare, in UTF-8")
+    add("--data-dir", type=folder, default=Path("data"), metavar="DIR", help="of Fashion-MNIST or shakespeare.txt")
+    add("--text", type=file, default=None, metavar="FILE", help="another text for shakespeare, in UTF-8")
     add("--seeds", type=at_least(1), default=3, metavar="N", help="runs of each row, with seeds 0 to N-1")
     add("--processes", type=at_least(2), default=4, metavar="N", help="on this machine's CPU, one thread each")
     add(
@@ -570,7 +562,7 @@ def parse() -> Options:
     add("--rows", nargs="+", default=argparse.SUPPRESS, metavar="NAME", help="of the table (default: all of the task)")
     tuning = "measure on a part of the training data that is then not trained on, to choose settings by"
     add("--tuning", action="store_true", help=tuning)
-    add("--output", type=Path, default=Path("learning"), metavar="DIR", help="for a JSON file of all runs")
+    add("--output", type=folder, default=Path("learning"), metavar="DIR", help="for a JSON file of all runs")
     add("--resume", action="store_true", help="skip runs that are in this file already")
     arguments = vars(parser.parse_args())
     task = TASKS[arguments["task"]]
@@ -583,20 +575,10 @@ def parse() -> Options:
     return Options(**arguments)
 
 
-def at_least(minimum: int) -> Callable[[str], int]:
-    """A type for argparse: an integer not below `minimum`."""
-
-    def integer(text: str) -> int:
-        if int(text) < minimum:
-            raise argparse.ArgumentTypeError(f"must be at least {minimum}; got {text}")
-        return int(text)
-
-    return integer
-
-
 def main() -> None:
     options = parse()
-    quieten()
+    # A row does without averaging on purpose.
+    quieten(".*average_every.*")
     torch.set_num_threads(1)
     task = TASKS[options.task]
     for row in options.rows:

@@ -24,7 +24,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import torch
 from hooks import bf16_hook
-from learning import BASELINE, TASKS, Data, at_least, batches, deviation, evaluate, images_of, quieten
+from learning import BASELINE, TASKS, Data, at_least, batches, deviation, evaluate, folder, images_of, quieten
 from lightning_fabric import Fabric
 from lightning_fabric.strategies import DDPStrategy
 from matplotlib import colormaps
@@ -415,7 +415,7 @@ def parse() -> Options:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("--task", choices=get_args(TaskName), default="fashion-mnist", help="what is learnt; digits are for a try")
-    add("--data-dir", type=Path, default=Path("data"), metavar="DIR", help="of Fashion-MNIST, downloaded if missing")
+    add("--data-dir", type=folder, default=Path("data"), metavar="DIR", help="of Fashion-MNIST, downloaded if missing")
     rows = f"of the table, of {', '.join(map(repr, ROWS))} (default: all)"
     add("--rows", nargs="+", choices=list(ROWS), default=argparse.SUPPRESS, metavar="NAME", help=rows)
     add("--seeds", type=at_least(1), default=3, metavar="N", help="runs of each row, with seeds 0 to N-1")
@@ -429,7 +429,7 @@ def parse() -> Options:
     length = "after which a run ends; dgc warms up for a tenth of them"
     add("--most-steps", type=at_least(1), default=3000, metavar="N", help=length)
     add("--most-seconds", type=float, default=300.0, metavar="S", help="of training, after which a run ends")
-    add("--output", type=Path, default=Path("time_to_accuracy"), metavar="DIR", help="for a JSON file and a plot")
+    add("--output", type=folder, default=Path("time_to_accuracy"), metavar="DIR", help="for a JSON file and a plot")
     add("--resume", action="store_true", help="skip runs that are in this file already")
     arguments = vars(parser.parse_args())
     arguments.setdefault("rows", list(ROWS))

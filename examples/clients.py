@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import pytorch_lightning as pl
 import torch
-from images import Images, Read, read_fashion_mnist, read_mnist
+from images import Images, Read, contents, is_published, read_mnist
 from pytorch_lightning.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -16,6 +16,7 @@ from torchmetrics import MeanMetric
 
 Batch = tuple[Tensor, ...]
 
+IMAGES = 128  # that a client takes in a step
 CHARACTERS = 50  # through which gradients go back
 EVALUATED_CHARACTERS = 500  # at a time; the state is carried on
 HELD_OUT = 0.05  # of a text
@@ -199,16 +200,14 @@ class ClientImages(ClientData):
         batch_size: Images per client and step.
     """
 
-    def __init__(self, read: Read, seed: int, batch_size: int = 128) -> None:
+    def __init__(self, read: Read, seed: int, batch_size: int = IMAGES) -> None:
         super().__init__(seed)
         self.read, self.batch_size = read, batch_size
 
     def train_batches(self) -> Iterator[Batch]:
         """Batches of one client's part; the images that fill none at an epoch's end are left out."""
         generator = torch.Generator().manual_seed(self.seed)
-        size = len(self.read.train_images) // self.clients
-        if size < self.batch_size:
-            raise ValueError(f"{self.clients} clients have {size} images each, less than a batch of {self.batch_size}.")
+        size = images_each(self.read, self.clients, self.batch_size)
         part = torch.randperm(len(self.read.train_images), generator=generator)[self.client * size :][:size]
         while True:
             order = torch.randperm(size, generator=generator)
@@ -268,16 +267,40 @@ class ClientText(ClientData):
             yield (streams[:, start : start + EVALUATED_CHARACTERS + 1],)
 
 
+def images_each(read: Read, clients: int, batch_size: int = IMAGES) -> int:
+    """How many training images each client has.
+
+    Raises:
+        ValueError: Fewer than a batch.
+    """
+    images = len(read.train_images)
+    if images // clients < batch_size:
+        raise ValueError(
+            f"there must be {batch_size} images or more to train on for each of {clients} clients; got {images:,} in"
+            f" all. Use --clients {max(1, images // batch_size)} or fewer."
+        )
+    return images // clients
+
+
 def read_images(directory: Path) -> tuple[str, Read]:
-    """Fashion-MNIST, downloaded where it is missing, or other images in its format; and their name."""
+    """Fashion-MNIST, downloaded where it is missing, or other images in its format; and their name.
+
+    Raises:
+        OSError: A file cannot be read or fetched.
+        ValueError: One is damaged or in another format, or only some are those of Fashion-MNIST.
+    """
     Images("fashion-mnist", directory).prepare_data()
-    try:
-        name, read = "Fashion-MNIST", read_fashion_mnist(directory)
-    except ValueError:
-        name, read = f"images of {directory.resolve().name}", read_mnist(directory)
+    files = contents(directory)
+    others = [str(path) for path, content in files.items() if not is_published(path.name, content)]
+    if others and len(others) < len(files):
+        raise ValueError(
+            f"{', '.join(others)} must be Fashion-MNIST's, as the others beside them are: they are damaged, or of"
+            " another set. Delete them, and they are downloaded, or name another folder."
+        )
+    read = read_mnist(files)
     mean, std = read.train_images.mean(), read.train_images.std()
     scaled = (read.train_images - mean) / std, read.train_labels, (read.test_images - mean) / std, read.test_labels
-    return name, Read(*scaled)
+    return f"images of {directory.resolve().name}" if others else "Fashion-MNIST", Read(*scaled)
 
 
 def read_utf8(path: Path) -> str:
@@ -303,6 +326,7 @@ def read_text(path: Path) -> Text:
     text = torch.from_numpy(indices.astype(np.int64))
     length = int(HELD_OUT * len(text)) // HELD_OUT_STREAMS
     if length < CHARACTERS:
-        raise ValueError(f"{path} is too short: {len(text):,} characters.")
+        least = round(CHARACTERS * HELD_OUT_STREAMS / HELD_OUT)
+        raise ValueError(f"{path} must have {least:,} characters or more; got {len(text):,}. Name a longer text.")
     end = len(text) - length * HELD_OUT_STREAMS
     return Text(text[:end], text[end:].view(HELD_OUT_STREAMS, length), len(distinct))

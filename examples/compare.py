@@ -5,17 +5,15 @@ Prints a table, and writes a plot of accuracy against bytes sent and all numbers
 
 import argparse
 import json
-import logging
 import tempfile
 import time
-import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, get_args
 
 import pytorch_lightning as pl
 import torch
 from classifier import Classifier
+from command_line import at_least, folder, quieten
 from images import TEST_IMAGES, DataName, Images
 from matplotlib.figure import Figure
 from pytorch_lightning.strategies import StrategyRegistry
@@ -194,13 +192,6 @@ def draw(runs: dict[str, list[Epoch]], options: Options, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def quieten() -> None:
-    """Leaves out what Lightning says of hardware, data loading and torch's own API, which is not what is compared."""
-    logging.disable(logging.INFO)
-    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-    warnings.filterwarnings("ignore", message=".*LeafSpec.*")
-
-
 def parse() -> Options:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
@@ -209,7 +200,7 @@ def parse() -> Options:
     default = ["ddp", "sparsecomm"]
     add("--strategies", nargs="+", choices=names, default=default, metavar="NAME", help="as in Trainer(strategy=NAME)")
     add("--data", choices=get_args(DataName), default="digits", help="digits come with scikit-learn")
-    add("--data-dir", type=Path, default=Path("data"), metavar="DIR", help="of Fashion-MNIST, downloaded if missing")
+    add("--data-dir", type=folder, default=Path("data"), metavar="DIR", help="of Fashion-MNIST, downloaded if missing")
     add("--processes", type=at_least(2), default=2, metavar="N", help="on this machine's CPU, one thread each")
     epochs = (
         f"passes over the training images (default: {EPOCHS['digits']}, or {EPOCHS['fashion-mnist']} of fashion-mnist)"
@@ -217,7 +208,7 @@ def parse() -> Options:
     add("--epochs", type=at_least(1), default=argparse.SUPPRESS, metavar="N", help=epochs)
     add("--batch-size", type=at_least(1), default=32, metavar="N", help="images per process and step")
     add("--seed", type=int, default=0, metavar="N", help="of the first weights and of the order of the images")
-    add("--output", type=Path, default=Path("comparison"), metavar="DIR", help="for compare.png and compare.json")
+    add("--output", type=folder, default=Path("comparison"), metavar="DIR", help="for compare.png and compare.json")
     arguments = vars(parser.parse_args())
     arguments.setdefault("epochs", EPOCHS[arguments["data"]])
     options = Options(**arguments)
@@ -229,17 +220,6 @@ def parse() -> Options:
 def start_method(strategy: str) -> str:
     """How the strategy of this name starts its processes."""
     return next((method for method in ("spawn", "fork") if strategy.endswith(f"_{method}")), "popen")
-
-
-def at_least(minimum: int) -> Callable[[str], int]:
-    """A type for argparse: an integer not below `minimum`."""
-
-    def integer(text: str) -> int:
-        if int(text) < minimum:
-            raise argparse.ArgumentTypeError(f"must be at least {minimum}; got {text}")
-        return int(text)
-
-    return integer
 
 
 if __name__ == "__main__":

@@ -98,42 +98,45 @@ def read_fashion_mnist(directory: Path) -> Read:
         FileNotFoundError: A file is not there.
         ValueError: A file is not what was published.
     """
-    return read_mnist(directory, FASHION_MNIST)
+    files = contents(directory)
+    for path, content in files.items():
+        if not is_published(path.name, content):
+            raise ValueError(f"{path} must be the published file, and is another. Delete it; it is downloaded again.")
+    return read_mnist(files)
 
 
-def read_mnist(directory: Path, checksums: Mapping[str, str] | None = None) -> Read:
-    """Four files in MNIST's format and under its names, which Fashion-MNIST has too: images of 28x28 pixels.
+def read_mnist(files: Mapping[Path, bytes]) -> Read:
+    """Images of 28x28 pixels in MNIST's format, which Fashion-MNIST has too.
 
     Args:
-        directory: Their folder, or the one above it.
-        checksums: SHA-256 of the unpacked files by name; None takes any in this format.
+        files: As `contents` gives them.
 
     Raises:
-        FileNotFoundError: A file is not there.
-        ValueError: A file is damaged, in another format, or not what its checksum says.
+        ValueError: A file is in another format, or has other labels than one of 0 to 9 for each image.
     """
-    arrays = [
-        read_idx(path, content, (28, 28) if "images" in path.name else ())
-        for path, content in contents(directory, checksums).items()
-    ]
-    train_images, train_labels, test_images, test_labels = arrays
+    train_images, train_labels, test_images, test_labels = (
+        read_idx(path, content, (28, 28) if "images" in path.name else ()) for path, content in files.items()
+    )
     for part, images, labels in (("train", train_images, train_labels), ("t10k", test_images, test_labels)):
         if len(images) != len(labels) or labels.max() > 9:
             raise ValueError(
-                f"{directory} must have one label of 0 to 9 for each image; its files {part}-* have {len(images):,}"
-                f" images and {len(labels):,} labels of 0 to {labels.max()}. Name another folder."
+                f"there must be one label of 0 to 9 for each image; the files {part}-* in {next(iter(files)).parent}"
+                f" have {len(images):,} images and {len(labels):,} labels of 0 to {labels.max()}. Name another folder."
             )
     return Read(
         train_images.unsqueeze(1) / 255, train_labels.long(), test_images.unsqueeze(1) / 255, test_labels.long()
     )
 
 
-def contents(directory: Path, checksums: Mapping[str, str] | None = None) -> dict[Path, bytes]:
-    """The same four files, unpacked: images and labels to train on, then those of the test.
+def contents(directory: Path) -> dict[Path, bytes]:
+    """Four files under MNIST's names, unpacked: images and labels to train on, then those of the test.
+
+    Args:
+        directory: Their folder, or the one above it.
 
     Raises:
         FileNotFoundError: A file is not there.
-        ValueError: A file is damaged, or not what its checksum says.
+        ValueError: A file cannot be unpacked.
     """
     files = {}
     for name in FASHION_MNIST:
@@ -141,8 +144,11 @@ def contents(directory: Path, checksums: Mapping[str, str] | None = None) -> dic
         if path is None:
             raise FileNotFoundError(f"{name} is neither in {directory} nor in {directory / 'fashion-mnist'}.")
         content = content_of(path)
-        if content is None or (checksums is not None and hashlib.sha256(content).hexdigest() != checksums[name]):
-            raise ValueError(f"{path} is damaged or is not the published file. Delete it; it is downloaded again.")
+        if content is None:
+            raise ValueError(
+                f"{path} must be a whole gzip file, and is damaged. Put a whole one in its place; of Fashion-MNIST,"
+                " what is missing is downloaded."
+            )
         files[path] = content
     return files
 
@@ -206,8 +212,9 @@ def download_missing(directory: Path) -> None:
 
 
 def is_published(name: str, content: bytes | None) -> bool:
-    """Whether an unpacked file is the one of Fashion-MNIST."""
-    return content is not None and hashlib.sha256(content).hexdigest() == FASHION_MNIST[name]
+    """Whether an unpacked file is the one of Fashion-MNIST of this name, which may lack its `.gz`."""
+    published = FASHION_MNIST[f"{name.removesuffix('.gz')}.gz"]
+    return content is not None and hashlib.sha256(content).hexdigest() == published
 
 
 def download(directory: Path, name: str) -> None:

@@ -18,14 +18,12 @@ cores a run of lenet5 takes three to five minutes, and one of charlstm some fift
 
 import argparse
 import json
-import logging
 import math
 import platform
 import statistics
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterable
 from importlib.metadata import version
 from pathlib import Path
@@ -41,9 +39,11 @@ from clients import (
     ClientText,
     LeNet5,
     Network,
+    images_each,
     read_images,
     read_text,
 )
+from command_line import at_least, file, folder, quieten
 from images import contents
 from matplotlib.figure import Figure
 from pytorch_lightning.strategies import DDPStrategy
@@ -137,6 +137,7 @@ class Prepared(NamedTuple):
 def prepare_lenet5(options: Options) -> Prepared:
     """Images are read."""
     name, read = read_images(options.data_dir)
+    images_each(read, options.clients)
     optimizer: Literal["adam", "sgd"] = "adam" if options.task == "lenet5" else "sgd"
     return Prepared(
         name,
@@ -448,13 +449,6 @@ def draw(runs: list[Run], prepared: Prepared, options: Options, path: Path) -> N
     figure.savefig(path, dpi=150)
 
 
-def quieten() -> None:
-    """Leaves out what Lightning says of hardware, data loading and torch's own API, which is not what is compared."""
-    logging.disable(logging.INFO)
-    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-    warnings.filterwarnings("ignore", message=".*LeafSpec.*")
-
-
 def parse() -> Options:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -462,15 +456,15 @@ def parse() -> Options:
     rows = f"of {', '.join(ROWS)} (default: the first five)"
     add("--rows", nargs="+", choices=list(ROWS), default=DEFAULT_ROWS, metavar="NAME", help=rows)
     add("--clients", type=at_least(2), default=4, metavar="N", help="processes on this machine's CPU (default: 4)")
-    lengths = f"{TASKS['lenet5'].iterations:,} of lenet5, {TASKS['charlstm'].iterations:,} of charlstm"
-    add("--iterations", type=at_least(1), metavar="N", help=f"of each client (default: the paper's, {lengths})")
+    lengths = ", ".join(f"{task.iterations:,} of {name}" for name, task in TASKS.items())
+    add("--iterations", type=at_least(1), metavar="N", help=f"of each client (default: {lengths})")
     add("--seeds", type=at_least(1), default=1, metavar="N", help="runs of each row, with seeds 0 to N-1 (default: 1)")
     images = "of the four files of Fashion-MNIST or MNIST, packed or not; downloaded if missing (default: data)"
-    add("--data-dir", type=Path, default=Path("data"), metavar="DIR", help=images)
+    add("--data-dir", type=folder, default=Path("data"), metavar="DIR", help=images)
     text = "in UTF-8, the last 5%% is held out (default: an excerpt of Shakespeare)"
-    add("--text", type=Path, default=EXCERPT, metavar="FILE", help=text)
+    add("--text", type=file, default=EXCERPT, metavar="FILE", help=text)
     output = "for a plot and numbers as JSON (default: comparison)"
-    add("--output", type=Path, default=Path("comparison"), metavar="DIR", help=output)
+    add("--output", type=folder, default=Path("comparison"), metavar="DIR", help=output)
     add("--resume", action="store_true", help="skip runs that are in the JSON file already")
     arguments = vars(parser.parse_args())
     arguments["rows"] = list(dict.fromkeys(arguments["rows"]))
@@ -481,17 +475,6 @@ def parse() -> Options:
         )
     arguments["iterations"] = arguments["iterations"] or TASKS[arguments["task"]].iterations
     return Options(**arguments)
-
-
-def at_least(minimum: int) -> Callable[[str], int]:
-    """A type for argparse: an integer not below `minimum`."""
-
-    def integer(text: str) -> int:
-        if int(text) < minimum:
-            raise argparse.ArgumentTypeError(f"must be at least {minimum}; got {text}")
-        return int(text)
-
-    return integer
 
 
 def main() -> None:

@@ -25,12 +25,14 @@ def load(path: Path, settings: dict[str, Any], resume: bool) -> list[dict[str, A
         raise FileExistsError(f"{path} holds runs already. Go on with --resume, or name another --output.")
     try:
         stored = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}. Delete it, or name another --output.") from error
-    differ = [name for name in settings if settings[name] != stored["settings"].get(name)]
+        made_with, runs = dict(stored["settings"]), [dict(run) for run in stored["runs"]]
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(
+            f"{path} is damaged, or holds no runs: {error!r}. Delete it, or name another --output."
+        ) from error
+    differ = [name for name in settings if settings[name] != made_with.get(name)]
     if differ:
         raise ValueError(f"{path} holds runs with other settings: {', '.join(differ)}. Name another --output.")
-    runs: list[dict[str, Any]] = stored["runs"]
     return runs
 
 

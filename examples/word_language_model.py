@@ -34,10 +34,11 @@ from typing import NamedTuple, get_args
 import pytorch_lightning as pl
 import torch
 from clients import HELD_OUT_STREAMS, Batch, ClientText
+from command_line import at_least, file, folder, quieten
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 from pytorch_lightning.strategies import DDPStrategy
-from sparse_binary_compression import EXCERPT, POINTS, at_least, quieten, times
+from sparse_binary_compression import EXCERPT, POINTS, times
 from stored import checksum, load, save
 from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.utils.data import DataLoader
@@ -439,9 +440,9 @@ def parse() -> Options:
     add("--sparse", action="store_true", help="nn.Embedding(sparse=True), where a row can take it; needs sgd")
     add("--seeds", type=at_least(1), default=1, metavar="N", help="runs of each row, with seeds 0 to N-1 (default: 1)")
     text = "in UTF-8, the last 10%% is held out (default: an excerpt of Shakespeare)"
-    add("--text", type=Path, default=EXCERPT, metavar="FILE", help=text)
+    add("--text", type=file, default=EXCERPT, metavar="FILE", help=text)
     output = "for a plot and numbers as JSON (default: comparison)"
-    add("--output", type=Path, default=Path("comparison"), metavar="DIR", help=output)
+    add("--output", type=folder, default=Path("comparison"), metavar="DIR", help=output)
     add("--resume", action="store_true", help="skip runs that are in the JSON file already")
     options = Options(**vars(parser.parse_args()))
     if options.clients > HELD_OUT_STREAMS:

@@ -43,7 +43,8 @@ def read_words(path: Path) -> Words:
     words = re.findall(r"\w+(?:['’]\w+)*|[^\w\s]", read_utf8(path).lower())
     length = int(HELD_OUT * len(words)) // HELD_OUT_STREAMS
     if length < WORDS:
-        raise ValueError(f"{path} is too short: {len(words):,} words.")
+        least = round(WORDS * HELD_OUT_STREAMS / HELD_OUT)
+        raise ValueError(f"{path} must have {least:,} words or more; got {len(words):,}. Name a longer text.")
     end = len(words) - length * HELD_OUT_STREAMS
     known = [word for word, count in Counter(words[:end]).most_common() if count > 1]
     numbers = {word: number for number, word in enumerate(known, UNKNOWN + 1)}

@@ -1,6 +1,8 @@
 """The examples run as they stand, and what they print of themselves is true."""
 
+import argparse
 import gzip
+import hashlib
 import importlib
 import json
 import os
@@ -11,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 # Each run imports Lightning anew, which is slow on a busy machine.
 pytestmark = pytest.mark.timeout(300)
@@ -211,8 +214,15 @@ def test_files_that_cannot_be_used_are_named(tmp_path: Path, monkeypatch: pytest
     binary.write_bytes(b"\xff\xfe\xfd")
     with pytest.raises(ValueError, match=r"binary is not a text in UTF-8: .* Convert it, or name another"):
         clients.read_text(binary)
-    with pytest.raises(ValueError, match=r"binary is damaged: .* Delete it, or name another --output"):
-        stored.load(binary, {}, resume=True)
+    for content in (b"\xff", b"{", b"{}", b"[]", b"null", b'{"runs": []}', b'{"settings": [], "runs": [1]}'):
+        binary.write_bytes(content)
+        with pytest.raises(ValueError, match=r"binary is damaged, or holds no runs: .* Delete it, or name another --o"):
+            stored.load(binary, {}, resume=True)
+    binary.write_text("a few words")
+    with pytest.raises(ValueError, match=r"binary must have 20,000 characters or more; got 11\. Name a longer text"):
+        clients.read_text(binary)
+    with pytest.raises(ValueError, match=r"binary must have 7,000 words or more; got 3\. Name a longer text"):
+        importlib.import_module("words").read_words(binary)
     # MNIST's files have the names of Fashion-MNIST's, of which nothing may be put beside them.
     (tmp_path / "train-labels-idx1-ubyte.gz").write_bytes(gzip.compress(bytes(20)))
     monkeypatch.setattr(images, "download", lambda *_: pytest.fail("something is downloaded"))
@@ -220,21 +230,63 @@ def test_files_that_cannot_be_used_are_named(tmp_path: Path, monkeypatch: pytest
         ValueError, match=r"labels-idx1-ubyte\.gz is not Fashion-MNIST's, and what is missing beside it, train"
     ):
         clients.read_images(tmp_path)
+    small, large = (idx(np.zeros((20, size, size), np.uint8)) for size in (28, 32))
     for images_of, labels_of, text in (
-        (idx(np.zeros((20, 32, 32), np.uint8)), 20, r"images-idx3-ubyte must hold images of 28x28 pixels in MNIST's f"),
+        (large, 20, r"images-idx3-ubyte must hold images of 28x28 pixels in MNIST's format; got 20,496 bytes that beg"),
         (b"\x00", 20, r"images-idx3-ubyte must hold images of 28x28 pixels in MNIST's format; got 1 bytes that begin"),
-        (
-            idx(np.zeros((20, 28, 28), np.uint8))[:-1],
-            20,
-            r"must hold images of 28x28 pixels in MNIST's format; got",
-        ),
-        (idx(np.zeros((20, 28, 28), np.uint8)), 19, r"train-\* have 20 images and 19 labels of 0 to 0\. Name another"),
+        (small[:-1], 20, r"must hold images of 28x28 pixels in MNIST's format; got 15,695 bytes that begin with 00"),
+        (small, 19, r"train-\* in .* have 20 images and 19 labels of 0 to 0\. Name another folder"),
     ):
         for part in ("train", "t10k"):
             (tmp_path / f"{part}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(idx(np.zeros(labels_of, np.uint8))))
             (tmp_path / f"{part}-images-idx3-ubyte").write_bytes(images_of)
         with pytest.raises(ValueError, match=text):
             clients.read_images(tmp_path)
+
+    with pytest.raises(ValueError, match=r"128 images or more .* each of 3 clients; got 300 in all\. Use --clients 2"):
+        clients.images_each(images.Read(*[torch.zeros(300)] * 4), clients=3)
+
+
+def test_a_damaged_file_of_fashion_mnist_is_not_taken_for_another_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An unpacked file has no checksum of its own."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    clients, images = (importlib.import_module(name) for name in ("clients", "images"))
+    published = {}
+    for part in ("train", "t10k"):
+        for name, content in (("images-idx3", np.zeros((200, 28, 28), np.uint8)), ("labels-idx1", np.ones(200, "u1"))):
+            path = tmp_path / f"{part}-{name}-ubyte"
+            path.write_bytes(idx(content))
+            published[f"{path.name}.gz"] = hashlib.sha256(path.read_bytes()).hexdigest()
+    monkeypatch.setattr(images, "FASHION_MNIST", published)
+    assert clients.read_images(tmp_path)[0] == "Fashion-MNIST"
+    damaged = tmp_path / "t10k-labels-idx1-ubyte"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"\x05")
+    with pytest.raises(ValueError, match=r"t10k-labels-idx1-ubyte must be Fashion-MNIST's, as the others beside them"):
+        clients.read_images(tmp_path)
+    damaged.unlink()
+    damaged.with_suffix(".gz").write_bytes(gzip.compress(bytes(100))[:-9])
+    with pytest.raises(ValueError, match=r"idx1-ubyte\.gz must be a whole gzip file, and is damaged\. Put a whole one"):
+        clients.read_images(tmp_path)
+
+
+def test_kinds_of_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    command_line = importlib.import_module("command_line")
+    assert command_line.at_least(2)("2") == 2
+    assert command_line.folder(str(tmp_path / "new")) == tmp_path / "new"
+    text = tmp_path / "text"
+    text.touch()
+    assert command_line.file(str(text)) == text
+    for kind, given, problem in (
+        (command_line.at_least(2), "1", "must be at least 2; got 1"),
+        (command_line.folder, text, "must be a folder; .*text is a file"),
+        (command_line.file, tmp_path, "must be a file; .* is a folder"),
+        (command_line.file, tmp_path / "new", "must be a file; .*new is not there"),
+    ):
+        with pytest.raises(argparse.ArgumentTypeError, match=problem):
+            kind(str(given))
 
 
 def test_runs_of_other_data_or_options_are_not_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
