@@ -85,23 +85,26 @@ ROWS = {
     "sbc2": Row("SBC (2): every 10 steps, 1%", lambda: methods.sbc2()),
     "sbc3": Row("SBC (3): every 100 steps, 1%", lambda: methods.sbc3()),
     "fedavg": Row("Federated Averaging: every 100 steps, dense", lambda: methods.federated_averaging(every=100)),
-    # What SBC (1) is without one of its parts, or with as many elements a step, but less often; run if asked for.
+    # What SBC (1) and (2) are without one of their parts, or with as many elements a step, but less often; run if asked
+    # for.
     "sbc1_unmasked": Row(
         "SBC (1), momentum not masked", lambda: methods.sbc(density=0.001, every=1, momentum_masking=False)
     ),
     "sbc1_denser": Row("SBC (1), but 1%", lambda: methods.sbc(density=0.01, every=1)),
-    "sbc1_exact": Row("SBC (1), both signs, exact values", lambda: exact_top_k(density=0.001)),
+    "sbc1_exact": Row("SBC (1), both signs, exact values", lambda: exact_top_k(density=0.001, every=1)),
     "sbc1_every2": Row("SBC, every 2 steps, 0.2%", lambda: methods.sbc(density=0.002, every=2)),
     "sbc1_every5": Row("SBC, every 5 steps, 0.5%", lambda: methods.sbc(density=0.005, every=5)),
+    "sbc2_denser": Row("SBC (2), but 10%", lambda: methods.sbc(density=0.1, every=10)),
+    "sbc2_exact": Row("SBC (2), both signs, exact values", lambda: exact_top_k(density=0.01, every=10)),
 }
 
 DEFAULT_ROWS = [BASE, "sbc1", "sbc2", "sbc3", "fedavg"]
 
 
-def exact_top_k(density: float) -> Method:
-    """The largest weight changes of each tensor as they are, after every step, with momentum masked as in SBC."""
+def exact_top_k(density: float, every: int) -> Method:
+    """The largest weight changes of each tensor as they are, with momentum masked as in SBC."""
     channel = Channel(Gather(SparseCodec(TopK(density, "tensor"), Float32(), Golomb())), [ErrorFeedback()])
-    return Method([DeltaSync(channel, every=1, mask_momentum=True)])
+    return Method([DeltaSync(channel, every, mask_momentum=True)])
 
 
 class Options(NamedTuple):
