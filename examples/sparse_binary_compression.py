@@ -46,6 +46,7 @@ from clients import (
 from command_line import at_least, file, folder, quieten
 from images import contents
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
 from pytorch_lightning.strategies import DDPStrategy
 from stored import checksum, load, save
 from torch.multiprocessing.spawn import ProcessRaisedException
@@ -63,6 +64,8 @@ TaskName = Literal["lenet5", "charlstm", "lenet5_sgd"]
 BASE = "base"
 
 POINTS = 10  # of a run at which quality is measured
+
+STEEP = 5  # how many times the best quality is drawn, of one that falls steeply
 
 EXCERPT = Path(__file__).parent / "shakespeare-excerpt.txt"
 
@@ -424,6 +427,7 @@ def draw(runs: list[Run], prepared: Prepared, options: Options, path: Path) -> N
     axes = figure.subplots()
     colors = {row: f"C{index}" for index, row in enumerate(ROWS)}
     decades: list[float] = []
+    qualities: list[float] = []
     for row in options.rows:
         label: str | None = ROWS[row].title
         for run in runs:
@@ -434,6 +438,7 @@ def draw(runs: list[Run], prepared: Prepared, options: Options, path: Path) -> N
                 axes.plot(*zip(*measured, strict=True), ".-", color=colors[row], label=label)
                 label = None
                 decades += [math.log10(sent) for sent, _ in measured]
+                qualities += [quality for _, quality in measured]
     axes.set_xscale("log")
     if decades:
         # Whole decades, so that there are labels.
@@ -444,8 +449,14 @@ def draw(runs: list[Run], prepared: Prepared, options: Options, path: Path) -> N
     axes.set_ylabel(task.quality)
     if task.falls_steeply:
         axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 7)))
         axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_formatter("{x:g}")
+        axes.yaxis.set_minor_locator(NullLocator())
+        # A row that runs away for a while would leave no room for the others.
+        most = STEEP * min(qualities, default=1.0)
+        if max(qualities, default=0.0) > most:
+            axes.set_ylim(top=most)
+            axes.set_ylabel(f"{task.quality} (not shown above {most:.0f})")
     axes.set_title(f"{options.task} on {prepared.data}, {options.clients} clients, {options.iterations:,} iterations")
     axes.grid(alpha=0.3)
     figure.legend(loc="outside lower center", ncols=2)
