@@ -338,7 +338,10 @@ def _outer_optimizer(make: OuterOptimizer, anchors: list[Parameter]) -> Optimize
             f" {type(error).__name__}: {error}. Give functools.partial(torch.optim.SGD, lr=0.7), for example."
         ) from error
     if not isinstance(outer, Optimizer):
-        raise TypeError(f"outer must make a torch optimizer; got {outer!r} from {make!r}.")
+        raise TypeError(
+            f"outer must make a torch optimizer; got {outer!r} from {make!r}. Give functools.partial(torch.optim.SGD,"
+            " lr=0.7), for example."
+        )
     if isinstance(outer, LBFGS):
         raise TypeError("outer must step by one gradient; got LBFGS, which evaluates several. Use torch.optim.SGD.")
     held = {id(parameter) for group in outer.param_groups for parameter in group["params"]}

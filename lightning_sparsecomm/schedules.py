@@ -65,7 +65,9 @@ class Stages(Schedule):
             listed = isinstance(given, Sequence) and not isinstance(given, str)
             if not listed or any(isinstance(each, bool) or not isinstance(each, kinds) for each in given):
                 whole = "whole numbers" if name == "steps" else "numbers"
-                raise TypeError(f"{name} of a schedule must be a list of {whole}; got {given!r}.")
+                raise TypeError(
+                    f"{name} of a schedule must be a list of {whole}; got {given!r}. Use [1, 10], for example."
+                )
             object.__setattr__(self, name, tuple(given))
         if bool(self.steps) == bool(self.epochs):
             raise ValueError(
@@ -75,7 +77,7 @@ class Stages(Schedule):
         if not all(0 < number < math.inf for number in self.numbers):
             raise ValueError(
                 f"numbers of a schedule must be positive and finite: densities, or optimizer steps; got"
-                f" {list(self.numbers)!r}."
+                f" {list(self.numbers)!r}. Use [0.1, 0.001], for example."
             )
         begins = self.steps or self.epochs
         rising = all(a < b < math.inf for a, b in itertools.pairwise(begins))
@@ -118,7 +120,7 @@ class Exponential(Schedule):
         if not all(is_number(number) and 0 < number < math.inf for number in (self.first, self.last)):
             raise ValueError(
                 f"first and last must be positive numbers, which an exponential can join; got {self.first!r} and"
-                f" {self.last!r}."
+                f" {self.last!r}. Use 0.1 and 0.001, for example."
             )
         check_every("steps", self.steps)
 
