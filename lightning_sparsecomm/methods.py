@@ -265,7 +265,7 @@ class federated_averaging(Method):
     Args:
         every: Optimizer steps between two averages, or a schedule of it.
         wire_dtype: Dtype of the changes on the wire: "same" (float32 or wider), "float32", "float16" or "bfloat16".
-            What narrower ones round off is lost, and in float16 what of a change goes beyond ±64,848.
+            What narrower ones round off is lost, and in float16 what of a change goes beyond some ±65,000.
         buffers: Whether floating-point buffers are averaged too ("average"), stay each rank's ("own"), or are broadcast
             before every forward pass as under ddp ("broadcast").
 
@@ -290,7 +290,7 @@ class diloco(Method):
         outer_lr: Learning rate of the outer optimizer.
         outer_momentum: Its momentum, in [0, 1); 0 for none.
         wire_dtype: Dtype of the changes on the wire: "same" (float32 or wider), "float32", "float16" or "bfloat16".
-            What narrower ones round off is lost, and in float16 what of a change goes beyond ±64,848.
+            What narrower ones round off is lost, and in float16 what of a change goes beyond some ±65,000.
         buffers: Whether floating-point buffers are averaged too ("average"), stay each rank's ("own"), or are broadcast
             before every forward pass as under ddp ("broadcast").
 

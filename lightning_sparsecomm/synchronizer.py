@@ -473,8 +473,8 @@ class Synchronizer:
     def warn_of_no_exchange(self) -> None:
         """The same at the end of a run, of whose steps nobody knew how many each of several optimizers would make."""
         for index, stream in enumerate(self._streams if not self._told_of_every else ()):
-            waiting = [sync for sync, _, _ in stream.pieces if isinstance(sync, DeltaSync) and sync.waiting(index)]
-            never = [sync for sync in waiting if sync.waiting(index) == stream.steps]
+            weights = [sync for sync, _, _ in stream.pieces if isinstance(sync, DeltaSync)]
+            never = [sync for sync in weights if 0 < sync.waiting(index) == stream.steps]
             if never:
                 every = every_at(never[0].every, stream.steps - 1, self.epoch)
                 optimizer = f"optimizer {index} ({type(stream.optimizer).__name__})"

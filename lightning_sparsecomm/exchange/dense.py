@@ -32,8 +32,10 @@ def check_wire_dtype(wire_dtype: str) -> None:
 
 
 def addend_limit(dtype: torch.dtype, addends: int) -> float:
-    """What each of so many addends may reach for their sum, rounded at each addition, to be finite in this dtype."""
-    return 0.99 * torch.finfo(dtype).max / addends
+    """What each of so many addends may reach for their sum to be finite in this dtype, in whatever order they are
+    added: rounding, of each addend and after each addition, may make it larger by half an epsilon every time."""
+    numbers = torch.finfo(dtype)
+    return float(numbers.max / (addends * (1 + numbers.eps / 2) ** addends))
 
 
 class DenseAllReduce(Exchange):
@@ -43,8 +45,8 @@ class DenseAllReduce(Exchange):
     ranks have a gradient for it, which DDP finds out with a collective of its own).
 
     Args:
-        wire_dtype: Dtype on the wire; "same" is the dtype that the vector has. In float16 no rank sends elements beyond
-            ±64,848: the largest stand for all that are larger, so that no sum overflows.
+        wire_dtype: Dtype on the wire; "same" is the dtype that the vector has. In float16 elements beyond
+            some ±65,000 (40,000 with a thousand ranks) are sent as that much, so that no sum overflows.
 
     Raises:
         ValueError: Unknown `wire_dtype`.

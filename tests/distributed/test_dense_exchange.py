@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from lightning_sparsecomm.channel import Channel
 from lightning_sparsecomm.exchange import DenseAllReduce, NonFiniteGradientError
+from lightning_sparsecomm.exchange.dense import addend_limit
 from lightning_sparsecomm.layout import Layout
 from lightning_sparsecomm.memory import ErrorFeedback
 from lightning_sparsecomm.methods import gradient_dropping
@@ -47,10 +49,22 @@ def _beyond_float16(rank: int) -> tuple[list[float], list[float]]:
 
 
 def test_what_float16_cannot_hold_is_sent_as_far_as_it_can(tmp_path: Path) -> None:
-    # Of three ranks: neither the sum of the largest, nor its rounding, may be infinite.
+    most = 3 * addend_limit(torch.float16, 3)
+    assert 65_000 < most < 65_504
     for shared, residual in run_ranks(tmp_path, 3, _beyond_float16):
-        assert shared == pytest.approx([64_848, -64_848, 60_000, 3], rel=2e-3)
-        assert residual == pytest.approx([1e5 - 64_848, -3e38, 0, 0], rel=2e-3, abs=30)
+        assert shared == pytest.approx([most, -most, 60_000, 3], rel=2e-3)
+        assert residual == pytest.approx([1e5 - most, -3e38, 0, 0], rel=2e-3, abs=30)
+
+
+@pytest.mark.parametrize("addends", [2, 3, 4, 7, 90, 349, 1000, 4093])
+def test_no_sum_of_addends_within_their_limit_is_infinite(addends: int) -> None:
+    """Added one after the other, which rounds most; also those that rounding makes larger, of which 90 has many."""
+    limit = addend_limit(torch.float16, addends)
+    each = np.linspace(limit / 2, limit, 500).astype(np.float16)
+    total = np.zeros_like(each)
+    for _ in range(addends):
+        total += each
+    assert np.isfinite(total).all()
 
 
 class StepsWhileFrozen(Adversarial):

@@ -1,0 +1,29 @@
+"""What docs/results.md prints of stored runs is what is stored."""
+
+import json
+import statistics
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize(("task", "seeds"), [("lenet5", 3), ("lenet5_sgd", 3), ("charlstm", 2)])
+def test_tables_of_sparse_binary_compression(task: str, seeds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    example = import_module("sparse_binary_compression")
+    lines = (ROOT / "docs" / "results.md").read_text().splitlines()
+    stored = json.loads((ROOT / "docs" / "results" / f"sparse_binary_compression_{task}.json").read_text())["runs"]
+    for row in dict.fromkeys(run["row"] for run in stored):
+        runs = [example.read(run) for run in stored if run["row"] == row]
+        assert sorted(run.seed for run in runs) == list(range(seeds))
+        scale, decimals = example.TASKS[task].scale, example.TASKS[task].decimals
+        qualities = [scale * run.quality for run in runs]
+        ratio = statistics.mean(run.ddp_bytes / run.points[-1].sent_bytes for run in runs)
+        title = example.ROWS[row].title.removeprefix("SBC, ")
+        quality = f"{statistics.mean(qualities):.{decimals}f} ± {statistics.stdev(qualities):.{decimals}f}"
+        assert any(line.startswith(f"| {title} | {quality} |") and f"| {ratio:,.0f} x |" in line for line in lines), (
+            f"no line of {title} with {quality} and {ratio:,.0f} x"
+        )
