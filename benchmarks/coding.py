@@ -1,7 +1,7 @@
-"""Measures how short index codecs write random positions, and how quickly they write and read them.
+"""Measures index codecs on random positions: bits per position, and how fast they encode and decode.
 
-One process, one thread. Every row is timed in turns with all others, so that what else the machine does falls on all.
-The reference is timed on fewer positions, as it takes some hundred bytes of memory for each bit.
+One process, one thread. Rows are timed in turns, so that other load on the machine hits all of them. The reference is
+timed on fewer positions: it takes about a hundred bytes of memory per bit.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from lightning_sparsecomm.kernels import PositionKernels, position_kernels_for
 
 
 def positions(count: int, density: float) -> tuple[Tensor, int]:
-    """Random positions, and the size of the vector that they point into."""
+    """Random positions, and the size of the vector they belong to."""
     size = max(count, round(count / density))
     generator = torch.Generator().manual_seed(0)
     runs = torch.empty(2 * count + 1000, dtype=torch.float64).geometric_(density, generator=generator).long()
@@ -32,7 +32,7 @@ def positions(count: int, density: float) -> tuple[Tensor, int]:
 
 
 def coded(coding: IndexCoding, indices: Tensor, size: int) -> tuple[list[Callable[[], object]], int]:
-    """Writing, choice of the codec included; reading; and the bytes that are written."""
+    """Calls that encode (with the choice of the codec) and decode, and the bytes of the result."""
     count = indices.numel()
     codec: IndexCodec = coding.chosen(indices, size)
     section = codec.encode(indices, size)
@@ -58,11 +58,11 @@ def seconds(call: Callable[[], object], kernels: PositionKernels) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    add("--positions", type=int, default=1_000_000, metavar="K", help="how many are written")
-    add("--reference-positions", type=int, default=20_000, metavar="K", help="how many the reference writes")
-    add("--densities", type=float, nargs="+", default=[0.1, 0.01, 0.001], metavar="P", help="of all elements")
-    add("--rounds", type=int, default=15, metavar="N", help="timed calls of every row, after 2 that are not")
-    add("--output", type=Path, metavar="FILE", help="for all times, as JSON")
+    add("--positions", type=int, default=1_000_000, metavar="K", help="number of positions")
+    add("--reference-positions", type=int, default=20_000, metavar="K", help="number of positions for the reference")
+    add("--densities", type=float, nargs="+", default=[0.1, 0.01, 0.001], metavar="P", help="fractions of all elements")
+    add("--rounds", type=int, default=15, metavar="N", help="timed calls of each row, after 2 warm-up calls")
+    add("--output", type=Path, metavar="FILE", help="JSON file for all times")
     options = parser.parse_args()
     torch.set_num_threads(1)
 
@@ -91,8 +91,8 @@ def main() -> None:
 
     columns = [f"{direction}, {kernels}" for kernels in ("numba", "torch") for direction in ("encode", "decode")]
     print(f"{options.positions:,} random positions ({options.reference_positions:,} in torch), one thread;", end=" ")
-    print(f"million positions a second, median (least to most) of {options.rounds}\n")
-    print(f"| codec | density | bits a position | {' | '.join(columns)} |\n|{'---|' * 7}")
+    print(f"million positions per second, median (least to most) of {options.rounds}\n")
+    print(f"| codec | density | bits per position | {' | '.join(columns)} |\n|{'---|' * 7}")
     for name, length in lengths.items():
         shown = []
         for column in columns:

@@ -1,7 +1,7 @@
-"""How well methods learn: final quality on real data over several seeds, beside plain ddp's.
+"""How well methods learn: final quality on real data, over several seeds, next to ddp.
 
-Every run of a seed starts from the same weights and sees the same batches, whatever the method. Runs go seed by seed,
-and each is written to a JSON file as it ends: `--resume` goes on after the last one. Prints a Markdown table of them.
+All runs of a seed start from the same weights and see the same batches. Runs go seed by seed, and each is written to a
+JSON file as it ends; `--resume` skips the runs in that file. Prints a Markdown table.
 """
 
 import argparse
@@ -20,19 +20,17 @@ import numpy as np
 import torch
 from lightning_fabric import Fabric
 from lightning_fabric.strategies import DDPStrategy
-from runs import COMMIT, load, made_with, save, versions
+from runs import COMMIT, load, made_with, save, spread, versions
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.nn.functional import cross_entropy
 
 from lightning_sparsecomm import Channel, GradientSync, Method, NonFiniteGradientError, methods
+from lightning_sparsecomm.basis import Round, SparseVector, Vector, Wire, link_bytes
 from lightning_sparsecomm.codecs import TopK
-from lightning_sparsecomm.codecs.selectors import k_of
-from lightning_sparsecomm.exchange import DenseAllReduce, Exchange, Exchanged, Outgoing
-from lightning_sparsecomm.layout import SparseVector
-from lightning_sparsecomm.rounds import Round
+from lightning_sparsecomm.codecs.selectors.base import k_of
+from lightning_sparsecomm.exchange import DenseAllReduce, Exchange, Exchanged
 from lightning_sparsecomm.strategies.lightning_fabric import SparseCommStrategy
-from lightning_sparsecomm.wire import Wire, link_bytes
 
 # The examples are scripts, not a package.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
@@ -48,7 +46,7 @@ TUNING_DIGITS = 300
 
 CHARACTERS = 50  # of context, at most
 HELD_OUT = 0.05  # of the text
-EVALUATED_WINDOWS = 2_000  # of the held-out text, from its beginning
+EVALUATED_WINDOWS = 2_000  # the first of the held-out text
 
 
 class Options(NamedTuple):
@@ -71,7 +69,7 @@ class Options(NamedTuple):
     resume: bool
 
     def settings(self) -> dict[str, str | int | float | None]:
-        """All that the result of a run depends on, besides row and seed. Runs go together where it is equal."""
+        """All that the result of a run depends on, besides row and seed. Equal for all runs of a file."""
         chosen = self._asdict()
         for name in ("data_dir", "text", "seeds", "rows", "output", "resume"):
             del chosen[name]
@@ -82,9 +80,9 @@ class Data(NamedTuple):
     """A task's data in memory, read once and inherited by all processes.
 
     Attributes:
-        train: What is trained on, a row per sample.
-        held_out: What quality is measured on, likewise.
-        classes: Classes of images, or distinct characters.
+        train: Training data, a row per sample.
+        held_out: Data on which quality is measured, likewise.
+        classes: Number of classes of images, or of distinct characters.
     """
 
     train: tuple[Tensor, ...]
@@ -93,7 +91,7 @@ class Data(NamedTuple):
 
 
 class Learner(nn.Module):
-    """A network that knows what it is good for. Its forward pass gives the loss of a batch."""
+    """A network with its optimizer and its measure of quality. Its forward pass returns the loss of a batch."""
 
     def forward(self, *batch: Tensor) -> Tensor:
         raise NotImplementedError
@@ -103,12 +101,12 @@ class Learner(nn.Module):
         raise NotImplementedError
 
     def quality(self, *held_out: Tensor) -> float:
-        """How good the network is on some samples; the mean over samples."""
+        """Quality on some samples; the mean over samples."""
         raise NotImplementedError
 
 
 class ImageNetwork(Learner):
-    """A convolution and two linear layers. The convolution's large stride keeps steps short, without pooling."""
+    """A convolution and two linear layers. The convolution's large stride replaces pooling and keeps steps short."""
 
     def __init__(self, classes: int) -> None:
         super().__init__()
@@ -129,7 +127,7 @@ class ImageNetwork(Learner):
         return torch.optim.SGD(self.parameters(), learning_rate, momentum=0.9, weight_decay=1e-4)
 
     def quality(self, *held_out: Tensor) -> float:
-        """Fraction of the images that are recognized."""
+        """Accuracy."""
         images, labels = held_out
         return float((self.network(images).argmax(dim=1) == labels).double().mean())
 
@@ -143,7 +141,7 @@ class DigitNetwork(ImageNetwork):
 
 
 class CharacterModel(Learner):
-    """Predicts each next character by an LSTM. Each window begins in an empty state, in training and in evaluation."""
+    """Predicts each next character with an LSTM, whose state is empty at the start of each window."""
 
     def __init__(self, classes: int) -> None:
         super().__init__()
@@ -166,24 +164,22 @@ class CharacterModel(Learner):
 
 
 class TrueTopK(Exchange):
-    """The k elements of largest sum over ranks: what Sketched-SGD looks for, told by sending everything."""
+    """Shares the k elements whose sum over ranks is largest, which Sketched-SGD only estimates. It sends everything."""
 
     def __init__(self, density: float) -> None:
         self.density = density
 
-    def run(self, outgoing: Outgoing, round: Round, wire: Wire) -> Exchanged:
-        whole = DenseAllReduce().run(outgoing, round, wire)
-        x, shared = self.dense(outgoing), whole.shared
+    def exchange(self, x: Vector, context: Round, wire: Wire) -> Exchanged:
+        shared, _, present = DenseAllReduce().exchange(x, context, wire)
         assert isinstance(shared, Tensor)
-        found = TopK(self.density).select(shared, round)
-        return Exchanged(
-            SparseVector(found, shared[found], len(x)), SparseVector(found, x[found], len(x)), whole.present
-        )
+        found = TopK(self.density).select(shared, context)
+        size = context.layout.size
+        return Exchanged(SparseVector(found, shared[found], size), SparseVector(found, x.values[found], size), present)
 
 
 def sketched(options: Options, columns_by_k: int, candidates: int = 36, clip: float | None = 1.0) -> Method:
-    """Sketched-SGD whose sketch has so many columns, and so many candidates, for each element that is shared."""
-    # Without drawing the random numbers that training is to begin with.
+    """Sketched-SGD with so many columns of the sketch, and so many candidates, per element that is shared."""
+    # Draws no random numbers, which would change the training.
     with torch.device("meta"):
         network = (DigitNetwork if options.task == "digits" else ImageNetwork)(10)
     weights = sum(parameter.numel() for parameter in network.parameters() if parameter.dim() > 1)
@@ -203,8 +199,8 @@ class Row(NamedTuple):
     """One way to train.
 
     Attributes:
-        method: Makes the method, late: a row whose method is missing disturbs no other. None is ddp.
-        clip: Largest norm of the averaged gradient, where ddp clips it.
+        method: Makes the method; None for ddp.
+        clip: Largest norm of the averaged gradient, with ddp; None for no clipping.
     """
 
     method: Callable[[Options], Method] | None = None
@@ -212,7 +208,7 @@ class Row(NamedTuple):
 
 
 IMAGE_ROWS = {
-    # Clipped like dgc, so that all rows but two differ from it in one thing.
+    # Clipped as dgc is, so that rows differ from it in one thing.
     BASELINE: Row(clip=1.0),
     "ddp, no clipping": Row(),
     "gradient dropping": Row(lambda options: methods.gradient_dropping(density=options.density, scope="tensor")),
@@ -233,7 +229,7 @@ IMAGE_ROWS = {
     "dgc, no warm-up": Row(lambda options: methods.dgc(density=options.density, warmup_steps=0, clip=1.0)),
     "true top-k": Row(true_top_k),
     "sketched_sgd": Row(lambda options: methods.sketched_sgd(density=options.density, clip=1.0)),
-    # By default, there are 10 for each of the k, and 36 candidates.
+    # The default is 10 columns and 36 candidates for each of the k elements.
     "sketched_sgd, 30 k columns": Row(lambda options: sketched(options, 30)),
     "sketched_sgd, 100 k columns": Row(lambda options: sketched(options, 100)),
     # As many bytes as the row above.
@@ -247,7 +243,7 @@ IMAGE_ROWS = {
 def local_gradients(
     local: Literal["none", "partial", "sum", "error"], averaged: bool = True, warmed_up: bool = True
 ) -> Row:
-    """Gradient dropping in which what is not sent is applied locally, in the way named `local`."""
+    """Gradient dropping that applies locally what it does not send, in the given mode."""
     return Row(
         lambda options: methods.gradient_dropping(
             density=0.01,
@@ -260,7 +256,7 @@ def local_gradients(
 
 TEXT_ROWS = {
     BASELINE: Row(),
-    # Those that are warmed up are to be compared with each other, and those that are not.
+    # Compare rows with warm-up with each other, and likewise rows without.
     "none": local_gradients("none", averaged=False, warmed_up=False),
     "partial, averaged, not warmed up": local_gradients("partial", warmed_up=False),
     "sum, averaged, not warmed up": local_gradients("sum", warmed_up=False),
@@ -274,15 +270,15 @@ TEXT_ROWS = {
 
 
 def read_images(options: Options) -> Data:
-    """Images; for tuning, the last training images are held out and the test images are not looked at."""
+    """The task's images; for tuning, the last training images are held out and the test images are not used."""
     return images_of("digits" if options.task == "digits" else "fashion-mnist", options.data_dir, options.tuning)
 
 
 def images_of(name: DataName, data_dir: Path, hold_out_training: bool = False) -> Data:
-    """Images to train and to measure on: the test images, or, with the test images untouched, the last training images.
+    """Training images, and held-out ones: the test images, or with `hold_out_training` the last training images.
 
     Raises:
-        OSError: They are not there, and cannot be fetched.
+        OSError: They are missing and cannot be downloaded.
         ValueError: They are damaged.
     """
     if name == "digits":
@@ -290,17 +286,15 @@ def images_of(name: DataName, data_dir: Path, hold_out_training: bool = False) -
     else:
         Images("fashion-mnist", data_dir).prepare_data()
         read, tuning = read_fashion_mnist(data_dir), TUNING_IMAGES
-    mean, std = read.train_images.mean(), read.train_images.std()
-    images, labels = (read.train_images - mean) / std, read.train_labels
-    test = (read.test_images - mean) / std, read.test_labels
+    images, labels, *test = read.standardized()
     if hold_out_training:
-        test = images[-tuning:], labels[-tuning:]
+        test = [images[-tuning:], labels[-tuning:]]
         images, labels = images[:-tuning], labels[:-tuning]
-    return Data((images, labels), test, classes=10)
+    return Data((images, labels), tuple(test), classes=10)
 
 
 def read_text(options: Options) -> Data:
-    """Windows of the text, side by side; its last part is held out, or for tuning, the part before the last."""
+    """Consecutive windows of the text. Its last part is held out, or for tuning the part before the last."""
     path = options.text or options.data_dir / "shakespeare.txt"
     code_points = np.frombuffer(path.read_text(encoding="utf-8").encode("utf-32-le"), np.uint32)
     distinct, indices = np.unique(code_points, return_inverse=True)
@@ -309,24 +303,25 @@ def read_text(options: Options) -> Data:
     end = len(text) - part if options.tuning else len(text)
     train, held_out = text[: end - part], text[end - part : end]
     if len(held_out) <= CHARACTERS:
-        raise ValueError(f"{path} is too short: {len(text):,} characters.")
-    # One character more, since what follows the last one is to be predicted too.
+        least = math.ceil((CHARACTERS + 1) / HELD_OUT)
+        raise ValueError(f"{path} must have at least {least:,} characters; got {len(text):,}. Name a longer text.")
+    # One character more: the successor of the last one is predicted too.
     train_windows, windows = (some.unfold(0, CHARACTERS + 1, CHARACTERS) for some in (train, held_out))
     return Data((train_windows,), (windows[:EVALUATED_WINDOWS],), len(distinct))
 
 
 class Task(NamedTuple):
-    """What is learnt, and how its quality is written down.
+    """A task, and how its quality is printed.
 
     Attributes:
         read: Reads the data.
-        learner: Makes the network for a number of classes.
+        learner: Makes the network, given the number of classes.
         rows: The ways to train, by name.
         batch_size, steps, warmup_steps, learning_rate: Defaults of the options.
         quality: Name and unit of the quality.
         unit: Unit of a difference of qualities.
-        scale: What the quality is multiplied by, to be in this unit.
-        decimals: How many are printed.
+        scale: Factor from the quality to this unit.
+        decimals: Number of decimals.
     """
 
     read: Callable[[Options], Data]
@@ -389,15 +384,15 @@ class Run(NamedTuple):
     """One training run.
 
     Attributes:
-        row: Its name.
-        seed: Of the first weights and of the order of the data.
-        quality: At the end, on what was held out; None where training ran out of finite numbers.
-        link_bytes: Bytes that the method has put on the link, per rank.
-        ledger: The same for every purpose in the ledger; empty for ddp, which has none.
+        row: Its row's name.
+        seed: Seed of the initial weights and of the order of the data.
+        quality: Quality at the end, on held-out data; None if training diverged.
+        link_bytes: Bytes that the method put on the link, per rank.
+        ledger: The same for each purpose in the ledger; empty for ddp, which has no ledger.
         steps: Optimizer steps.
-        seconds: Of all steps, on rank 0.
+        seconds: Total of all steps, on rank 0.
         method: The method in full.
-        commit: With which it was made; None if that is not known.
+        commit: Of lightning_sparsecomm; None if unknown.
     """
 
     row: str
@@ -412,7 +407,7 @@ class Run(NamedTuple):
 
 
 def batches(data: Data, batch_size: int, rank: int, ranks: int, seed: int) -> Iterator[list[Tensor]]:
-    """One rank's batches without end: a new order in each epoch, cut into batches for all ranks by turns."""
+    """One rank's batches, endlessly: a new order in each epoch, cut into batches that ranks take in turns."""
     generator = torch.Generator().manual_seed(seed)
     samples, together = len(data.train[0]), ranks * batch_size
     while True:
@@ -422,7 +417,7 @@ def batches(data: Data, batch_size: int, rank: int, ranks: int, seed: int) -> It
 
 
 def evaluate(learner: Learner, held_out: tuple[Tensor, ...]) -> float | None:
-    """The network's quality on all samples; None where it is no number."""
+    """The network's quality on all samples; None if it is not finite."""
     learner.eval()
     with torch.no_grad():
         chunks = zip(*(tensor.split(500) for tensor in held_out))
@@ -432,7 +427,7 @@ def evaluate(learner: Learner, held_out: tuple[Tensor, ...]) -> float | None:
 
 
 def train(row: str, seed: int, data: Data, options: Options) -> Run:
-    """One training run from its beginning to its measurement."""
+    """One training run, with its measurement."""
     make, clip = TASKS[options.task].rows[row]
     method = None if make is None else make(options)
     name = f"{BASELINE}, clip={clip}" if method is None else repr(method)
@@ -448,7 +443,7 @@ def train(row: str, seed: int, data: Data, options: Options) -> Run:
         try:
             fabric.launch(learn, run, clip, data, options, path)
         except ProcessRaisedException as error:
-            # To diverge is a result; everything else is not.
+            # Divergence is a result; every other error is not.
             if NonFiniteGradientError.__name__ not in str(error):
                 raise
             return run
@@ -456,7 +451,7 @@ def train(row: str, seed: int, data: Data, options: Options) -> Run:
 
 
 def learn(fabric: Fabric, run: Run, clip: float | None, data: Data, options: Options, path: Path) -> None:
-    """What each process does; rank 0 writes the run to a file, since it is a process that Fabric has started."""
+    """What each process does. Rank 0 writes the run to a file, since Fabric starts the processes."""
     task, rank, ranks = TASKS[options.task], fabric.global_rank, fabric.world_size
     torch.set_num_threads(1)
     torch.manual_seed(run.seed)
@@ -475,7 +470,7 @@ def learn(fabric: Fabric, run: Run, clip: float | None, data: Data, options: Opt
     gradient_bytes = options.steps * sum(parameter.nbytes for parameter in learner.parameters())
     sent_bytes, purposes = link_bytes("all_reduce", gradient_bytes, ranks), {}
     if isinstance(fabric.strategy, SparseCommStrategy):
-        # Collective: where replicas have gone apart, what is measured is their average.
+        # A collective: replicas that drifted apart become one model before it is measured.
         fabric.strategy.settle()
         ledger = fabric.strategy.ledger
         assert ledger is not None
@@ -508,14 +503,14 @@ def table(runs: list[Run], options: Options) -> str:
         if not qualities:
             lines.append(f"| {row} | {seeds} |{' — |' * (len(header) - 2)}")
             continue
-        # Seed by seed: what the seed itself does to both is not in the spread of the difference.
+        # Seed by seed, so that the seed's own effect is not in the spread of the difference.
         references = {seed: run.quality for seed, run in baseline.items() if run.quality is not None}
         differences = [qualities[seed] - task.scale * references[seed] for seed in qualities if seed in references]
         sent = [finished[seed].link_bytes for seed in qualities]
         ratios = [baseline[seed].link_bytes / finished[seed].link_bytes for seed in qualities if seed in baseline]
         values, decimals = list(qualities.values()), task.decimals
         cells = [row, seeds, f"{statistics.mean(values):.{decimals}f}", deviation(values, decimals)]
-        cells.append(f"{min(values):.{decimals}f} – {max(values):.{decimals}f}")
+        cells.append(spread(values, decimals))
         if perplexity:
             cells.append(f"{math.exp(statistics.mean(values)):.3f}")
         cells += [f"{statistics.mean(sent) / 1e6:,.2f}", f"{statistics.mean(ratios):,.1f} x" if ratios else "—"]
@@ -528,42 +523,62 @@ def table(runs: list[Run], options: Options) -> str:
 
 
 def deviation(values: list[float], decimals: int) -> str:
-    """Standard deviation; none of a single value."""
+    """The standard deviation; a dash for a single value."""
     return f"{statistics.stdev(values):.{decimals}f}" if len(values) > 1 else "—"
 
 
 def parse() -> Options:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    # Defaults that depend on the task are told in the help instead.
+    # The help says which defaults depend on the task.
     by_task: dict[str, Any] = {"default": argparse.SUPPRESS, "metavar": "N"}
     images, digits, text = TASKS["fashion-mnist"], TASKS["digits"], TASKS["shakespeare"]
-    add("--task", choices=get_args(TaskName), required=True, help="what is learnt")
-    add("--data-dir", type=folder, default=Path("data"), metavar="DIR", help="of Fashion-MNIST or shakespeare.txt")
+    add("--task", choices=get_args(TaskName), required=True, help="task to learn")
+    add(
+        "--data-dir",
+        type=folder,
+        default=Path("data"),
+        metavar="DIR",
+        help="folder of Fashion-MNIST or shakespeare.txt",
+    )
     add("--text", type=file, default=None, metavar="FILE", help="another text for shakespeare, in UTF-8")
     add("--seeds", type=at_least(1), default=3, metavar="N", help="runs of each row, with seeds 0 to N-1")
-    add("--processes", type=at_least(2), default=4, metavar="N", help="on this machine's CPU, one thread each")
+    add(
+        "--processes", type=at_least(2), default=4, metavar="N", help="processes on this machine's CPU, one thread each"
+    )
     add(
         "--steps",
         type=at_least(1),
         **by_task,
-        help=f"(default: {images.steps}, {digits.steps} of digits, {text.steps} of text)",
+        help=f"optimizer steps (default: {images.steps}, {digits.steps} of digits, {text.steps} of text)",
     )
     sizes = f"{images.batch_size} images, {digits.batch_size} digits, {text.batch_size} windows"
     batch_size = f"samples per process and step (default: {sizes})"
     add("--batch-size", type=at_least(1), **by_task, help=batch_size)
-    rate = f"at first, of all rows (default: {images.learning_rate} of SGD, {text.learning_rate} of Adam)"
+    rate = f"initial learning rate (default: {images.learning_rate} of SGD, {text.learning_rate} of Adam)"
     add("--learning-rate", type=float, **by_task, help=rate)
     lengths = f"{images.warmup_steps}, {digits.warmup_steps}, {text.warmup_steps}"
-    warmup = f"of dgc, and of rows of shakespeare (default: {lengths})"
+    warmup = f"warm-up of dgc, and of rows of shakespeare (default: {lengths})"
     add("--warmup-steps", type=at_least(0), **by_task, help=warmup)
-    add("--density", type=float, default=0.001, metavar="P", help="of rows of images; those of text send 1%%")
-    add("--average-every", type=at_least(1), default=100, metavar="N", help="steps, of rows of shakespeare")
-    add("--rows", nargs="+", default=argparse.SUPPRESS, metavar="NAME", help="of the table (default: all of the task)")
-    tuning = "measure on a part of the training data that is then not trained on, to choose settings by"
+    add(
+        "--density",
+        type=float,
+        default=0.001,
+        metavar="P",
+        help="fraction sent by rows of images; those of text send 1%%",
+    )
+    add(
+        "--average-every",
+        type=at_least(1),
+        default=100,
+        metavar="N",
+        help="steps between averages, in rows of shakespeare",
+    )
+    add("--rows", nargs="+", default=argparse.SUPPRESS, metavar="NAME", help="rows (default: all of the task)")
+    tuning = "hold out a part of the training data, and measure on that instead: for choosing settings"
     add("--tuning", action="store_true", help=tuning)
-    add("--output", type=folder, default=Path("learning"), metavar="DIR", help="for a JSON file of all runs")
-    add("--resume", action="store_true", help="skip runs that are in this file already")
+    add("--output", type=folder, default=Path("learning"), metavar="DIR", help="folder for a JSON file of all runs")
+    add("--resume", action="store_true", help="skip runs that this file already has")
     arguments = vars(parser.parse_args())
     task = TASKS[arguments["task"]]
     for name in ("steps", "batch_size", "learning_rate", "warmup_steps"):
@@ -571,20 +586,21 @@ def parse() -> Options:
     arguments.setdefault("rows", list(task.rows))
     for row in arguments["rows"]:
         if row not in task.rows:
-            parser.error(f"--rows of {arguments['task']} are {', '.join(map(repr, task.rows))}; got {row!r}")
+            rows = ", ".join(map(repr, task.rows))
+            parser.error(f"--rows of {arguments['task']} must be among {rows}; got {row!r}")
     return Options(**arguments)
 
 
 def main() -> None:
     options = parse()
-    # A row does without averaging on purpose.
+    # One row never averages, on purpose.
     quieten(".*average_every.*")
     torch.set_num_threads(1)
     task = TASKS[options.task]
     for row in options.rows:
         make = task.rows[row].method
         if make is not None:
-            make(options)  # what is wrong with a method shows now, not after hours
+            make(options)  # errors in a method show now, not after hours
     path, settings = numbers(options), options.settings()
     try:
         runs = [Run(**run) for run in load(path, settings, options.resume)]

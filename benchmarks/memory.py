@@ -1,8 +1,8 @@
-"""Peak memory of a training step with each method, beside ddp's, in vectors of as many float32 as the model has.
+"""Peak memory of a training step with ddp and with each method, in multiples of the model's float32 parameters.
 
-What a process has whatever the model (Python, torch, compiled kernels) is not in it: each row trains two models, one
-larger than the other, and the difference of their peaks is divided by the difference of their sizes. A peak is the most
-that was resident on rank 0 from the end of the set-up to the end of a few steps. Prints a Markdown table. Needs Linux.
+Each row trains a small and a large model, and divides the difference of their peaks by the difference of their sizes.
+So what every process needs (Python, torch, compiled kernels) does not count. The peak is rank 0's largest resident
+memory between the set-up and the end of a few steps. Prints a Markdown table. Needs Linux.
 """
 
 import argparse
@@ -41,7 +41,7 @@ SAMPLES = 8
 
 
 def peak_bytes(row: str, ranks: int, width: int) -> int:
-    """The most memory that rank 0 has in its first steps with a model of `LAYERS` · `width`² parameters."""
+    """Rank 0's peak memory in its first steps, with a model of `LAYERS` · `width`² parameters."""
     method = ROWS[row]
     strategy: DDPStrategy = (
         DDPStrategy(start_method="fork") if method is None else SparseCommStrategy(method=method(), start_method="fork")
@@ -54,7 +54,7 @@ def peak_bytes(row: str, ranks: int, width: int) -> int:
 
 
 def train(fabric: Fabric, width: int, path: Path) -> None:
-    """What each process does; rank 0 writes its peak to a file, since it is a process that Fabric has started."""
+    """What each process does. Rank 0 writes its peak to a file, since Fabric starts the processes."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     network = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(LAYERS)))
@@ -71,16 +71,16 @@ def train(fabric: Fabric, width: int, path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    add("--ranks", type=int, nargs="+", default=[2, 4], metavar="N", help="processes, one thread each")
-    add("--rows", nargs="+", choices=list(ROWS), default=list(ROWS), metavar="NAME", help="of the table")
-    widths = f"of the two models, of {LAYERS} linear layers each"
+    add("--ranks", type=int, nargs="+", default=[2, 4], metavar="N", help="numbers of processes, one thread each")
+    add("--rows", nargs="+", choices=list(ROWS), default=list(ROWS), metavar="NAME", help="rows of the table")
+    widths = f"widths of the two models, of {LAYERS} linear layers each"
     add("--widths", type=int, nargs=2, default=[1000, 2000], metavar=("SMALL", "LARGE"), help=widths)
     options = parser.parse_args()
     small, large = options.widths
     if min(options.ranks) < 2 or not 0 < small < large:
-        parser.error("--ranks must be at least 2, and --widths two numbers, the larger one last")
+        parser.error("--ranks must be at least 2, and --widths two positive numbers, the larger one last")
     if not sys.platform.startswith("linux"):
-        sys.exit(f"peaks are read from /proc, which Linux has; this is {sys.platform}.")
+        sys.exit(f"peak memory is read from /proc, which needs Linux; this is {sys.platform}.")
     logging.disable(logging.INFO)
     warnings.simplefilter("ignore")
     vector_bytes = 4 * LAYERS * (large**2 - small**2)

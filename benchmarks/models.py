@@ -1,4 +1,4 @@
-"""What the benchmarks of training steps train: networks of ten million parameters and more, on real data."""
+"""The networks of the benchmarks of training steps, of about ten million parameters each, and their data."""
 
 import sys
 from collections.abc import Callable
@@ -23,8 +23,8 @@ class Trained(pl.LightningModule):
     """A network, its loss, and SGD with momentum.
 
     Args:
-        network: Gives scores `[..., classes]`.
-        learning_rate: Of SGD.
+        network: Returns scores `[..., classes]`.
+        learning_rate: SGD's learning rate.
     """
 
     def __init__(self, network: nn.Module, learning_rate: float) -> None:
@@ -41,7 +41,7 @@ class Trained(pl.LightningModule):
 
 
 class Block(nn.Module):
-    """Two convolutions with batch normalization, and the input added (He et al. 2016)."""
+    """Two convolutions with batch normalization, and a shortcut (He et al. 2016)."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Block(nn.Module):
 
 
 def resnet(classes: int) -> nn.Module:
-    """ResNet-18 with the first layer that small images call for: 11.2 million parameters."""
+    """ResNet-18 with a first layer for small images: 11.2 million parameters."""
     layers: list[nn.Module] = [nn.Conv2d(1, 64, 3, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU()]
     inputs = 64
     for outputs, stride in ((64, 1), (128, 2), (256, 2), (512, 2)):
@@ -71,14 +71,14 @@ def resnet(classes: int) -> nn.Module:
 
 
 def perceptron(classes: int) -> nn.Module:
-    """Three linear layers, most in the middle: 10.7 million parameters, and little to compute for that many."""
+    """Three linear layers: 10.7 million parameters, most in the middle layer, and little to compute."""
     return nn.Sequential(
         nn.Flatten(), nn.Linear(784, 2900), nn.ReLU(), nn.Linear(2900, 2900), nn.ReLU(), nn.Linear(2900, classes)
     )
 
 
 class WordLSTM(nn.Module):
-    """An embedding of 512 dimensions, 1,280 LSTM units and a linear layer: 9.2 million parameters, and 1,793 a word."""
+    """512-dimensional embedding, 1,280 LSTM units, linear layer: 9.2 million parameters and 1,793 more per word."""
 
     def __init__(self, symbols: int) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class WordLSTM(nn.Module):
 
 
 class Layer(nn.Module):
-    """Causal attention and two linear layers, each behind a normalization and added to its input."""
+    """Causal attention and a two-layer perceptron, each with a normalization before it and a residual connection."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class Loaded(NamedTuple):
 
     Attributes:
         data: A pair of input and targets for each sample.
-        classes: What is told apart.
+        classes: Number of classes.
     """
 
     data: Dataset[tuple[Tensor, ...]]
@@ -138,14 +138,14 @@ class Loaded(NamedTuple):
 
 
 class Model(NamedTuple):
-    """What is trained.
+    """A network and its training.
 
     Attributes:
-        load: Reads its data, given the folder of Fashion-MNIST, which is downloaded if missing, and a text.
-        network: Makes it, given the number of classes.
+        load: Reads the data, given the folder of Fashion-MNIST (downloaded if missing) and a text.
+        network: Makes the network, given the number of classes.
         batch_size: Samples per rank and step.
         learning_rate: Of SGD with momentum.
-        samples: What a batch is made of, in words.
+        samples: What a batch consists of, in words.
     """
 
     load: Callable[[Path, Path], Loaded]
@@ -161,9 +161,8 @@ CHARACTERS = 64  # that GPT reads at once
 
 def load_images(folder: Path, text: Path) -> Loaded:
     Images("fashion-mnist", folder).prepare_data()
-    read = read_fashion_mnist(folder)
-    mean, deviation = read.train_images.mean(), read.train_images.std()
-    return Loaded(TensorDataset((read.train_images - mean) / deviation, read.train_labels), 10)
+    read = read_fashion_mnist(folder).standardized()
+    return Loaded(TensorDataset(read.train_images, read.train_labels), 10)
 
 
 def load_words(folder: Path, text: Path) -> Loaded:
@@ -178,10 +177,10 @@ def load_characters(folder: Path, text: Path) -> Loaded:
 
 
 def _windows(sequence: Tensor, length: int) -> Dataset[tuple[Tensor, ...]]:
-    """Pieces of a text, each with what follows each of its symbols."""
+    """Consecutive pieces of a text as inputs, and the same shifted by one symbol as targets."""
     count = (len(sequence) - 1) // length
     if count < 1:
-        raise ValueError(f"the text is too short: {len(sequence)} symbols, of which {length + 1} are read at once.")
+        raise ValueError(f"the text must have at least {length + 1} symbols; got {len(sequence)}. Name a longer text.")
     return TensorDataset(
         sequence[: count * length].view(count, length), sequence[1 : count * length + 1].view(count, length)
     )

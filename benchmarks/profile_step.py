@@ -1,7 +1,7 @@
-"""What a rank's processor does in a step of training.py, by function, with its own time and that of what it calls.
+"""Profiles one step of training.py by function: time of its own, and with what it calls.
 
-Measured by Python's profiler in the first rank's main thread: what Gloo's threads do is not in it, and functions that
-are called often are shown longer than they are. Needs Linux and root, as training.py does.
+Python's profiler runs in the first rank's main thread. It does not see Gloo's threads, and overstates functions that
+are called often. Needs Linux and root, as training.py does.
 """
 
 import argparse
@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 
 import pytorch_lightning as pl
 import torch
-from models import EXCERPT, MODELS, Loaded
-from network import FORK, Lab, LabError, patience_seconds
-from training import KEEPS, MALLOC_HELP, STRATEGIES, WARM_UP_STEPS, Barrier, Measured, Setting, train
+from models import EXCERPT, MODELS
+from network import FORK, Lab, LabError
+from runs import Package
+from training import CHECKOUT, KEEPS, MALLOC_HELP, STRATEGIES, WARM_UP_STEPS, Barrier, Job, Measured, Setting, train
 
 
 class Share(NamedTuple):
@@ -27,8 +28,8 @@ class Share(NamedTuple):
     Attributes:
         function: Where it is defined, and its name.
         calls: Per step.
-        own_ms: Of the processor, per step, without what it calls.
-        all_ms: With what it calls.
+        own_ms: Processor time per step, without what it calls.
+        all_ms: Processor time per step, with what it calls.
     """
 
     function: str
@@ -38,7 +39,7 @@ class Share(NamedTuple):
 
 
 class Profiler(pl.Callback):
-    """Notes what this process does in the steps after the warm-up."""
+    """Profiles this process in the steps after the warm-up."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
@@ -59,21 +60,19 @@ class Profiler(pl.Callback):
 
 
 def named(path: str, line: int, name: str) -> str:
-    """A function's name after its line and the last two parts of its file's name; built-in ones have none."""
+    """A function as `folder/file:line name`; built-in functions have their name alone."""
     return name.strip("<>") if path == "~" else f"{'/'.join(Path(path).parts[-2:])}:{line} {name}"
 
 
-def profiled(
-    rank: int, setting: Setting, row: str, loaded: Loaded, steps: int, batch_size: int, malloc: str, barrier: Barrier
-) -> tuple[Measured, list[Share]]:
-    """`train`, and what this rank's processor did."""
-    profiler = Profiler(steps)
-    measured = train(rank, setting, row, loaded, steps, batch_size, malloc, barrier, [profiler])
+def profiled(rank: int, job: Job, barrier: Barrier) -> tuple[Measured, list[Share]]:
+    """`train`, and this rank's profile."""
+    profiler = Profiler(job.steps)
+    measured = train(rank, job, barrier, [profiler])
     return measured, profiler.shares()
 
 
 def table(shares: list[Share], rows: int) -> str:
-    """Those with most time of their own, as Markdown."""
+    """The functions with most time of their own, as Markdown."""
     lines = ["| function | calls per step | ms of its own | with what it calls |", "|---|---:|---:|---:|"]
     for share in sorted(shares, key=lambda share: -share.own_ms)[:rows]:
         lines.append(f"| `{share.function}` | {share.calls:,.1f} | {share.own_ms:.2f} | {share.all_ms:.2f} |")
@@ -83,18 +82,24 @@ def table(shares: list[Share], rows: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    add("--model", choices=list(MODELS), default="perceptron", help="what is trained")
-    add("--ranks", type=int, default=2, metavar="N", help="processes, one thread each")
-    add("--rate", default="unlimited", metavar="RATE", help="of each rank's cable, both ways")
-    add("--row", choices=list(STRATEGIES), default="dgc(0.001)", metavar="NAME", help="of training.py's table")
+    add("--model", choices=list(MODELS), default="perceptron", help="network to train")
+    add("--ranks", type=int, default=2, metavar="N", help="number of processes, one thread each")
+    add("--rate", default="unlimited", metavar="RATE", help="rate of each rank's cable, in both directions")
+    add("--row", choices=list(STRATEGIES), default="dgc(0.001)", metavar="NAME", help="row of training.py's table")
     add("--malloc", choices=[KEEPS, "default"], default=KEEPS, help=MALLOC_HELP)
-    add("--steps", type=int, default=20, metavar="N", help=f"that are profiled, after {WARM_UP_STEPS} others")
-    add("--functions", type=int, default=15, metavar="N", help="that are printed")
-    add("--data-dir", type=Path, default=Path("data"), metavar="DIR", help="of Fashion-MNIST, downloaded if missing")
-    add("--text", type=Path, default=EXCERPT, metavar="FILE", help="that the language models read, in UTF-8")
+    add("--steps", type=int, default=20, metavar="N", help=f"profiled steps, after {WARM_UP_STEPS} warm-up steps")
+    add("--functions", type=int, default=15, metavar="N", help="lines of the table")
+    add(
+        "--data-dir",
+        type=Path,
+        default=Path("data"),
+        metavar="DIR",
+        help="folder of Fashion-MNIST, downloaded if missing",
+    )
+    add("--text", type=Path, default=EXCERPT, metavar="FILE", help="text for the language models, in UTF-8")
     options = parser.parse_args()
     if min(options.steps, options.functions) < 1:
-        parser.error("--steps and --functions are at least 1")
+        parser.error("--steps and --functions must be at least 1")
     try:
         lab = Lab(options.ranks, options.rate)
     except ValueError as error:
@@ -106,18 +111,16 @@ def main() -> None:
     setting = Setting(options.model, options.ranks, options.rate)
     try:
         loaded = model.load(options.data_dir, options.text)
-        floats = sum(parameter.numel() for parameter in model.network(loaded.classes).parameters())
-        timeout = patience_seconds(WARM_UP_STEPS + options.steps, floats, options.rate, 3.0 * options.ranks)
-        arguments = (setting, options.row, loaded, options.steps, model.batch_size, options.malloc)
+        package = Package.at(CHECKOUT)
+        job = Job(setting, options.row, package, loaded, options.steps, model.batch_size, options.malloc)
         with lab:
-            measured, shares = lab.run(profiled, *arguments, FORK.Barrier(options.ranks), timeout=timeout)[0]
+            measured, shares = lab.run(profiled, job, FORK.Barrier(options.ranks), timeout=job.timeout)[0]
     except (LabError, OSError, ValueError) as error:
         sys.exit(str(error))
     mean_ms = 1000 * sum(measured.seconds) / options.steps
     cpu_ms = 1000 * measured.cpu_seconds / options.steps
-    print(
-        f"{options.row}, {options.model}, {options.ranks} ranks, {options.rate}: {mean_ms:.1f} ms per step as profiled,"
-    )
+    setting_in_words = f"{options.row}, {options.model}, {options.ranks} ranks, {options.rate}"
+    print(f"{setting_in_words}: {mean_ms:.1f} ms per step with the profiler,")
     print(f"{cpu_ms:.1f} ms of the first rank's processor, all threads together\n")
     print(table(shares, options.functions))
 

@@ -1,8 +1,9 @@
-"""What one exchange costs each rank, by the number of ranks: measured on a slow network, and by a model beyond that.
+"""What one exchange costs each rank, by the number of ranks: measured for a few ranks, and modelled for more.
 
-Measured with a few processes on this machine, in the lab of network.py (Linux, root) or on loopback. The model adds up
-what a rank computes, which one process rehearses with the payloads of as many ranks, and what its collectives take:
-hops and bytes, by constants that are measured in the same call. Prints a Markdown table with both side by side.
+A few processes on this machine are measured, in the lab of network.py (Linux, root) or on loopback. The model adds up
+two parts. One is what a rank computes: one process rehearses it with the payloads of as many ranks. The other is what
+its collectives take: hops and bytes, with constants that are measured in the same call. Prints a Markdown table with
+measurement and model side by side.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
-# torch warns of hosts without names, such as the lab's.
+# torch warns that the lab's hosts have no names.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import torch
@@ -32,8 +33,9 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from lightning_sparsecomm import Method, methods
-from lightning_sparsecomm.synchronizer import Synchronizer
-from lightning_sparsecomm.wire import GRADIENTS, Collective, Ledger, Waiting, Wire, link_bytes
+from lightning_sparsecomm.basis import GRADIENTS, Collective, Ledger, Wire, link_bytes
+from lightning_sparsecomm.basis.wire import Waiting
+from lightning_sparsecomm.run.engine import Engine
 
 # The benchmarks are scripts, not a package.
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -43,16 +45,16 @@ from runs import versions
 LOOPBACK = "loopback"
 BASELINE = "ddp"
 
-# Kernels are compiled, and buffers touched, in the first exchange; memories hold something in the second.
+# The first exchange compiles kernels and touches buffers; only in the second do memories hold something.
 WARM_UP_EXCHANGES = 2
 
-# Ranks of a rehearsal whose payloads differ; more have the same ones again.
+# Different payloads in a rehearsal; more ranks repeat them.
 DISTINCT_RANKS = 128
 
-# No two ranks or steps take their gradients from the same place of a random vector; and this is no multiple of a block.
+# Distance between the places of a random vector where ranks and steps take their gradients; no multiple of a block.
 STRIDE = 7919
 
-# Of the collective that tells what hops cost.
+# Size of the collective that measures hops.
 TINY_ELEMENTS = 2
 
 BACKEND_TIMEOUT = timedelta(minutes=5)
@@ -62,8 +64,8 @@ class Contender(NamedTuple):
     """One way to share gradients.
 
     Attributes:
-        method: Makes the method; None for the all-reduce of ddp.
-        steps: Optimizer steps for which one exchange serves; what is printed is its part for one of them.
+        method: Makes the method; None for ddp's all-reduce.
+        steps: Optimizer steps per exchange; printed costs are per step.
     """
 
     method: Callable[[], Method] | None
@@ -76,26 +78,26 @@ CONTENDERS = {
     "gradient_dropping(0.01)": Contender(lambda: methods.gradient_dropping(0.01)),
     "sketched_sgd()": Contender(lambda: methods.sketched_sgd()),
     "s2_reducer()": Contender(lambda: methods.s2_reducer()),
-    # All its exchanges cost the same: the steps between them need not be made.
+    # All its exchanges cost the same, so the steps between them are left out.
     "sbc(0.01, every=10)": Contender(lambda: methods.sbc(0.01, every=1), steps=10),
 }
 
 
 class Call(NamedTuple):
-    """One collective, and the bytes that this rank hands over to it."""
+    """One collective, and the bytes that this rank hands to it."""
 
     collective: Collective
     handed_bytes: int
 
 
 class Watch:
-    """What one exchange takes: runs while it is resumed, and knows when a collective is at work.
+    """A stopwatch for one exchange, which knows when a collective is at work.
 
     Attributes:
-        seconds: By the wall.
-        cpu_seconds: Of all threads of the process.
-        before: Seconds that this thread computed before the first collective.
-        after: Those after it, without what it did within collectives.
+        seconds: Wall-clock time.
+        cpu_seconds: Processor time of all threads of the process.
+        before: Processor time of this thread before the first collective.
+        after: Processor time of this thread after that, outside of collectives.
         calls: The collectives.
     """
 
@@ -130,7 +132,7 @@ class Watch:
 
 
 class Watched(Waiting):
-    """A wait that the watch knows of."""
+    """A wait that pauses the watch's count of computation."""
 
     def __init__(self, waiting: Waiting, watch: Watch, call: Call) -> None:
         self._waiting, self._watch, self._call = waiting, watch, call
@@ -147,23 +149,23 @@ class Watched(Waiting):
 
 
 class WatchedWire(Wire):
-    """The product's wire under a watch."""
+    """The package's wire under a watch."""
 
     watch: Watch
 
     @classmethod
     def joined(cls) -> "WatchedWire":
-        """To the process group that this process is in."""
+        """A wire over this process's process group."""
         wire = cls()
         wire.watch = Watch()
         return wire
 
-    def calling(self, collective: Collective, handed_bytes: int, row: str | None = None, peer: str = "") -> Waiting:
-        waiting = super().calling(collective, handed_bytes, row, peer)
+    def calling(self, collective: Collective, handed_bytes: int, row: str | None = None) -> Waiting:
+        waiting = super().calling(collective, handed_bytes, row)
         return Watched(waiting, self.watch, Call(collective, handed_bytes))
 
     def all_reduce_later_(self, tensor: Tensor, row: str | None = None) -> Callable[[], None]:
-        """Not before it is waited for: the watch tells computing from communicating, and the model adds them up."""
+        """Communicates only in the wait: the model adds up computation and communication, which must not overlap."""
 
         def wait() -> None:
             self.all_reduce_(tensor, row)
@@ -172,29 +174,29 @@ class WatchedWire(Wire):
 
 
 class Rehearsal(WatchedWire):
-    """A wire without a network: the other ranks say what has been recorded of them, at once.
+    """A wire without a network, on which other ranks' recorded payloads arrive at once.
 
-    Gathers and ORs are of what ranks have recorded. A sum is this rank's part alone, since what methods do next does
-    not take longer by the numbers that are in it.
+    Gathers and ORs use the recorded payloads. A sum is this rank's part alone: its values do not change how long
+    methods then compute.
 
     Attributes:
-        recorded: Of each exchange recorded, what was handed over to each collective.
+        recorded: For each recorded exchange, what was handed to each collective.
     """
 
     def __init__(self) -> None:
-        # Not the wire's own, which asks for a process group.
+        # The wire's own constructor needs a process group.
         self.group, self.row, self.backend, self.rank = None, GRADIENTS, "gloo", 0
         self.step, self.failures, self.watch = None, [], Watch()
         self.recorded: list[list[Tensor]] = []
         self.take_part(1)
 
     def take_part(self, world_size: int) -> None:
-        """From now on, in a world of so many ranks; in one of 1, what is handed over is recorded."""
+        """Sets the number of ranks from now on; with 1, payloads are recorded."""
         self.world_size = world_size
         self.ledger = Ledger(world_size)
 
     def _others(self) -> list[Tensor]:
-        """What the other ranks hand over to the collective that is at work."""
+        """What the other ranks hand to the current collective."""
         call = len(self.watch.calls) - 1
         return [self.recorded[rank % len(self.recorded)][call] for rank in range(1, self.world_size)]
 
@@ -227,7 +229,7 @@ class Rehearsal(WatchedWire):
 
 
 class Gradients:
-    """Random gradients of rather heavy tails, which differ by rank and step, without the time to draw them anew."""
+    """Random, heavy-tailed gradients that differ by rank and step, without the time to draw new ones."""
 
     def __init__(self, seed: int, size: int) -> None:
         self.size = size
@@ -240,18 +242,18 @@ class Gradients:
 
 
 def shapes(elements: int) -> list[tuple[int, ...]]:
-    """Of four square weights and their biases, of about so many elements together."""
+    """Shapes of four square weights and their biases, with about so many elements in all."""
     width = max(2, round(math.sqrt(elements / 4)))
     return [(width, width), (width,)] * 4
 
 
 class Replica:
-    """A rank's model without data: gradients come from outside, all else is as in training.
+    """A rank's model without data: gradients come from outside, everything else is as in training.
 
     Args:
         contender: How gradients are shared.
-        wire: Where.
-        elements: About how many parameters it has.
+        wire: Where to communicate.
+        elements: Approximate number of parameters.
     """
 
     def __init__(self, contender: Contender, wire: WatchedWire, elements: int) -> None:
@@ -262,18 +264,18 @@ class Replica:
         self.gradient = torch.zeros(self.size)
         self.wire = wire
         self.optimizer = torch.optim.SGD(self.parameters, lr=0.1, momentum=0.9)
-        self.synchronizer: Synchronizer | None = None
+        self.engine: Engine | None = None
         if contender.method is not None:
-            self.synchronizer = Synchronizer(contender.method(), wire)
-            self.synchronizer.add_module(self.module)
-            self.synchronizer.check()
+            self.engine = Engine(contender.method(), wire)
+            self.engine.registry.add_module(self.module)
+            self.engine.registry.check()
 
     def step(self, gradient: Tensor, meet: Callable[[], object]) -> None:
-        """One optimizer step; `wire.watch` has run while something was exchanged, and not in the optimizer.
+        """One optimizer step. `wire.watch` measures the exchanges, and not the optimizer.
 
         Args:
-            gradient: Of all parameters, `[size]`.
-            meet: Called before the watch runs, so that ranks begin together.
+            gradient: Gradient of all parameters, `[size]`.
+            meet: Called before the watch starts, so that ranks begin together.
         """
         self.gradient.copy_(gradient)
         for parameter, part in zip(
@@ -282,40 +284,40 @@ class Replica:
             parameter.grad = part.view(parameter.shape)
         watch = self.wire.watch
         watch.clear()
-        if self.synchronizer is None:
+        if self.engine is None:
             meet()
             watch.resume()
-            # As ddp does in its buckets; in one collective, which is the best case.
+            # As in ddp's buckets, but in one collective, the best case.
             self.wire.all_reduce_(self.gradient.div_(self.wire.world_size))
             watch.pause()
             return
-        stepping = self.synchronizer.stepping(self.optimizer)
+        stepping = self.engine.stepping(self.optimizer)
         stepping.__enter__()
         meet()
         watch.resume()
-        self.synchronizer.synchronize(self.optimizer)
+        self.engine.synchronize(self.optimizer)
         watch.pause()
         self.optimizer.step()
-        # What is exchanged after a step.
+        # Weights are exchanged after a step.
         meet()
         watch.resume()
         stepping.__exit__(None, None, None)
         watch.pause()
 
     def close(self) -> None:
-        if self.synchronizer is not None:
-            self.synchronizer.close()
+        if self.engine is not None:
+            self.engine.close()
 
 
 class Measured(NamedTuple):
     """One exchange of one rank.
 
     Attributes:
-        seconds: By the wall, from when all ranks begin.
-        cpu_seconds: Of all threads of the process.
-        computed_seconds: Of the thread that exchanges, outside of collectives; what the rehearsal tells too.
-        link_bytes: By the ledger's rules.
-        interface_bytes: What the rank's interface has sent; None where others use it too.
+        seconds: Wall-clock time since all ranks began.
+        cpu_seconds: Processor time of all threads of the process.
+        computed_seconds: Processor time of the exchanging thread, outside of collectives; comparable to a rehearsal.
+        link_bytes: Bytes on the link, by the ledger's rules.
+        interface_bytes: Bytes that the rank's interface sent; None if others use it too.
     """
 
     seconds: float
@@ -326,20 +328,19 @@ class Measured(NamedTuple):
 
 
 class Probe(NamedTuple):
-    """One collective on its own: by the wall, and of all threads of the process."""
+    """One collective on its own: wall-clock time, and processor time of all threads."""
 
     seconds: float
     cpu_seconds: float
 
 
 def gathered_elements(size: int) -> int:
-    """Of the all-gather that tells what its bytes cost: some megabytes, of which the lab's burst is a small part."""
+    """Size of the all-gather that measures the cost of bytes: some megabytes, much more than the lab's burst."""
     return max(2, size // 8)
 
 
 class RankResult(NamedTuple):
-    """What one rank measured: of each contender's exchanges of `size` elements, and of a tiny and two large
-    collectives."""
+    """What one rank measured: each contender's exchanges of `size` elements, and a tiny and two large collectives."""
 
     exchanges: dict[str, list[Measured]]
     size: int
@@ -349,7 +350,7 @@ class RankResult(NamedTuple):
 
 
 def measure_rank(rank: int, options: argparse.Namespace, ranks: int, store: str, barrier: Barrier) -> RankResult:
-    """What one of several processes does: exchanges of all contenders by turns."""
+    """What each process does: exchanges with all contenders in turns."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=BACKEND_TIMEOUT)
     wire = WatchedWire.joined()
@@ -377,7 +378,7 @@ def measure_rank(rank: int, options: argparse.Namespace, ranks: int, store: str,
 
     exchanges: dict[str, list[Measured]] = {name: [] for name in replicas}
     for repetition in range(WARM_UP_EXCHANGES + options.repetitions):
-        # Spread over the whole time, since they are over so soon.
+        # Spread over the whole time, since each is so short.
         tiny += probe(bare.all_reduce_, TINY_ELEMENTS, 21)
         for name in list(replicas)[:: -1 if repetition % 2 else 1]:
             barrier.wait()
@@ -403,14 +404,14 @@ def measure_rank(rank: int, options: argparse.Namespace, ranks: int, store: str,
 
 
 def measure(options: argparse.Namespace, ranks: int) -> list[RankResult]:
-    """What so many processes measure, by rank."""
+    """What each of so many processes measures."""
     barrier = FORK.Barrier(ranks)
     with tempfile.TemporaryDirectory() as folder:
         arguments = (options, ranks, f"{folder}/store", barrier)
         if options.rate != LOOPBACK:
-            # Of all contenders, and of two collectives.
+            # With all contenders, and two collectives.
             exchanges = (WARM_UP_EXCHANGES + options.repetitions) * (len(CONTENDERS) + 2)
-            # Ten million elements take a rank some tenths of a second, and here ranks share cores.
+            # Ten million elements take a rank a few tenths of a second, and here ranks share cores.
             computing_seconds = 5.0 * ranks * max(1, options.elements / 1e7)
             timeout = patience_seconds(exchanges, options.elements, options.rate, computing_seconds)
             with Lab(ranks, options.rate) as lab:
@@ -419,7 +420,7 @@ def measure(options: argparse.Namespace, ranks: int) -> list[RankResult]:
 
 
 def in_processes(count: int, function: Callable[..., RankResult], *arguments: object) -> list[RankResult]:
-    """`function(rank, *arguments)` in so many forked processes; their results, by rank."""
+    """Results of `function(rank, *arguments)` in so many forked processes, by rank."""
     with ProcessPoolExecutor(count, mp_context=FORK, initializer=_inherit, initargs=arguments) as pool:
         return [each.result() for each in [pool.submit(_call, function, rank) for rank in range(count)]]
 
@@ -428,7 +429,7 @@ _inherited: tuple[object, ...] = ()
 
 
 def _inherit(*arguments: object) -> None:
-    """Barriers reach a process when it starts, and not later."""
+    """A barrier can only be passed to a process when it starts."""
     global _inherited
     _inherited = arguments
 
@@ -438,11 +439,11 @@ def _call(function: Callable[..., RankResult], rank: int) -> RankResult:
 
 
 class Rehearsed(NamedTuple):
-    """One exchange of one rank without a network, in a world of some size.
+    """One exchange of one rank without a network, for a given number of ranks.
 
     Attributes:
-        before: Seconds of CPU before the first collective: memories, selection, coding.
-        after: Those after it: decoding, adding up, writing.
+        before: Processor time before the first collective: memories, selection, coding.
+        after: Processor time after it: decoding, adding up, writing.
         calls: The collectives.
     """
 
@@ -452,7 +453,7 @@ class Rehearsed(NamedTuple):
 
 
 def rehearse(rank: int, options: argparse.Namespace, worlds: list[int]) -> dict[str, dict[int, Rehearsed]]:
-    """What each contender's exchange costs a rank by itself, by the number of ranks; medians."""
+    """What each contender's exchange costs a rank without a network, by the number of ranks; medians."""
     torch.set_num_threads(1)
     result: dict[str, dict[int, Rehearsed]] = {}
     for name, contender in CONTENDERS.items():
@@ -461,16 +462,16 @@ def rehearse(rank: int, options: argparse.Namespace, worlds: list[int]) -> dict[
         gradients = Gradients(1, replica.size)
 
         def meet() -> None:
-            """Nobody else is there."""
+            """There is nobody to wait for."""
 
         for other in range(min(DISTINCT_RANKS, max(worlds))):
             wire.recorded.append([])
-            if replica.synchronizer is not None:
-                # As another rank, with nothing in its memories.
-                replica.synchronizer.forget()
+            if replica.engine is not None:
+                # Plays another rank, whose memories are empty.
+                replica.engine.restart()
             replica.step(gradients(100 * other), meet)
-        if replica.synchronizer is not None:
-            replica.synchronizer.forget()
+        if replica.engine is not None:
+            replica.engine.restart()
         result[name] = {}
         for ranks in worlds:
             wire.take_part(ranks)
@@ -489,13 +490,13 @@ def rehearse(rank: int, options: argparse.Namespace, worlds: list[int]) -> dict[
 
 
 class Constants(NamedTuple):
-    """What collectives cost, measured.
+    """Measured costs of collectives.
 
     Attributes:
-        call_seconds: Of a collective, however few bytes and hops it has.
-        hop_seconds: Of each hop, which must wait for the one before.
-        byte_seconds: Of each byte on the link, by collective.
-        byte_cpu_seconds: CPU that a rank spends on each.
+        call_seconds: Cost of a call, however few bytes and hops it has.
+        hop_seconds: Cost of each hop, which must wait for the one before.
+        byte_seconds: Cost of each byte on the link, by collective.
+        byte_cpu_seconds: Processor time of a rank for each byte.
     """
 
     call_seconds: float
@@ -505,8 +506,10 @@ class Constants(NamedTuple):
 
     @classmethod
     def of(cls, measured: dict[int, list[RankResult]]) -> "Constants":
-        """From tiny and large collectives in all measured worlds; of bytes, from the world where they took least time:
-        in the others ranks shared cores, or had nothing to overlap."""
+        """The constants, from tiny and large collectives with all measured numbers of ranks.
+
+        Bytes count where they took least time: with other numbers, ranks shared cores or had nothing to overlap.
+        """
         points = [(hops("all_reduce", ranks), slowest([r.tiny for r in each])) for ranks, each in measured.items()]
         call, hop = line_through(points)
         seconds: dict[Collective, list[float]] = {"all_reduce": [], "all_gather": []}
@@ -530,10 +533,10 @@ class Constants(NamedTuple):
         )
 
     def bytes_seconds(self, collective: Collective, sharing: float) -> float:
-        """Of each byte on the link, where so many ranks share a core.
+        """Cost of each byte on the link where so many ranks share a core.
 
-        What an all-reduce computes is hidden behind the network while there are cores enough, since it goes in
-        segments. An all-gather is copied to its place when all is there.
+        An all-reduce works in segments, so its computation hides behind the network while there are enough cores. An
+        all-gather copies its result once all has arrived.
         """
         seconds, cpu_seconds = self.byte_seconds[collective], self.byte_cpu_seconds[collective]
         return (
@@ -542,22 +545,22 @@ class Constants(NamedTuple):
 
 
 def ranks_per_core(ranks: int) -> float:
-    """How many of them have to share a core of this machine."""
+    """How many ranks share a core of this machine; at least 1."""
     return max(1.0, ranks / cores())
 
 
 def hops(collective: Collective, ranks: int) -> int:
-    """Messages that wait for one another, in a ring as Gloo's."""
+    """Messages that wait for each other, in a ring such as Gloo's."""
     return 2 * (ranks - 1) if collective == "all_reduce" else ranks - 1
 
 
 def slowest(of_ranks: list[list[Probe]]) -> float:
-    """Median over repetitions of the seconds of the slowest rank."""
+    """The slowest rank's seconds, median over repetitions."""
     return statistics.median(max(each.seconds for each in together) for together in zip(*of_ranks))
 
 
 def line_through(points: list[tuple[int, float]]) -> tuple[float, float]:
-    """Intercept and slope by least squares; through zero where that would make one of them negative."""
+    """Intercept and slope by least squares; through zero if one of them would be negative."""
     if len(points) > 1:
         slope, intercept = statistics.linear_regression(*zip(*points))
         if slope >= 0 and intercept >= 0:
@@ -566,8 +569,8 @@ def line_through(points: list[tuple[int, float]]) -> tuple[float, float]:
 
 
 class Cost(NamedTuple):
-    """Seconds of one optimizer step's part of an exchange, as modelled: computed before the first collective and
-    after it, hops, and bytes on the link."""
+    """Modelled seconds of an exchange, per optimizer step: computation before and after the first collective, hops, and
+    bytes on the link."""
 
     before: float
     after: float
@@ -584,11 +587,11 @@ class Cost(NamedTuple):
 
         Args:
             rehearsed: What a rank computes, and its collectives.
-            constants: What those cost.
-            ranks: How many there are.
-            steps: Optimizer steps for which the exchange serves.
-            sharing: Ranks that have to share a core; at least 1. All of them compute at the same time, so it takes as
-                many times longer.
+            constants: What collectives cost.
+            ranks: Number of ranks.
+            steps: Optimizer steps per exchange.
+            sharing: Ranks that share a core; at least 1. All compute at the same time, so it takes that many times as
+                long.
         """
         latency = bandwidth = 0.0
         for kind, handed_bytes in rehearsed.calls:
@@ -599,16 +602,16 @@ class Cost(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One method with one number of ranks, a step's part of an exchange.
+    """One method with one number of ranks; per optimizer step. None stands for what was not measured.
 
     Attributes:
         method: Its name in CONTENDERS.
-        ranks: How many.
+        ranks: Number of ranks.
         link_bytes: Bytes a rank puts on the link, by the collectives of the rehearsal.
-        interface_bytes: Those that its interface has counted, with all headers; None where it was not measured.
-        seconds, lower, upper: Measured: the slowest rank's, median and quartiles of exchanges; None where not measured.
-        cpu_seconds: Measured, of all threads of a rank; median.
-        here: The model of what was measured: all ranks on this machine's cores.
+        interface_bytes: Bytes that its interface counted, with all headers.
+        seconds, lower, upper: Measured time of the slowest rank: median and quartiles of exchanges.
+        cpu_seconds: Measured processor time of all threads of a rank; median.
+        here: The model of the measurement: all ranks on this machine's cores.
         model: The model with a machine for each rank.
     """
 
@@ -654,7 +657,7 @@ def row(
     constants: Constants,
     results: list[RankResult] | None,
 ) -> Row:
-    """What is known of a method with so many ranks; `results` where it was measured."""
+    """The row of a method with so many ranks; `results` if it was measured."""
     steps = CONTENDERS[name].steps
     model = Cost.of(rehearsed, constants, ranks, steps, 1.0)
     on_link = sum(link_bytes(*call, ranks) for call in rehearsed.calls) / steps
@@ -680,12 +683,12 @@ def row(
 
 
 def cores() -> int:
-    """That this process may use."""
+    """How many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def break_even(name: str, costs: dict[str, dict[int, float]]) -> str:
-    """In words: with how many ranks a method stops costing less than ddp, by the model with a machine for each."""
+    """In words: from how many ranks on a method costs more than ddp, by the model with a machine for each rank."""
     worlds = sorted(costs[name])
     advantages = [math.log(costs[BASELINE][ranks] / costs[name][ranks]) for ranks in worlds]
     if max(advantages) <= 0:
@@ -696,14 +699,14 @@ def break_even(name: str, costs: dict[str, dict[int, float]]) -> str:
     )
     if last == len(worlds) - 1:
         return f"{begins}costs less than ddp with {worlds[-1]:,} ranks, by {math.exp(advantages[-1]):.1f}"
-    # A straight line between two points of the plot, whose axes are logarithmic.
+    # Where a straight line between two points of the plot, with its logarithmic axes, crosses ddp's.
     part = advantages[last] / (advantages[last] - advantages[last + 1])
     ranks = worlds[last] * (worlds[last + 1] / worlds[last]) ** part
     return f"{begins}stops paying near {ranks:,.0f} ranks (between {worlds[last]:,} and {worlds[last + 1]:,})"
 
 
 def draw(rows: list[Row], title: str, path: Path) -> None:
-    """Seconds against ranks: models as lines, what was measured as points with their quartiles."""
+    """Draws seconds against ranks: models as lines, measurements as points with quartiles."""
     figure = Figure(figsize=(8, 5.3), layout="constrained")
     axes = figure.subplots()
     for number, name in enumerate(CONTENDERS):
@@ -735,8 +738,8 @@ def draw(rows: list[Row], title: str, path: Path) -> None:
 
 
 class Busy(NamedTuple):
-    """Seconds of CPU that processes of this machine have used, and that this one and its finished children have;
-    zeros where the system is not Linux."""
+    """Processor time of all processes on this machine, and of this one with its finished children; zeros unless on
+    Linux."""
 
     everyone: float
     ours: float
@@ -751,13 +754,13 @@ class Busy(NamedTuple):
         return cls((user + nice + system) / os.sysconf("SC_CLK_TCK"), ours)
 
     def others_since(self, earlier: "Busy", seconds: float) -> float:
-        """The part of the machine's cores that others have used in these seconds."""
+        """The fraction of the machine's cores that others used in these seconds."""
         used = (self.everyone - earlier.everyone) - (self.ours - earlier.ours)
         return max(0.0, used) / (seconds * (os.cpu_count() or 1))
 
 
 def plain(value: object) -> object:
-    """The same with dictionaries in the place of named tuples, for JSON."""
+    """The same with named tuples as dictionaries, for JSON."""
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
         return plain(value._asdict())
     if isinstance(value, dict):
@@ -768,23 +771,25 @@ def plain(value: object) -> object:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    add("--elements", type=int, default=10_000_000, help="about how many parameters there are")
-    add("--ranks", type=int, nargs="+", default=[2, 4, 8], help="numbers of ranks to measure with, one thread each")
-    add("--to", type=int, default=1024, help="most ranks that are modelled")
+    add("--elements", type=int, default=10_000_000, help="approximate number of parameters")
+    add("--ranks", type=int, nargs="+", default=[2, 4, 8], help="numbers of ranks to measure, one thread each")
+    add("--to", type=int, default=1024, help="largest number of ranks to model")
     add(
-        "--rate", default="1gbit", help=f"of each rank's cable in the lab, as 100mbit, 1gbit; or {LOOPBACK}, without it"
+        "--rate",
+        default="1gbit",
+        help=f"rate of each rank's cable in the lab: 100mbit, 1gbit, ...; or {LOOPBACK}, without the lab",
     )
-    add("--repetitions", type=int, default=10, help="exchanges that are measured with each method")
-    add("--rehearsals", type=int, default=5, help="exchanges that are rehearsed with each method and number of ranks")
-    add("--output", type=Path, default=None, help="JSON file for all that was measured")
+    add("--repetitions", type=int, default=10, help="measured exchanges with each method")
+    add("--rehearsals", type=int, default=5, help="rehearsed exchanges with each method and number of ranks")
+    add("--output", type=Path, default=None, help="JSON file for all measurements")
     add("--plot", type=Path, default=None, help="PNG file for the plot")
     options = parser.parse_args()
     if min(options.elements, options.rehearsals) < 1 or min(options.repetitions, options.to, *options.ranks) < 2:
-        parser.error("repetitions (for quartiles) and numbers of ranks must be at least 2, other numbers at least 1")
+        parser.error("--ranks, --to and --repetitions must be at least 2, --elements and --rehearsals at least 1")
     for path in (options.output, options.plot):
-        # At the end it would be too late.
+        # Better now than at the end.
         if path is not None and not path.resolve().parent.is_dir():
-            parser.error(f"{path} cannot be written: its folder does not exist")
+            parser.error(f"the folder of {path} must exist")
     try:
         for ranks in options.ranks if options.rate != LOOPBACK else []:
             Lab(ranks, options.rate)
@@ -832,7 +837,7 @@ def main() -> None:
 
 
 def report(rows: list[Row], constants: Constants, others: dict[int, float], setting: str) -> None:
-    """Prints the table, how far the model is off, and where each method stops paying."""
+    """Prints the table, how far the model is off, and where each method stops paying off."""
     by = {(each.method, each.ranks): each for each in rows}
     worlds = sorted({each.ranks for each in rows})
     beyond = [ranks for ranks in worlds if ranks > max(others) and math.log2(ranks) % 2 == 0]

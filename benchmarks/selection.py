@@ -1,6 +1,6 @@
-"""Measures what it takes to update a residual and to find its largest elements, beside copying a vector as long.
+"""Measures updating a residual and finding its largest elements, next to copying a vector of the same length.
 
-One process, one thread. Every row is timed in turns with all others, so that what else the machine does falls on all.
+One process, one thread. Rows are timed in turns, so that other load on the machine hits all of them.
 """
 
 import argparse
@@ -14,47 +14,55 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lightning_sparsecomm.basis import Layout, Round, SparseVector
+from lightning_sparsecomm.channel import (
+    Contribution,
+    ErrorFeedback,
+    Memory,
+    MomentumCorrection,
+    MomentumRule,
+    StepSettings,
+)
 from lightning_sparsecomm.codecs import TopK
-from lightning_sparsecomm.compensation import Contribution
-from lightning_sparsecomm.layout import Layout, SparseVector
-from lightning_sparsecomm.memory import ErrorFeedback, Memory, MomentumCorrection
-from lightning_sparsecomm.rounds import MomentumRule, Round
+from lightning_sparsecomm.exchange import Exchanged
 
 
 def layout_of(shape: str, size: int) -> Layout:
-    """One tensor, or as many as a network of that size has."""
+    """One tensor, or 54 as in a network of that size."""
     if shape == "one":
         return Layout([("weight", (size,))])
-    # Sizes over three orders of magnitude, as in a convolutional network of 54 layers.
+    # Sizes span three orders of magnitude, as in a convolutional network.
     shares = [1.13**layer for layer in range(54)]
     return Layout((f"layer_{i}", (int(share / sum(shares) * size),)) for i, share in enumerate(shares))
 
 
 def ours(layout: Layout, gradients: list[Tensor], density: float, momentum: bool) -> Callable[[int], None]:
-    """One step: the residual takes in the gradient, the largest elements are found, read, and forgotten."""
+    """One step: the residual takes in the gradient, and its largest elements are found, read and forgotten."""
     memories: list[Memory] = [MomentumCorrection()] if momentum else []
     memories.append(ErrorFeedback())
     for memory in memories:
         memory.bind(layout, torch.float32, torch.device("cpu"))
     selector = TopK(density, scope="tensor")
-    rules = [MomentumRule(0.9)] * len(layout.segments)
+    settings = StepSettings([MomentumRule(0.9)] * len(layout.segments))
+    present = [True] * len(layout.segments)
 
     def step(number: int) -> None:
-        round = Round(layout, number, momentum=rules)
-        contribution = Contribution(layout.views(gradients[number % len(gradients)]), wanted=selector.wanted(round))
+        context = Round(layout, number)
+        parts = layout.views(gradients[number % len(gradients)])
+        contribution = Contribution(parts, settings, wanted=selector.wanted(context))
         for memory in memories:
-            contribution = memory.compensate(contribution, round)
+            contribution = memory.prepare(contribution, context)
         assert contribution.flat is not None
-        indices = selector.select(contribution.flat, round, contribution.candidates)
+        indices = selector.select_hinted(contribution.flat, context, contribution.hints)
         sent = SparseVector(indices, contribution.flat[indices], layout.size)
         for memory in memories:
-            memory.update(sent)
+            memory.commit(Exchanged(sent, sent, present), context)
 
     return step
 
 
 def torch_topk(layout: Layout, gradients: list[Tensor], density: float, momentum: bool) -> Callable[[int], None]:
-    """The same with torch's own operations, in buffers that are there already."""
+    """The same with torch's own operations, in buffers allocated beforehand."""
     velocity, residual, magnitudes = (torch.zeros(layout.size) for _ in range(3))
 
     def step(number: int) -> None:
@@ -81,8 +89,8 @@ def main() -> None:
     add = parser.add_argument
     add("--elements", type=int, default=25_000_000, metavar="N", help="length of the vector, float32")
     add("--density", type=float, default=0.001, metavar="P", help="fraction of elements to find")
-    add("--rounds", type=int, default=15, metavar="N", help="timed steps of every row, after 3 that are not")
-    add("--output", type=Path, metavar="FILE", help="for all times, as JSON")
+    add("--rounds", type=int, default=15, metavar="N", help="timed steps of each row, after 3 warm-up steps")
+    add("--output", type=Path, metavar="FILE", help="JSON file for all times")
     options = parser.parse_args()
     torch.set_num_threads(1)
 

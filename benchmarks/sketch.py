@@ -1,7 +1,7 @@
-"""Measures what it takes to insert a vector into a count sketch, and to tell its largest elements from the table.
+"""Measures inserting a vector into a count sketch, and finding its largest elements in the table.
 
-One process, one thread. Every row is timed in turns with all others, so that what else the machine does falls on all.
-The torch reference is timed on the first shape, and on fewer rounds.
+One process, one thread. Rows are timed in turns, so that other load on the machine hits all of them. The torch
+reference is timed on the first shape only, and in fewer rounds.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from lightning_sparsecomm.kernels import SketchKernels
 
 
 def steps(sketch: CountSketch, x: Tensor, count: int) -> dict[str, Callable[[], object]]:
-    """What is timed. A table is made anew for whatever inserts, as it would be in training."""
+    """The calls to time. Those that insert make a new table, as training does."""
     full = sketch.empty(x.device, x.dtype)
     sketch.insert_(full, x, 1)
 
@@ -48,10 +48,10 @@ def reference(sketch: CountSketch, x: Tensor) -> dict[str, Callable[[], object]]
 
 
 def peak_bytes(call: Callable[[], object]) -> int | None:
-    """The most resident memory during `call` above that before it; Linux with glibc tells, others None."""
+    """Peak resident memory during `call`, above that before it; None unless on Linux with glibc."""
     reset, status = Path("/proc/self/clear_refs"), Path("/proc/self/status")
     try:
-        # What has been freed is given back first, or it would be used again unseen.
+        # Freed memory is returned first: reusing it would not show.
         ctypes.CDLL(None).malloc_trim(0)
         reset.write_text("5")
         before = kilobytes(status, "VmRSS")
@@ -69,11 +69,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("--elements", type=int, default=6_500_000, metavar="N", help="length of the vector, float32")
-    add("--count", type=int, default=200_000, metavar="K", help="how many of the largest are sought")
-    add("--shapes", nargs="+", default=["5x500000", "15x180000", "1x100000"], metavar="RxC", help="rows x columns")
-    add("--rounds", type=int, default=15, metavar="N", help="timed calls of every row, after 2 that are not")
-    add("--reference-rounds", type=int, default=2, metavar="N", help="of them, those that time the reference too")
-    add("--output", type=Path, metavar="FILE", help="for all times, as JSON")
+    add("--count", type=int, default=200_000, metavar="K", help="how many of the largest elements to find")
+    add(
+        "--shapes",
+        nargs="+",
+        default=["5x500000", "15x180000", "1x100000"],
+        metavar="RxC",
+        help="shapes of the table: rows x columns",
+    )
+    add("--rounds", type=int, default=15, metavar="N", help="timed calls of each row, after 2 warm-up calls")
+    add("--reference-rounds", type=int, default=2, metavar="N", help="rounds that also time the reference")
+    add("--output", type=Path, metavar="FILE", help="JSON file for all times")
     options = parser.parse_args()
     torch.set_num_threads(1)
 
@@ -97,7 +103,7 @@ def main() -> None:
     peaks = {name: peak_bytes(call) for name, call in rows.items() if "torch" not in name}
 
     print(f"{options.elements:,} float32, the {options.count:,} largest, one thread; ms, median of {options.rounds}.")
-    print("Memory is the most in use during a call, with its result and the table it makes, in % of the vector's.\n")
+    print("Memory: the peak during a call, with its result and its new table, in % of the vector's.\n")
     print("| row | shape | median | least | most | memory |\n|---|---|---|---|---|---|")
     for name, several in times.items():
         peak = peaks.get(name)

@@ -1,10 +1,10 @@
-"""Seconds of training until an accuracy is reached over a slow network: ddp, and each method.
+"""Seconds of training until an accuracy is reached over a slow network, with ddp and with each method.
 
-Ranks are hosts of benchmarks/network.py on this machine, each behind a cable of `--rate`; needs Linux and root. Every
-run of a seed starts from the same weights and sees the same batches, with the same optimizer at a constant learning
-rate. The test images are recognized by rank 0 every so many steps, while the clock stands and nothing is counted. Each
-run is written to a JSON file as it ends: `--resume` goes on after the last one. Prints a Markdown table, and draws
-accuracy against seconds.
+Each rank runs on its own host in the lab of network.py, behind a cable of `--rate`; needs Linux and root. All runs of a
+seed start from the same weights and see the same batches, with the same optimizer at a constant learning rate. Rank 0
+measures accuracy on the test images every `--measure-every` steps, while the clock stands still and nothing is counted.
+Each run is written to a JSON file as it ends; `--resume` skips the runs in that file. Prints a Markdown table, and
+draws accuracy against seconds.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-# Of hosts without a name, which those of the lab are.
+# torch warns that the lab's hosts have no names.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import torch
@@ -31,20 +31,20 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 from network import DEVICE, Counters, Lab, LabError, machine
-from runs import COMMIT, load, made_with, save, versions
+from runs import COMMIT, load, made_with, save, spread, versions
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparsecomm import Method, NonFiniteGradientError, methods
+from lightning_sparsecomm.basis import link_bytes
 from lightning_sparsecomm.strategies.lightning_fabric import SparseCommStrategy
-from lightning_sparsecomm.wire import link_bytes
 
 TaskName = Literal["fashion-mnist", "digits"]
 
-# Of a network that is thrown away: what is compiled, allocated and rebuilt once is not counted, whatever the row.
+# Steps of a network that is thrown away, so that compiling, first allocations and rebuilt buckets do not count.
 REHEARSED_STEPS = 3
 
-# What a run may take beside its counted seconds: measurements, and numba where it has nowhere to keep what it compiles.
+# The most that a run may take besides its counted seconds: measurements, and compiling where numba has no cache.
 BESIDE_SECONDS = 900
 
 
@@ -67,7 +67,7 @@ class Options(NamedTuple):
     resume: bool
 
     def settings(self) -> dict[str, Any]:
-        """All that the result of a run depends on, besides row and seed. Runs go together where it is equal."""
+        """All that the result of a run depends on, besides row and seed. Equal for all runs of a file."""
         chosen = self._asdict()
         for name in ("data_dir", "rows", "seeds", "output", "resume"):
             del chosen[name]
@@ -80,7 +80,7 @@ class Options(NamedTuple):
 
 
 class Bfloat16Strategy(DDPStrategy):
-    """ddp with torch's own hook that rounds gradients to bfloat16, which Lightning registers on GPUs only."""
+    """ddp with torch's hook that rounds gradients to bfloat16, which Lightning registers on GPUs only."""
 
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
         wrapped = super().setup_module(module)
@@ -92,9 +92,9 @@ class Row(NamedTuple):
     """One way to train.
 
     Attributes:
-        method: Makes the method; None is ddp.
-        strategy: Of Fabric, where there is no method.
-        element_bytes: Of a gradient's element on the wire, where there is no method and so no ledger.
+        method: Makes the method; None for ddp.
+        strategy: Fabric's strategy where there is no method.
+        element_bytes: Bytes of a gradient's element on the wire, where there is no method and so no ledger.
     """
 
     method: Callable[[Options], Method] | None = None
@@ -102,12 +102,12 @@ class Row(NamedTuple):
     element_bytes: int = 4
 
     def make(self, options: Options, seed: int) -> DDPStrategy:
-        """A strategy for one run."""
+        """The strategy for one run."""
         return self.strategy() if self.method is None else SparseCommStrategy(method=self.method(options), seed=seed)
 
 
-# All methods as they are by default, but for what a row's name says and for dgc's warm-up, since a short training ends
-# before 1,000 steps. Only rows that say so clip: to what they clip to in learning.py.
+# All methods have their default arguments, except for what a row's name says, and for dgc's warm-up: short trainings
+# end before its 1,000 steps. Only rows that say so clip, as in learning.py.
 ROWS: dict[str, Row] = {
     BASELINE: Row(),
     "ddp, torch's bf16 hook": Row(strategy=Bfloat16Strategy, element_bytes=2),
@@ -129,16 +129,16 @@ ROWS: dict[str, Row] = {
 
 
 class Point(NamedTuple):
-    """What was reached after some steps.
+    """Results after some steps.
 
     Attributes:
-        steps: Optimizer steps since the beginning.
-        seconds: Of training since then, until the last rank was done.
-        accuracy: Of the model that all ranks share, on the test images; None where it is no number.
-        sent_bytes: What a rank's network device has sent in these seconds, headers included; the mean over ranks.
-        link_bytes: What the method has put on the link by the ledger, per rank; by the algorithm for ddp.
-        repeated: TCP segments that a rank has sent again; the mean over ranks.
-        processor_seconds: What a rank has computed in these seconds, on whatever core; the mean over ranks.
+        steps: Optimizer steps so far.
+        seconds: Seconds of training so far, until the last rank was done.
+        accuracy: Accuracy of the shared model on the test images; None if it is not finite.
+        sent_bytes: Bytes that a rank's network device sent in these seconds, headers included; the mean over ranks.
+        link_bytes: Bytes that the method put on the link per rank, by the ledger; for ddp, by the algorithm.
+        repeated: TCP segments that a rank sent again; the mean over ranks.
+        processor_seconds: Processor time of a rank in these seconds; the mean over ranks.
     """
 
     steps: int
@@ -154,11 +154,11 @@ class Run(NamedTuple):
     """One training run.
 
     Attributes:
-        row: Its name.
-        seed: Of the first weights and of the order of the data.
-        points: One for each measurement, until the target was reached or there was no more time.
+        row: Its row's name.
+        seed: Seed of the initial weights and of the order of the data.
+        points: One for each measurement, until the target was reached or time was up.
         method: The method in full.
-        commit: With which it was made; None if that is not known.
+        commit: Of lightning_sparsecomm; None if unknown.
     """
 
     row: str
@@ -168,7 +168,7 @@ class Run(NamedTuple):
     commit: str | None = None
 
     def written(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """The run for JSON."""
         return self._asdict() | {"points": [point._asdict() for point in self.points]}
 
     @classmethod
@@ -180,10 +180,10 @@ class Run(NamedTuple):
 
 
 class Meeting:
-    """Where ranks wait for one another without sending anything: in memory, which this machine's processes share.
+    """A barrier in shared memory: ranks wait for each other without sending anything.
 
     Args:
-        ranks: How many meet.
+        ranks: Number of ranks.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -192,20 +192,20 @@ class Meeting:
         self._over = context.Value("b", False)
 
     def wait(self) -> None:
-        """Until all are here.
+        """Waits until all ranks are here.
 
         Raises:
-            threading.BrokenBarrierError: One will not come any more.
+            threading.BrokenBarrierError: A rank has left.
         """
         self._barrier.wait()
 
     def leave(self) -> None:
-        """Says that this rank will not come any more."""
+        """Says that this rank will not come again."""
         self._barrier.abort()
 
     @property
     def over(self) -> bool:
-        """Whether training has ended; written by rank 0 alone, while the others wait."""
+        """Whether training has ended; only rank 0 writes it, while the others wait."""
         return bool(self._over.value)
 
     @over.setter
@@ -224,7 +224,7 @@ class Trainee(NamedTuple):
     def begin(cls, row: str, seed: int, data: Data, options: Options) -> "Trainee":
         fabric = Fabric(strategy=ROWS[row].make(options, seed), accelerator="cpu", devices=1, num_nodes=options.ranks)
         fabric.launch()
-        # Not before: Lightning takes each host for a machine of its own, all of whose cores are this rank's.
+        # After launch, since Lightning takes each host for a whole machine and gives this rank all cores.
         torch.set_num_threads(1)
         torch.manual_seed(seed)
         learner = TASKS[options.task].learner(data.classes)
@@ -236,7 +236,7 @@ class Trainee(NamedTuple):
         self.optimizer.step()
 
     def measure(self, data: Data) -> float | None:
-        """The accuracy of the model that all ranks share, on rank 0. Leaves everything as it was, to the bit."""
+        """The accuracy of the shared model, on rank 0. Leaves everything as it was, to the bit."""
         strategy = self.fabric.strategy
         if not isinstance(strategy, SparseCommStrategy):
             return self._measure(data)
@@ -251,13 +251,13 @@ class Trainee(NamedTuple):
         return accuracy
 
     def end(self) -> None:
-        """Makes sure, where there is a method, that all ranks have trained one model."""
+        """Ends the training; with a method, checks that all ranks have one model."""
         if isinstance(self.fabric.strategy, SparseCommStrategy):
             self.fabric.strategy.settle()
         self.fabric.strategy.teardown()
 
     def sent_link_bytes(self, row: str, steps: int) -> float:
-        """What was put on the link until now, per rank."""
+        """Bytes put on the link so far, per rank."""
         ledger = getattr(self.fabric.strategy, "ledger", None)
         if ledger is not None:
             return float(ledger.sent_link_bytes)
@@ -266,7 +266,7 @@ class Trainee(NamedTuple):
 
 
 def train(rank: int, row: str, seed: int, data: Data, options: Options, meeting: Meeting) -> list[Point]:
-    """What each rank does; rank 0's accuracies and seconds count."""
+    """What each rank does. Rank 0's accuracies and seconds count."""
     rehearsal = Trainee.begin(row, seed, data, options)
     for batch in itertools.islice(batches(data, options.batch_size, rank, options.ranks, seed), REHEARSED_STEPS):
         rehearsal.step(batch)
@@ -285,7 +285,7 @@ def train(rank: int, row: str, seed: int, data: Data, options: Options, meeting:
             begin, computed, before = time.perf_counter(), time.process_time(), Counters.read(DEVICE)
             for batch in itertools.islice(endless, steps):
                 trainee.step(batch)
-            # Until the slowest rank is done.
+            # Waits for the slowest rank.
             meeting.wait()
             seconds, sent = time.perf_counter() - begin, Counters.read(DEVICE).since(before)
             computed = time.process_time() - computed
@@ -303,7 +303,7 @@ def train(rank: int, row: str, seed: int, data: Data, options: Options, meeting:
                     last.processor_seconds + computed,
                 )
             )
-            # Where replicas have gone apart, what is measured is an average, made for the moment.
+            # Where replicas drift, measuring averages them, which sends bytes that do not count.
             measuring_bytes += trainee.sent_link_bytes(row, steps) - by_ledger
             if rank == 0:
                 meeting.over = (
@@ -315,7 +315,7 @@ def train(rank: int, row: str, seed: int, data: Data, options: Options, meeting:
             meeting.wait()
         trainee.end()
     except NonFiniteGradientError:
-        # To diverge is a result; everything else is not.
+        # Divergence is a result; every other error is not.
         meeting.leave()
         points.append(points[-1]._replace(accuracy=None))
     except threading.BrokenBarrierError:
@@ -324,7 +324,7 @@ def train(rank: int, row: str, seed: int, data: Data, options: Options, meeting:
 
 
 def together(by_rank: list[list[Point]]) -> list[Point]:
-    """Rank 0's points, with the means over ranks of what was sent and computed."""
+    """Rank 0's points, with what was sent and computed averaged over ranks."""
     return [
         points[0]._replace(
             sent_bytes=statistics.mean(point.sent_bytes for point in points),
@@ -358,7 +358,7 @@ def table(runs: list[Run], options: Options) -> str:
             cells += [f"{statistics.mean(ratios):.2f} x", spread(ratios, 2)]
         else:
             cells += ["—", "—"]
-        # Of those that did not reach it where none did: all that was trained, sent and reached in this time.
+        # Where no run reached the target, the means are over all runs.
         shown = [run.points[-1] for run in successful or finished]
         trained = [point for point in shown if point.steps]
         per_step = [1000 * point.seconds / point.steps for point in trained]
@@ -373,18 +373,14 @@ def table(runs: list[Run], options: Options) -> str:
     return "\n".join(lines)
 
 
-def spread(values: list[float], decimals: int) -> str:
-    return f"{min(values):.{decimals}f} – {max(values):.{decimals}f}"
-
-
 def draw(runs: list[Run], options: Options, path: Path) -> None:
-    """Accuracy against seconds: a colour per row, a line per seed, a dot where the target is reached."""
+    """Draws accuracy against seconds: a colour per row, a line per seed, a dot where the target is reached."""
     figure = Figure(figsize=(9, 6), layout="constrained")
     axes = figure.subplots()
     accuracies: list[float] = []
     for index, row in enumerate(ROWS):
         label: str | None = row
-        # The two rows without a method in black and grey, those with one in colours.
+        # The two rows without a method are black and grey.
         color = ["black", "grey"][index] if ROWS[row].method is None else colormaps["tab20"].colors[index - 2]
         for run in runs:
             points = [(point.seconds, 100 * point.accuracy) for point in run.points if point.accuracy is not None]
@@ -401,9 +397,9 @@ def draw(runs: list[Run], options: Options, path: Path) -> None:
     axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_formatter("")
     axes.set_xlabel("seconds of training")
-    axes.set_ylabel("test images recognized, %")
+    axes.set_ylabel("test accuracy, %")
     if accuracies:
-        # What happens near the target; the first steps of slow rows are far below.
+        # Shows what is near the target; the first steps of slow rows are far below.
         axes.set_ylim(max(min(accuracies), 100 * options.target - 25), max(*accuracies, 100 * options.target) + 1)
     axes.set_title(f"{options.task}, {options.ranks} ranks at {options.rate}, a line per seed")
     axes.grid(alpha=0.3)
@@ -414,29 +410,42 @@ def draw(runs: list[Run], options: Options, path: Path) -> None:
 def parse() -> Options:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    add("--task", choices=get_args(TaskName), default="fashion-mnist", help="what is learnt; digits are for a try")
-    add("--data-dir", type=folder, default=Path("data"), metavar="DIR", help="of Fashion-MNIST, downloaded if missing")
-    rows = f"of the table, of {', '.join(map(repr, ROWS))} (default: all)"
+    add("--task", choices=get_args(TaskName), default="fashion-mnist", help="task to learn; digits are for a quick try")
+    data = "folder of Fashion-MNIST, downloaded if missing"
+    add("--data-dir", type=folder, default=Path("data"), metavar="DIR", help=data)
+    rows = f"rows of the table, among {', '.join(map(repr, ROWS))} (default: all)"
     add("--rows", nargs="+", choices=list(ROWS), default=argparse.SUPPRESS, metavar="NAME", help=rows)
     add("--seeds", type=at_least(1), default=3, metavar="N", help="runs of each row, with seeds 0 to N-1")
-    add("--ranks", type=at_least(2), default=4, metavar="N", help="hosts, with one rank of one thread on each")
-    add("--rate", default="100mbit", help="of each host's cable, as 100mbit or 1gbit, or unlimited")
+    add(
+        "--ranks",
+        type=at_least(2),
+        default=4,
+        metavar="N",
+        help="number of ranks, each with one thread on its own host",
+    )
+    add("--rate", default="100mbit", help="rate of each host's cable: 100mbit, 1gbit, ..., or unlimited")
     add("--batch-size", type=at_least(1), default=32, metavar="N", help="images per rank and step")
-    rate = "of all rows and steps (default: as in learning.py)"
+    rate = "learning rate of all rows and steps (default: as in learning.py)"
     add("--learning-rate", type=float, default=argparse.SUPPRESS, metavar="X", help=rate)
-    add("--target", type=float, default=0.85, metavar="P", help="the accuracy to reach, in (0, 1)")
+    add("--target", type=float, default=0.85, metavar="P", help="accuracy to reach, in (0, 1)")
     add("--measure-every", type=at_least(1), default=50, metavar="N", help="steps between two measurements")
-    length = "after which a run ends; dgc warms up for a tenth of them"
+    length = "steps after which a run ends; dgc warms up for a tenth of them"
     add("--most-steps", type=at_least(1), default=3000, metavar="N", help=length)
-    add("--most-seconds", type=float, default=300.0, metavar="S", help="of training, after which a run ends")
-    add("--output", type=folder, default=Path("time_to_accuracy"), metavar="DIR", help="for a JSON file and a plot")
-    add("--resume", action="store_true", help="skip runs that are in this file already")
+    add("--most-seconds", type=float, default=300.0, metavar="S", help="seconds of training after which a run ends")
+    add(
+        "--output",
+        type=folder,
+        default=Path("time_to_accuracy"),
+        metavar="DIR",
+        help="folder for a JSON file and a plot",
+    )
+    add("--resume", action="store_true", help="skip runs that this file already has")
     arguments = vars(parser.parse_args())
     arguments.setdefault("rows", list(ROWS))
     arguments.setdefault("learning_rate", TASKS[arguments["task"]].learning_rate)
     options = Options(**arguments)
     if not 0 < options.target < 1:
-        parser.error(f"--target must be in (0, 1), as 0.85 for 85%; got {options.target}")
+        parser.error(f"--target must be in (0, 1), such as 0.85 for 85%; got {options.target}")
     for name, value in (("learning-rate", options.learning_rate), ("most-seconds", options.most_seconds)):
         if not value > 0:
             parser.error(f"--{name} must be positive; got {value}")
@@ -452,7 +461,7 @@ def main() -> None:
     quieten()
     torch.set_num_threads(1)
     settings = options.settings()
-    # By turns in both directions: a machine that slows down slows all rows.
+    # In turns, every second time backwards: a machine that slows down slows all rows.
     wanted = [(row, seed) for seed in range(options.seeds) for row in options.rows[:: -1 if seed % 2 else 1]]
     try:
         runs = [Run.read(run) for run in load(options.numbers, settings, options.resume)]

@@ -1,8 +1,12 @@
-"""Seconds per step of ddp, of ddp with torch's own compression, and of each method, on networks of several rates.
+"""Times a training step with ddp, with ddp and torch's own compression, and with each method, at several network rates.
 
-Each rank runs on a host of its own in the lab of network.py, which needs Linux and root. All rows train the same model
-on the same batches for as many steps, through Lightning's Trainer. Each run is written to a JSON file as it ends:
-`--resume` goes on after the last one. Prints a Markdown table of them, and draws it.
+Each rank runs on its own host in the lab of network.py, which needs Linux and root. All rows train the same model on
+the same batches for the same number of steps, through Lightning's Trainer. Each run is written to a JSON file as it
+ends; `--resume` skips the runs in that file. Prints a Markdown table and draws a plot.
+
+Two checkouts are compared by `--package OLD --package NEW`: each row runs with one and then with the other, so that a
+machine that slows down slows both. The script and its models are those of this checkout. The table gives a step's time
+with each checkout, and their ratio; rows that use neither, such as ddp, show how much of it is noise.
 """
 
 import argparse
@@ -21,9 +25,9 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-# torch looks up the names of hosts, which have none here, and says so.
+# torch warns that the lab's hosts have no names.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import pytorch_lightning as pl
@@ -49,33 +53,36 @@ from network import (
 )
 from pytorch_lightning.plugins.environments import TorchElasticEnvironment
 from pytorch_lightning.strategies import DDPStrategy, Strategy
-from runs import COMMIT, forget_most_memory, load, made_with, most_memory_bytes, save, versions
+from runs import Package, forget_most_memory, load, made_with, most_memory_bytes, save, spread, versions
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from lightning_sparsecomm import Method, methods
-from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
-from lightning_sparsecomm.wire import Ledger
+if TYPE_CHECKING:
+    from lightning_sparsecomm import Ledger, Method
 
-# DDP's buckets are rebuilt after the first step, PowerSGD begins with the third, and methods that exchange every 10
-# steps touch their memory for the first time in the tenth.
+# Only ranks import lightning_sparsecomm: each may use another copy.
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+
+# DDP rebuilds its buckets after the first step, PowerSGD starts in the third, and methods that exchange every 10 steps
+# first touch their memory in the tenth.
 WARM_UP_STEPS = 10
 
 ALONE, BASELINE = "no communication", "ddp"
 EMPHASIZED = "dgc(0.001)"  # stands out in the plot
 
 KEEPS = "keeps"
-MALLOC_HELP = "whether it keeps what is freed, or may give gradients' memory back to the system in each step"
+MALLOC_HELP = "whether malloc keeps freed memory, or may return that of gradients to the system in each step"
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 
-# Of DDP, in all rows: weights are equal by their seed, and are not sent before the first step.
+# DDP's, in all rows: seeds make the weights equal, so that they need not be sent before the first step.
 OPTIONS: dict[str, Any] = {"init_sync": False}
 
 
 class Apart(DDPStrategy):
-    """The same processes and the same model in DDP, which never reduces a gradient: each trains alone."""
+    """The same processes and the same model in DDP, but no gradient is ever reduced: each rank trains alone."""
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
         wrapped = super()._setup_model(model)
@@ -88,8 +95,8 @@ class Hooked(DDPStrategy):
 
     Args:
         hook: The hook.
-        state: Makes what it is given.
-        options: Of DDP.
+        state: Makes the hook's state.
+        options: DDP's.
     """
 
     def __init__(self, hook: Callable[..., Any], state: Callable[[], object] = lambda: None, **options: float) -> None:
@@ -102,12 +109,20 @@ class Hooked(DDPStrategy):
 
 
 def power_sgd() -> Strategy:
-    """As torch has it, but from the third step on. All gradients are in one bucket: with several it hangs on Gloo."""
+    """torch's PowerSGD, from the third step on. All gradients are in one bucket: with several it hangs on Gloo."""
     return Hooked(powerSGD_hook, lambda: PowerSGDState(None, start_powerSGD_iter=2), bucket_cap_mb=10_000, **OPTIONS)
 
 
-def ours(method: Callable[[], Method]) -> Callable[[], Strategy]:
-    return lambda: SparseCommStrategy(method=method(), **OPTIONS)
+def ours(make: Callable[[Any], "Method"]) -> Callable[[], Strategy]:
+    """Makes the strategy of a method, which `make` takes from `lightning_sparsecomm.methods`."""
+
+    def strategy() -> Strategy:
+        from lightning_sparsecomm import methods
+        from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
+
+        return SparseCommStrategy(method=make(methods), **OPTIONS)
+
+    return strategy
 
 
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
@@ -115,30 +130,33 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
     BASELINE: lambda: DDPStrategy(**OPTIONS),
     "ddp, bf16 hook": lambda: Hooked(bf16_hook, **OPTIONS),
     "ddp, PowerSGD hook, rank 1": power_sgd,
-    "dense()": ours(methods.dense),
-    "dense('bfloat16')": ours(lambda: methods.dense("bfloat16")),
-    "dgc(0.001)": ours(lambda: methods.dgc(0.001, warmup_steps=0)),
-    "dgc(0.001, clip=1)": ours(lambda: methods.dgc(0.001, warmup_steps=0, clip=1.0)),
-    "gradient_dropping(0.01)": ours(lambda: methods.gradient_dropping(0.01)),
-    "gradient_dropping(0.001)": ours(lambda: methods.gradient_dropping(0.001)),
-    "sketched_sgd(0.001)": ours(lambda: methods.sketched_sgd(0.001)),
-    "s2_reducer()": ours(methods.s2_reducer),
-    "sbc1()": ours(methods.sbc1),
-    "sbc2()": ours(methods.sbc2),
-    "federated_averaging(every=10)": ours(lambda: methods.federated_averaging(every=10)),
-    "diloco(every=10)": ours(lambda: methods.diloco(every=10)),
-    "sparse_loco(every=10)": ours(lambda: methods.sparse_loco(every=10)),
+    "dense()": ours(lambda methods: methods.dense()),
+    "dense('bfloat16')": ours(lambda methods: methods.dense("bfloat16")),
+    "dgc(0.001)": ours(lambda methods: methods.dgc(0.001, warmup_steps=0)),
+    "dgc(0.001, clip=1)": ours(lambda methods: methods.dgc(0.001, warmup_steps=0, clip=1.0)),
+    "gradient_dropping(0.01)": ours(lambda methods: methods.gradient_dropping(0.01)),
+    "gradient_dropping(0.001)": ours(lambda methods: methods.gradient_dropping(0.001)),
+    "sketched_sgd(0.001)": ours(lambda methods: methods.sketched_sgd(0.001)),
+    "s2_reducer()": ours(lambda methods: methods.s2_reducer()),
+    "sbc1()": ours(lambda methods: methods.sbc1()),
+    "sbc2()": ours(lambda methods: methods.sbc2()),
+    "federated_averaging(every=10)": ours(lambda methods: methods.federated_averaging(every=10)),
+    "diloco(every=10)": ours(lambda methods: methods.diloco(every=10)),
+    "sparse_loco(every=10)": ours(lambda methods: methods.sparse_loco(every=10)),
 }
-"""Rows. Those that exchange every 30 to 500 steps by default do it every 10 here, so that it is measured."""
+"""The rows. Methods that exchange every 30 to 500 steps by default do so every 10 here, to be measured at all."""
 
+
+WITHOUT_PACKAGE = [ALONE, BASELINE, "ddp, bf16 hook", "ddp, PowerSGD hook, rank 1"]
+"""Rows that do not use lightning_sparsecomm: two packages differ in them by noise alone."""
 
 ROUND_STEPS = 10
 EVERY_TEN = [row for row in STRATEGIES if "every=10" in row or row == "sbc2()"]
-"""Rows of which only whole rounds can be compared."""
+"""Rows that exchange in one step of ten: only the mean over whole rounds says what a step takes."""
 
 
 class Setting(NamedTuple):
-    """Where rows are compared with each other."""
+    """Model and network; rows are compared within one setting."""
 
     model: str
     ranks: int
@@ -146,13 +164,13 @@ class Setting(NamedTuple):
 
 
 class Marks(NamedTuple):
-    """What one rank has sent until some moment.
+    """What one rank has sent and computed so far.
 
     Attributes:
         counters: Of its network device.
-        link_bytes: By the ledger, for whatever purpose; None of ddp, which has no ledger.
-        framing_bytes: What Gloo says besides, on average over ranks.
-        exchange_seconds: Spent in exchanges, waiting included, by the ledger.
+        link_bytes: By the ledger, for any purpose; None with ddp, which has no ledger.
+        framing_bytes: What Gloo sends besides, averaged over ranks.
+        exchange_seconds: Time in exchanges by the ledger, waiting included.
         cpu_seconds: Of the whole process.
     """
 
@@ -164,7 +182,7 @@ class Marks(NamedTuple):
 
     @classmethod
     def read(cls, strategy: Strategy) -> "Marks":
-        ledger = strategy.ledger if isinstance(strategy, SparseCommStrategy) else None
+        ledger: Ledger | None = getattr(strategy, "ledger", None)
         return cls(
             Counters.read(DEVICE),
             None if ledger is None else sum(ledger.link_bytes(row) for row in ledger.rows),
@@ -174,22 +192,22 @@ class Marks(NamedTuple):
         )
 
 
-def framing_bytes(ledger: Ledger) -> float:
-    """What Gloo sends besides the messages of the ledger's calls, on average over ranks."""
+def framing_bytes(ledger: "Ledger") -> float:
+    """What Gloo sends besides the messages of the ledger's calls, averaged over ranks."""
     calls = [(kind, traffic.calls) for kinds in ledger.rows.values() for kind, traffic in kinds.items()]
     return MESSAGE_BYTES * sum(count * messages_of(kind, ledger.world_size) for kind, count in calls)
 
 
 class Measured(NamedTuple):
-    """One rank's part of a run, between two moments in which all ranks were silent.
+    """One rank's part of a run, between two moments when no rank sends.
 
     Attributes:
         seconds: Of each step.
         counted_bytes: What its network device sent, without headers.
         repeated: TCP segments sent again, which are counted twice.
-        link_bytes, framing_bytes: What its ledger says was sent, and what Gloo adds; None of ddp.
-        exchange_seconds, cpu_seconds: As in `Marks`.
-        memory_bytes: The most that the process had.
+        link_bytes: What its ledger says was sent; None with ddp.
+        framing_bytes, exchange_seconds, cpu_seconds: As in `Marks`.
+        memory_bytes: Peak memory of the process.
         loss: Of the last step's batch.
     """
 
@@ -235,7 +253,7 @@ class Meter(pl.Callback):
             )
 
     def mark(self, trainer: pl.Trainer) -> Marks:
-        """While no rank sends."""
+        """Reads the marks while no rank sends."""
         self.barrier.wait(600)
         marks = Marks.read(trainer.strategy)
         self.barrier.wait(600)
@@ -243,52 +261,80 @@ class Meter(pl.Callback):
 
 
 def keep_freed_memory() -> None:
-    """Has this process keep what it frees, as `MALLOC_TRIM_THRESHOLD_` and `MALLOC_MMAP_THRESHOLD_` do from its start.
+    """Makes glibc keep freed memory, as `MALLOC_TRIM_THRESHOLD_` and `MALLOC_MMAP_THRESHOLD_` do for a whole process.
 
-    Otherwise glibc gives the memory of gradients back in each step, and takes it anew page by page, or it does not: by
-    where they happen to lie, with ddp as with methods. Without effect where the C library is another.
+    By default, glibc may return the memory of gradients in each step and take it back page by page. Whether it does
+    depends on where they happen to lie, with ddp as with methods. No effect with another C library.
     """
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):
         library.mallopt(_TRIM_THRESHOLD, 2**31 - 1)
-        # Before glibc 2.35, 32 MiB was the most, and more was refused.
+        # Before glibc 2.35, more than 32 MiB is refused.
         library.mallopt(_MMAP_THRESHOLD, 2**31 - 1) or library.mallopt(_MMAP_THRESHOLD, 2**25)
 
 
-def train(
-    rank: int,
-    setting: Setting,
-    row: str,
-    loaded: Loaded,
-    steps: int,
-    batch_size: int,
-    malloc: str,
-    barrier: Barrier,
-    callbacks: Sequence[pl.Callback] = (),
-) -> Measured:
-    """What one rank does, on its host."""
-    if malloc == KEEPS:
+class Job(NamedTuple):
+    """One run of one row.
+
+    Attributes:
+        setting: Model and network.
+        row: Its name in STRATEGIES.
+        package: The copy of lightning_sparsecomm that ranks import.
+        loaded: The model's data.
+        steps: Measured steps.
+        batch_size: Samples per rank and step.
+        malloc: `keeps` or `default`; see `keep_freed_memory`.
+    """
+
+    setting: Setting
+    row: str
+    package: Package
+    loaded: Loaded
+    steps: int
+    batch_size: int
+    malloc: str
+
+    @property
+    def timeout(self) -> float:
+        """Seconds within which it must end."""
+        model = MODELS[self.setting.model]
+        # Batches of the default size take a rank less than half a second, and here ranks share cores.
+        computing_seconds = 3.0 * self.setting.ranks * max(1, self.batch_size / model.batch_size)
+        return patience_seconds(WARM_UP_STEPS + self.steps, self.parameters, self.setting.rate, computing_seconds)
+
+    @property
+    def parameters(self) -> int:
+        """How many the model has."""
+        network = MODELS[self.setting.model].network(self.loaded.classes)
+        return sum(parameter.numel() for parameter in network.parameters())
+
+
+def train(rank: int, job: Job, barrier: Barrier, callbacks: Sequence[pl.Callback] = ()) -> Measured:
+    """What each rank does, on its host."""
+    # In all rows, so that their peak memory can be compared.
+    job.package.use()
+    if job.malloc == KEEPS:
         keep_freed_memory()
-    # What the process that forked has had is not counted.
+    # The parent's peak does not count.
     forget_most_memory()
     torch.manual_seed(0)
-    model = MODELS[setting.model]
-    meter = Meter(barrier, steps)
+    model = MODELS[job.setting.model]
+    meter = Meter(barrier, job.steps)
     trainer = pl.Trainer(
-        strategy=STRATEGIES[row](),
+        strategy=STRATEGIES[job.row](),
         accelerator="cpu",
         devices=1,
-        num_nodes=setting.ranks,
+        num_nodes=job.setting.ranks,
         plugins=[TorchElasticEnvironment()],
-        max_steps=WARM_UP_STEPS + steps,
+        max_steps=WARM_UP_STEPS + job.steps,
         callbacks=[meter, *callbacks],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    module = Trained(model.network(loaded.classes), model.learning_rate)
-    trainer.fit(module, DataLoader(loaded.data, batch_size, shuffle=True, drop_last=True))
+    module = Trained(model.network(job.loaded.classes), model.learning_rate)
+    trainer.fit(module, DataLoader(job.loaded.data, job.batch_size, shuffle=True, drop_last=True))
     return meter.measured
 
 
@@ -298,11 +344,12 @@ class Run(NamedTuple):
     Attributes:
         model, ranks, rate: The setting.
         row: Its name in STRATEGIES.
-        repetition: Which of several.
-        parameters: Of the model.
+        repetition: Its number, from 0.
+        parameters: How many the model has.
         batch_size: Samples per rank and step.
         measured: By rank.
-        commit: With which it was made; None if that is not known.
+        commit: Of lightning_sparsecomm; None if unknown.
+        package: Name of the copy that was used; None for this checkout's.
     """
 
     model: str
@@ -314,6 +361,7 @@ class Run(NamedTuple):
     batch_size: int
     measured: list[Measured]
     commit: str | None = None
+    package: str | None = None
 
     @classmethod
     def of(cls, stored: dict[str, Any]) -> "Run":
@@ -329,20 +377,25 @@ class Run(NamedTuple):
 
     @property
     def key(self) -> "Key":
-        return self.setting, self.row, self.repetition
+        return self.setting, self.row, self.repetition, self.package
 
     @property
     def seconds(self) -> list[float]:
         """Of each step, on rank 0: ranks wait for each other."""
         return self.measured[0].seconds
 
+    @property
+    def typical_seconds(self) -> float:
+        """The median step, or the mean where most steps exchange nothing."""
+        return statistics.mean(self.seconds) if self.row in EVERY_TEN else statistics.median(self.seconds)
+
     def mean_of(self, name: str) -> float:
-        """Of what ranks have measured, per step."""
+        """Of one of the measurements, per step and rank."""
         return statistics.mean(getattr(each, name) for each in self.measured) / len(self.seconds)
 
     @property
     def explained(self) -> float | None:
-        """What the network devices counted, less what Gloo adds to messages, by what the ledgers say; None of ddp."""
+        """Bytes that network devices counted, without Gloo's framing, over the ledgers' bytes; None with ddp."""
         known = [each.link_bytes for each in self.measured if each.link_bytes is not None]
         if not sum(known):
             return None
@@ -353,6 +406,7 @@ class Run(NamedTuple):
 class Options(NamedTuple):
     """What the command line asks for."""
 
+    packages: dict[str | None, Package]
     models: list[str]
     ranks: list[int]
     rates: list[str]
@@ -368,14 +422,14 @@ class Options(NamedTuple):
     only_print: bool
 
     def settings(self) -> dict[str, str | int | None]:
-        """All that the result of a run depends on, besides its row and its setting."""
+        """All that the result of a run depends on, besides its row, its setting and the commit."""
         return {
             "steps": self.steps,
             "batch_size": self.batch_size,
             "text": self.text.name,
             "malloc": self.malloc,
             **machine(),
-            **versions(),
+            **versions(list(self.packages.values())),
         }
 
     @property
@@ -384,19 +438,45 @@ class Options(NamedTuple):
         return self.output / "training.json"
 
 
-def measure(setting: Setting, row: str, repetition: int, loaded: Loaded, options: Options) -> Run:
+def measure(key: "Key", loaded: Loaded, options: Options) -> Run:
     """One training run in a lab of its own."""
-    model = MODELS[setting.model]
-    batch_size = options.batch_size or model.batch_size
-    parameters = sum(parameter.numel() for parameter in model.network(loaded.classes).parameters())
-    barrier = FORK.Barrier(setting.ranks)
-    # Batches of the default size take a rank less than half a second, and here ranks share cores.
-    computing_seconds = 3.0 * setting.ranks * max(1, batch_size / model.batch_size)
-    timeout = patience_seconds(WARM_UP_STEPS + options.steps, parameters, setting.rate, computing_seconds)
+    setting, row, repetition, name = key
+    batch_size = options.batch_size or MODELS[setting.model].batch_size
+    job = Job(setting, row, options.packages[name], loaded, options.steps, batch_size, options.malloc)
     with Lab(setting.ranks, setting.rate) as lab:
-        arguments = (setting, row, loaded, options.steps, batch_size, options.malloc, barrier)
-        measured = lab.run(train, *arguments, timeout=timeout)
-    return Run(*setting, row, repetition, parameters, batch_size, measured, COMMIT)
+        measured = lab.run(train, job, FORK.Barrier(setting.ranks), timeout=job.timeout)
+    return Run(*setting, row, repetition, job.parameters, batch_size, measured, job.package.commit, name)
+
+
+def comparison(runs: list[Run], old: str | None, new: str | None) -> str:
+    """The time of a step with two packages: a line for each row in each setting, as Markdown, and a summary."""
+    header = ["model", "ranks", "rate", "strategy", f"{old}: ms per step", "least – most"]
+    header += [f"{new}: ms per step", "least – most", f"{new} by {old}", "of each repetition, least – most"]
+    header += [f"{new} by {old}, processor time"]
+    lines = [f"| {' | '.join(header)} |", f"|{'---|' * 4}{'---:|' * (len(header) - 4)}"]
+    ratios: dict[bool, list[float]] = {True: [], False: []}
+    for setting, row in dict.fromkeys((run.setting, run.row) for run in runs):
+        here = [run for run in runs if (run.setting, run.row) == (setting, row)]
+        olds, news = ({run.repetition: run for run in here if run.package == name} for name in (old, new))
+        pairs = [(olds[each].typical_seconds, news[each].typical_seconds) for each in olds if each in news]
+        if not pairs:
+            continue
+        before, after = zip(*pairs)
+        ratio = statistics.median(after) / statistics.median(before)
+        ratios[row in WITHOUT_PACKAGE].append(ratio)
+        cells = [*map(str, setting), f"`{row}`"]
+        for seconds in (before, after):
+            cells += [f"{1000 * statistics.median(seconds):,.1f}", spread([1000 * each for each in seconds], 1)]
+        processor = [statistics.median(run.mean_of("cpu_seconds") for run in of.values()) for of in (olds, news)]
+        cells += [f"{ratio:.3f}", spread([late / early for early, late in pairs], 3)]
+        cells.append(f"{processor[1] / processor[0]:.3f}")
+        lines.append(f"| {' | '.join(cells)} |")
+    summary = [
+        f"{kind}: median {statistics.median(each):.3f}, {spread(each, 3)}"
+        for kind, each in (("rows that use a package", ratios[False]), ("rows that use neither", ratios[True]))
+        if each
+    ]
+    return "\n".join([*lines, "", f"{new} by {old}: {'; '.join(summary)}."])
 
 
 def table(runs: list[Run]) -> str:
@@ -474,8 +554,7 @@ def short_table(runs: list[Run]) -> str:
 
 
 def draw(runs: list[Run], path: Path) -> None:
-    """Seconds per step of each row against the rate: a panel for each network, a line of panels for each number of
-    ranks."""
+    """Draws seconds per step against the rate: a column of panels for each model, a line for each number of ranks."""
     models = list(dict.fromkeys(run.model for run in runs))
     worlds = sorted({run.ranks for run in runs}, reverse=True)
     rates = sorted({run.rate for run in runs}, key=lambda rate: bits_per_second(rate) or math.inf)
@@ -489,13 +568,13 @@ def draw(runs: list[Run], path: Path) -> None:
             measured = [(place, statistics.mean(means[rate])) for place, rate in enumerate(rates) if means[rate]]
             style: dict[str, Any] = {"color": colormaps["tab20"].colors[number % 20], "linewidth": 1.2}
             if row.startswith("dense"):
-                # Under it lies ddp's line, or its bfloat16 hook's.
+                # It hides the line of ddp, or of its bfloat16 hook.
                 style["linestyle"] = ":"
             if row == EMPHASIZED:
                 style |= {"color": "red", "linewidth": 2.5, "zorder": 3}
             if row in (ALONE, BASELINE):
                 style = {"color": "black", "linewidth": 2, "linestyle": "--" if row == ALONE else "-"}
-            # A row that has not been run here is in the legend all the same.
+            # The legend also lists rows that were not run here.
             axes.plot(*(zip(*measured) if measured else ([], [])), marker="o", markersize=4, label=row, **style)
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -514,30 +593,43 @@ def draw(runs: list[Run], path: Path) -> None:
 def parse() -> Options:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    add("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="what is trained")
-    add("--ranks", nargs="+", type=int, default=[2, 4], metavar="N", help="processes, one thread each")
+    package = "folder that holds the lightning_sparsecomm to use; give it twice to compare two (default: this checkout)"
+    add("--package", type=Path, action="append", default=argparse.SUPPRESS, metavar="PATH", help=package)
+    add("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="networks to train")
+    add("--ranks", nargs="+", type=int, default=[2, 4], metavar="N", help="numbers of processes, one thread each")
     rates = ["100mbit", "1gbit", "10gbit", UNLIMITED]
-    add("--rates", nargs="+", default=rates, metavar="RATE", help="of each rank's cable, both ways")
-    add("--rows", nargs="+", default=list(STRATEGIES), metavar="NAME", help="of the table")
-    add("--steps", type=int, default=10, metavar="N", help=f"that are measured, after {WARM_UP_STEPS} others")
-    add("--repetitions", type=int, default=1, metavar="N", help="runs of each row, by turns")
+    add("--rates", nargs="+", default=rates, metavar="RATE", help="rates of each rank's cable, in both directions")
+    add("--rows", nargs="+", default=list(STRATEGIES), metavar="NAME", help="rows of the table")
+    add("--steps", type=int, default=10, metavar="N", help=f"measured steps, after {WARM_UP_STEPS} warm-up steps")
+    add("--repetitions", type=int, default=1, metavar="N", help="runs of each row, in turns")
     sizes = ", ".join(f"{model.batch_size} of {name}" for name, model in MODELS.items())
     batch_size = f"samples per rank and step (default: {sizes})"
     add("--batch-size", type=int, default=argparse.SUPPRESS, metavar="N", help=batch_size)
     add("--malloc", choices=[KEEPS, "default"], default=KEEPS, help=MALLOC_HELP)
-    add("--data-dir", type=Path, default=Path("data"), metavar="DIR", help="of Fashion-MNIST, downloaded if missing")
-    add("--text", type=Path, default=EXCERPT, metavar="FILE", help="that the language models read, in UTF-8")
-    add("--output", type=Path, default=Path("training"), metavar="DIR", help="for training.json and training.png")
-    add("--resume", action="store_true", help="skip runs that are in training.json already")
-    add("--only-print", action="store_true", help="run nothing: print and draw what training.json has")
-    options = Options(**{"batch_size": None, **vars(parser.parse_args())})
+    data = "folder of Fashion-MNIST, downloaded if missing"
+    add("--data-dir", type=Path, default=Path("data"), metavar="DIR", help=data)
+    add("--text", type=Path, default=EXCERPT, metavar="FILE", help="text for the language models, in UTF-8")
+    add(
+        "--output", type=Path, default=Path("training"), metavar="DIR", help="folder for training.json and training.png"
+    )
+    add("--resume", action="store_true", help="skip runs that training.json already has")
+    add("--only-print", action="store_true", help="run nothing: print and draw the runs of training.json")
+    arguments = vars(parser.parse_args())
+    try:
+        packages = packages_of(arguments.pop("package", []))
+    except ValueError as error:
+        parser.error(f"--package: {error}")
+    options = Options(packages, **{"batch_size": None, **arguments})
     if min(options.repetitions, options.batch_size or 1) < 1 or options.steps < 2:
-        parser.error("repetitions and the batch size are at least 1, steps at least 2")
+        parser.error("--repetitions and --batch-size must be at least 1, and --steps at least 2")
     unknown = [row for row in options.rows if row not in STRATEGIES]
     if unknown:
-        parser.error(f"--rows are {', '.join(map(repr, STRATEGIES))}; got {unknown[0]!r}")
+        parser.error(f"--rows must be among {', '.join(map(repr, STRATEGIES))}; got {unknown[0]!r}")
     if options.steps % ROUND_STEPS and set(options.rows) & set(EVERY_TEN):
-        parser.error(f"--steps must be a multiple of {ROUND_STEPS}, after which {', '.join(EVERY_TEN)} exchange")
+        parser.error(
+            f"--steps must be a multiple of {ROUND_STEPS}, since {', '.join(EVERY_TEN)} exchange every {ROUND_STEPS}"
+            f" steps; got {options.steps}"
+        )
     try:
         for ranks, rate in itertools.product(options.ranks, options.rates):
             Lab(ranks, rate)
@@ -546,27 +638,46 @@ def parse() -> Options:
     return options
 
 
-Key = tuple[Setting, str, int]
-"""Of a run: its setting, row and repetition."""
+def packages_of(folders: list[Path]) -> dict[str | None, Package]:
+    """Packages by name: by their folders' names, or where these are equal, by their paths.
+
+    Raises:
+        ValueError: More than two, one given twice, or a folder without the package.
+    """
+    if not folders:
+        return {None: Package.at(CHECKOUT)}
+    paths = list(dict.fromkeys(folder.resolve() for folder in folders))
+    if len(folders) > 2 or len(paths) < len(folders):
+        raise ValueError(f"give one folder, or two that differ; got {', '.join(map(str, folders))}.")
+    differ = len({path.name for path in paths}) == len(paths)
+    return {path.name if differ else str(path): Package.at(path) for path in paths}
+
+
+Key = tuple[Setting, str, int, str | None]
+"""A run's setting, row, repetition, and the name of its package."""
 
 
 def wanted(options: Options) -> list[Key]:
-    """The runs that the command line asks for, in their order: rows by turns, in every second repetition backwards."""
+    """The runs that the command line asks for, in order: rows in turns, each with one package after the other.
+
+    Every second repetition runs backwards.
+    """
     settings = itertools.starmap(Setting, itertools.product(options.models, options.ranks, options.rates))
+    turns = list(itertools.product(options.rows, options.packages))
     return [
-        (setting, row, repetition)
+        (setting, row, repetition, package)
         for setting in settings
         for repetition in range(options.repetitions)
-        for row in options.rows[:: -1 if repetition % 2 else 1]
+        for row, package in turns[:: -1 if repetition % 2 else 1]
     ]
 
 
 def run_all(runs: list[Run], options: Options) -> None:
-    """Adds the runs that are missing, and writes all as each ends.
+    """Runs what is missing, and writes all runs to the file as each ends.
 
     Raises:
-        OSError: Data that is missing, and cannot be fetched.
-        ValueError: Data that is damaged, or too little of it for a batch on each rank.
+        OSError: Data is missing and cannot be downloaded.
+        ValueError: Data is damaged, or too small for a batch on each rank.
     """
     loaded = {name: MODELS[name].load(options.data_dir, options.text) for name in options.models}
     for name, ranks in itertools.product(options.models, options.ranks):
@@ -578,17 +689,18 @@ def run_all(runs: list[Run], options: Options) -> None:
     for key in wanted(options):
         if key in done:
             continue
-        setting, row, repetition = key
-        runs.append(measure(setting, row, repetition, loaded[setting.model], options))
+        setting, row, _, package = key
+        runs.append(measure(key, loaded[setting.model], options))
         save([run.stored() for run in runs], options.path, options.settings())
         step = statistics.mean(runs[-1].seconds)
-        print(f"{', '.join(map(str, setting))}, {row}: {step:.3f} s", file=sys.stderr, flush=True)
+        of = "" if package is None else f", {package}"
+        print(f"{', '.join(map(str, setting))}, {row}{of}: {step:.3f} s", file=sys.stderr, flush=True)
 
 
 def main() -> None:
     options = parse()
     torch.set_num_threads(1)
-    # Lightning's advice on devices, workers and loggers.
+    # Lightning's advice about devices, workers and loggers.
     logging.disable(logging.INFO)
     warnings.simplefilter("ignore")
     settings = options.settings()
@@ -596,7 +708,7 @@ def main() -> None:
         if options.only_print:
             if not options.path.exists():
                 sys.exit(f"{options.path} does not exist. Run without --only-print first, or name another --output.")
-            # Whatever the machine, and the command line, that they were made with.
+            # Not those of this machine and command line, but those the runs were made with.
             settings = json.loads(options.path.read_text())["settings"]
             runs = [Run.of(stored) for stored in load(options.path, {}, resume=True)]
         else:
@@ -604,20 +716,28 @@ def main() -> None:
             run_all(runs, options)
     except (LabError, OSError, ValueError) as error:
         sys.exit(str(error))
-    asked = dict.fromkeys((setting, row) for setting, row, _ in wanted(options))
-    shown = [run for key in asked for run in runs if (run.setting, run.row) == key]
+    asked = dict.fromkeys((setting, row, package) for setting, row, _, package in wanted(options))
+    shown = [run for key in asked for run in runs if (run.setting, run.row, run.package) == key]
     if not shown:
         sys.exit(f"{options.path} has none of the runs that were asked for.")
     for name, run in {run.model: run for run in shown}.items():
         print(f"{name}: {run.parameters:,} parameters, batches of {run.batch_size} {MODELS[name].samples} per rank")
     described = ", ".join(f"{name} {value}" for name, value in settings.items() if value is not None)
-    repeated = sorted(Counter((run.setting, run.row) for run in shown).values())
+    repeated = sorted(Counter((run.setting, run.row, run.package) for run in shown).values())
     print(f"{repeated[0]} to {repeated[-1]} runs of each row, after {WARM_UP_STEPS} steps each; {described}\n")
-    print(table(shown))
-    print("\nMean ms per step, and how many times faster than ddp:\n")
-    print(short_table(shown))
-    print(f"\n{made_with(run.commit for run in shown)}")
-    draw(shown, options.output / "training.png")
+    for package in options.packages:
+        of_package = [run for run in shown if run.package == package]
+        if package is not None:
+            print(f"With {package}:\n")
+        print(table(of_package))
+        print("\nMean ms per step, and how many times faster than ddp:\n")
+        print(short_table(of_package))
+        print(f"\n{made_with(run.commit for run in of_package)}\n")
+    if len(options.packages) == 1:
+        draw(shown, options.output / "training.png")
+        return
+    print("A run's time is its median step; its mean step in rows that exchange every 10. Median over runs:\n")
+    print(comparison(shown, *options.packages))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The network that the examples train. It knows nothing of compression."""
+"""The network that the examples train: plain Lightning, without a trace of compression."""
 
 import pytorch_lightning as pl
 import torch
@@ -7,10 +7,10 @@ from torchmetrics.classification import MulticlassAccuracy
 
 
 class Classifier(pl.LightningModule):
-    """Two convolutions and two linear layers, 151,306 parameters, trained by Adam. Logs `accuracy` on the test set.
+    """Two convolutions and two linear layers (151,306 parameters), trained by Adam. Logs `accuracy` on the test set.
 
     Args:
-        learning_rate: Adam's.
+        learning_rate: Adam's learning rate.
     """
 
     def __init__(self, learning_rate: float = 1e-3) -> None:
@@ -36,7 +36,7 @@ class Classifier(pl.LightningModule):
         return nn.functional.cross_entropy(self.network(images), labels)
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Counts the images that are recognized, over all processes."""
+        """Counts correctly classified images, over all processes."""
         images, labels = batch
         self.accuracy(self.network(images), labels)
         self.log("accuracy", self.accuracy, prog_bar=True)

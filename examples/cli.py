@@ -1,6 +1,6 @@
 """Trains a small network from a YAML file: `python examples/cli.py fit --config examples/configs/sparsecomm.yaml`.
 
-Strategy, method and every part of it can be changed in the file or behind it; `fit --print_config` shows them all.
+Strategy, method and each of its parts can be set in the file or on the command line; `fit --print_config` shows all.
 """
 
 from classifier import Classifier

@@ -1,4 +1,4 @@
-"""What the commands have in common: kinds of arguments, and what they keep quiet."""
+"""What the commands share: types of arguments, and warnings to silence."""
 
 import argparse
 import logging
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def at_least(minimum: int) -> Callable[[str], int]:
-    """A type for argparse: an integer not below `minimum`."""
+    """A type for argparse: an integer of at least `minimum`."""
 
     def integer(text: str) -> int:
         if int(text) < minimum:
@@ -19,7 +19,7 @@ def at_least(minimum: int) -> Callable[[str], int]:
 
 
 def folder(text: str) -> Path:
-    """A type for argparse: a folder, or the name of one that does not exist yet."""
+    """A type for argparse: a folder, or a path where nothing exists yet."""
     path = Path(text)
     if path.exists() and not path.is_dir():
         raise argparse.ArgumentTypeError(f"must be a folder; {text} is a file")
@@ -30,15 +30,17 @@ def file(text: str) -> Path:
     """A type for argparse: a file that exists."""
     path = Path(text)
     if not path.is_file():
-        raise argparse.ArgumentTypeError(f"must be a file; {text} {'is a folder' if path.is_dir() else 'is not there'}")
+        raise argparse.ArgumentTypeError(
+            f"must be a file; {text} {'is a folder' if path.is_dir() else 'does not exist'}"
+        )
     return path
 
 
 def quieten(*messages: str) -> None:
-    """Leaves out what Lightning says of hardware, data loading and torch's own API, which is not what is compared.
+    """Silences Lightning's messages about hardware, data loading and torch's API.
 
     Args:
-        messages: Patterns of more warnings to leave out.
+        messages: Patterns of more warnings to silence.
     """
     logging.disable(logging.INFO)
     for message in (".*does not have many workers.*", ".*LeafSpec.*", *messages):

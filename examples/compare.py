@@ -1,6 +1,6 @@
-"""Trains the same network on the same images with plain ddp and with sparsecomm, and compares accuracy, bytes and time.
+"""Trains the same network on the same images with ddp and with sparsecomm, and compares accuracy, bytes and time.
 
-Prints a table, and writes a plot of accuracy against bytes sent and all numbers as JSON.
+Prints a table. Writes a plot of accuracy against bytes sent, and all numbers as JSON.
 """
 
 import argparse
@@ -24,14 +24,14 @@ EPOCHS: dict[DataName, int] = {"digits": 20, "fashion-mnist": 5}
 
 
 class Epoch(NamedTuple):
-    """What was reached at the end of an epoch.
+    """Results at the end of an epoch.
 
     Attributes:
         epoch: Epochs finished.
-        accuracy: Fraction of the test images that are recognized.
-        sent_bytes: Bytes of gradients that one rank has put on the link since the beginning.
-        ddp_bytes: Bytes that it would have put there under ddp.
-        seconds: Seconds of training since the beginning, without those of the test.
+        accuracy: Fraction of the test images that are classified correctly.
+        sent_bytes: Bytes of gradients that one rank has put on the link so far.
+        ddp_bytes: Bytes that it would have put there with ddp.
+        seconds: Seconds of training so far, without those of the test.
     """
 
     epoch: int
@@ -42,7 +42,7 @@ class Epoch(NamedTuple):
 
 
 class Recorder(pl.Callback):
-    """Writes a list of Epochs to a file, which also reaches us from a process that the strategy has started.
+    """Writes a list of Epochs to a file, since rank 0 may be a process that the strategy has started.
 
     Args:
         path: Where rank 0 writes, as JSON.
@@ -104,7 +104,7 @@ def main() -> None:
         for strategy in options.strategies:
             path = Path(directory) / f"{strategy}.json"
             trainer = train(strategy, options, path)
-            # A plain name, such as ddp, runs this whole script in every process; rank 0 reports.
+            # With a plain name such as ddp, every process runs this whole script; rank 0 reports.
             if trainer.is_global_zero:
                 runs[strategy] = [Epoch(**epoch) for epoch in json.loads(path.read_text())]
     if trainer.is_global_zero:
@@ -112,7 +112,7 @@ def main() -> None:
 
 
 def train(strategy: str, options: Options, path: Path) -> pl.Trainer:
-    """Trains from the same start on the same batches whatever the strategy; rank 0 leaves its epochs in `path`."""
+    """Trains from the same weights on the same batches with any strategy; rank 0 writes its epochs to `path`."""
     pl.seed_everything(options.seed, verbose=False)
     trainer = pl.Trainer(
         strategy=strategy,
@@ -133,7 +133,7 @@ def train(strategy: str, options: Options, path: Path) -> pl.Trainer:
 
 
 def report(runs: dict[str, list[Epoch]], options: Options) -> None:
-    """Prints the table, writes plot and numbers."""
+    """Prints the table, and writes plot and numbers."""
     options.output.mkdir(parents=True, exist_ok=True)
     numbers, plot = options.output / "compare.json", options.output / "compare.png"
     rows = [["strategy", "test accuracy", "MB sent per rank", "fewer bytes", "seconds"]]
@@ -151,11 +151,11 @@ def report(runs: dict[str, list[Epoch]], options: Options) -> None:
     error = max((e[-1].accuracy * (1 - e[-1].accuracy) / test_images) ** 0.5 for e in runs.values())
     print(f"""
 {options.processes} processes, {options.epochs} epochs of {options.data}, seed {options.seed}.
-Accuracy: on {test_images:,} images that were not trained on; standard error {error:.1%}.
-MB: 10^6 bytes of gradients on the link by the collectives' published algorithms (a ring all-reduce
+Accuracy: on {test_images:,} test images; standard error {error:.1%}.
+MB: 10^6 bytes of gradients on the link, by the collectives' published algorithms (a ring all-reduce
     sends 2(W-1)/W times its tensor, an all-gather W-1 times); 'fewer bytes' is against ddp's all-reduce.
-Seconds: training only, on one machine, where sending costs next to nothing. They show what compression
-    costs; what it gains shows on a slow network.
+Seconds: training only, on one machine, where sending is almost free. They show what compression
+    costs; its gain shows on a slow network.
 
 Plot: {plot}
 Numbers: {numbers}""")
@@ -184,9 +184,9 @@ def draw(runs: dict[str, list[Epoch]], options: Options, path: Path) -> None:
         axes.plot(megabytes, [100 * epoch.accuracy for epoch in epochs], ".-", label=strategy)
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter("{x:g}")
-    axes.set_xlabel("gradients that one rank has sent, MB")
-    axes.set_ylabel("test images recognized, %")
-    axes.set_title(f"{options.data}, {options.processes} processes, a point per epoch")
+    axes.set_xlabel("MB of gradients sent by one rank")
+    axes.set_ylabel("test accuracy, %")
+    axes.set_title(f"{options.data}, {options.processes} processes, one point per epoch")
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=150)
@@ -198,22 +198,40 @@ def parse() -> Options:
     names = ["ddp", "ddp_spawn", "ddp_fork"]
     names += [name for name in StrategyRegistry.available_strategies() if name.startswith("sparsecomm")]
     default = ["ddp", "sparsecomm"]
-    add("--strategies", nargs="+", choices=names, default=default, metavar="NAME", help="as in Trainer(strategy=NAME)")
-    add("--data", choices=get_args(DataName), default="digits", help="digits come with scikit-learn")
-    add("--data-dir", type=folder, default=Path("data"), metavar="DIR", help="of Fashion-MNIST, downloaded if missing")
-    add("--processes", type=at_least(2), default=2, metavar="N", help="on this machine's CPU, one thread each")
+    add(
+        "--strategies",
+        nargs="+",
+        choices=names,
+        default=default,
+        metavar="NAME",
+        help="names as in Trainer(strategy=NAME)",
+    )
+    add(
+        "--data", choices=get_args(DataName), default="digits", help="images to train on; digits come with scikit-learn"
+    )
+    data = "folder of Fashion-MNIST, downloaded if missing"
+    add("--data-dir", type=folder, default=Path("data"), metavar="DIR", help=data)
+    add(
+        "--processes", type=at_least(2), default=2, metavar="N", help="processes on this machine's CPU, one thread each"
+    )
     epochs = (
         f"passes over the training images (default: {EPOCHS['digits']}, or {EPOCHS['fashion-mnist']} of fashion-mnist)"
     )
     add("--epochs", type=at_least(1), default=argparse.SUPPRESS, metavar="N", help=epochs)
     add("--batch-size", type=at_least(1), default=32, metavar="N", help="images per process and step")
-    add("--seed", type=int, default=0, metavar="N", help="of the first weights and of the order of the images")
-    add("--output", type=folder, default=Path("comparison"), metavar="DIR", help="for compare.png and compare.json")
+    add("--seed", type=int, default=0, metavar="N", help="seed of the initial weights and of the order of images")
+    add(
+        "--output",
+        type=folder,
+        default=Path("comparison"),
+        metavar="DIR",
+        help="folder for compare.png and compare.json",
+    )
     arguments = vars(parser.parse_args())
     arguments.setdefault("epochs", EPOCHS[arguments["data"]])
     options = Options(**arguments)
     if len({start_method(name) for name in options.strategies}) > 1:
-        parser.error("the names in --strategies must start processes in one way: all plain, all _spawn or all _fork")
+        parser.error("--strategies must all start processes in the same way: all plain, all _spawn or all _fork")
     return options
 
 

@@ -24,7 +24,7 @@ TEST_IMAGES: dict[DataName, int] = {"digits": 360, "fashion-mnist": 10_000}
 
 FASHION_MNIST_HOME = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
 
-# SHA-256 of the unpacked files: the same images are also handed round in other gzip wrappings.
+# SHA-256 of the unpacked files: other copies may be packed differently.
 FASHION_MNIST = {
     "train-images-idx3-ubyte.gz": "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
     "train-labels-idx1-ubyte.gz": "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
@@ -41,16 +41,21 @@ class Read(NamedTuple):
     test_images: Tensor
     test_labels: Tensor
 
+    def standardized(self) -> "Read":
+        """The same images, scaled so that the training images' pixels have mean 0 and standard deviation 1."""
+        mean, std = self.train_images.mean(), self.train_images.std()
+        return self._replace(train_images=(self.train_images - mean) / std, test_images=(self.test_images - mean) / std)
+
 
 class Images(pl.LightningDataModule):
     """Training and test images with labels 0 to 9. Lightning gives each process its own share of them.
 
-    The test set is looked at after every epoch, and nothing is chosen by it.
+    Accuracy on the test set is measured after every epoch, and nothing is chosen by it.
 
     Args:
-        data: `digits` are 1,797 images of 8x8 pixels, of which 360 are the test set. `fashion-mnist` are 60,000 images
-            of 28x28 to train on and 10,000 for the test.
-        data_dir: Folder of the four files of Fashion-MNIST, or the one above it. What is missing is downloaded to it.
+        data: `digits`: 1,797 images of 8x8 pixels, 360 of them the test set. `fashion-mnist`: 60,000 training images
+            and 10,000 test images of 28x28 pixels.
+        data_dir: Folder with the four files of Fashion-MNIST, or its parent. Missing files are downloaded into it.
         batch_size: Images per process and step.
     """
 
@@ -61,19 +66,18 @@ class Images(pl.LightningDataModule):
         self.batch_size = batch_size
 
     def prepare_data(self) -> None:
-        """Downloads what is missing; Lightning calls it in one process per machine."""
+        """Downloads missing files; Lightning calls it in one process per machine."""
         if self.data == "fashion-mnist":
             download_missing(self.data_dir)
 
     def setup(self, stage: str) -> None:
         """Reads all images into memory."""
-        read = read_digits() if self.data == "digits" else read_fashion_mnist(self.data_dir)
-        mean, std = read.train_images.mean(), read.train_images.std()
-        self.train = TensorDataset((read.train_images - mean) / std, read.train_labels)
-        self.test = TensorDataset((read.test_images - mean) / std, read.test_labels)
+        read = (read_digits() if self.data == "digits" else read_fashion_mnist(self.data_dir)).standardized()
+        self.train = TensorDataset(read.train_images, read.train_labels)
+        self.test = TensorDataset(read.test_images, read.test_labels)
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        """Shuffled anew in each epoch by the run's seed: equal seeds give equal batches."""
+        """Reshuffled in each epoch by the run's seed: equal seeds give equal batches."""
         return DataLoader(self.train, self.batch_size, shuffle=True, drop_last=True)
 
     def val_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
@@ -95,24 +99,26 @@ def read_fashion_mnist(directory: Path) -> Read:
     """The four files of Fashion-MNIST.
 
     Raises:
-        FileNotFoundError: A file is not there.
-        ValueError: A file is not what was published.
+        FileNotFoundError: A file is missing.
+        ValueError: A file is not the published one.
     """
     files = contents(directory)
     for path, content in files.items():
         if not is_published(path.name, content):
-            raise ValueError(f"{path} must be the published file, and is another. Delete it; it is downloaded again.")
+            raise ValueError(
+                f"{path} must be the published file; its content differs. Delete it, and it is downloaded again."
+            )
     return read_mnist(files)
 
 
 def read_mnist(files: Mapping[Path, bytes]) -> Read:
-    """Images of 28x28 pixels in MNIST's format, which Fashion-MNIST has too.
+    """Images of 28x28 pixels in the format of MNIST and Fashion-MNIST.
 
     Args:
-        files: As `contents` gives them.
+        files: What `contents` returns.
 
     Raises:
-        ValueError: A file is in another format, or has other labels than one of 0 to 9 for each image.
+        ValueError: A file is in another format, or does not have one label from 0 to 9 for each image.
     """
     train_images, train_labels, test_images, test_labels = (
         read_idx(path, content, (28, 28) if "images" in path.name else ()) for path, content in files.items()
@@ -120,7 +126,7 @@ def read_mnist(files: Mapping[Path, bytes]) -> Read:
     for part, images, labels in (("train", train_images, train_labels), ("t10k", test_images, test_labels)):
         if len(images) != len(labels) or labels.max() > 9:
             raise ValueError(
-                f"there must be one label of 0 to 9 for each image; the files {part}-* in {next(iter(files)).parent}"
+                f"there must be one label from 0 to 9 for each image; the files {part}-* in {next(iter(files)).parent}"
                 f" have {len(images):,} images and {len(labels):,} labels of 0 to {labels.max()}. Name another folder."
             )
     return Read(
@@ -129,13 +135,13 @@ def read_mnist(files: Mapping[Path, bytes]) -> Read:
 
 
 def contents(directory: Path) -> dict[Path, bytes]:
-    """Four files under MNIST's names, unpacked: images and labels to train on, then those of the test.
+    """The contents of MNIST's four files, unpacked: training images and labels, then test images and labels.
 
     Args:
-        directory: Their folder, or the one above it.
+        directory: Their folder, or its parent.
 
     Raises:
-        FileNotFoundError: A file is not there.
+        FileNotFoundError: A file is missing.
         ValueError: A file cannot be unpacked.
     """
     files = {}
@@ -146,20 +152,20 @@ def contents(directory: Path) -> dict[Path, bytes]:
         content = content_of(path)
         if content is None:
             raise ValueError(
-                f"{path} must be a whole gzip file, and is damaged. Put a whole one in its place; of Fashion-MNIST,"
-                " what is missing is downloaded."
+                f"{path} must be a whole gzip file; it is damaged. Replace it, or delete it: missing files of"
+                " Fashion-MNIST are downloaded."
             )
         files[path] = content
     return files
 
 
 def read_idx(path: Path, content: bytes, shape: tuple[int, ...]) -> Tensor:
-    """The bytes of an IDX file, MNIST's format: `[n, *shape]` uint8.
+    """The array in an IDX file (MNIST's format), `[n, *shape]` uint8.
 
     Raises:
-        ValueError: It is in another format, or of another shape.
+        ValueError: It has another format or shape.
     """
-    # Big-endian numbers of 4 bytes: 0x800, for bytes, plus how many dimensions there are; then their sizes.
+    # Big-endian numbers of 4 bytes: 0x800 (for bytes) plus the number of dimensions, and then their sizes.
     dimensions = 1 + len(shape)
     begin = 4 + 4 * dimensions
     kind, count, *sizes = np.frombuffer(content[:begin].ljust(begin, b"\0"), ">u4").tolist()
@@ -178,51 +184,50 @@ def read_idx(path: Path, content: bytes, shape: tuple[int, ...]) -> Tensor:
 
 
 def find(directory: Path, name: str) -> Path | None:
-    """The file of Fashion-MNIST in `directory` or in its folder `fashion-mnist`, packed or not; None where it is in
-    neither."""
+    """The file's path in `directory` or in its folder `fashion-mnist`, packed or not; None if it is in neither."""
     folders = (directory, directory / "fashion-mnist")
     paths = (folder / each for folder in folders for each in (name, name.removesuffix(".gz")))
     return next((path for path in paths if path.is_file()), None)
 
 
 def content_of(path: Path) -> bytes | None:
-    """A file's content, unpacked; None where it is cut off or altered."""
+    """A file's content, unpacked; None if it is damaged."""
     content = path.read_bytes()
     return unpacked(content) if path.suffix == ".gz" else content
 
 
 def download_missing(directory: Path) -> None:
-    """Fetches those files of Fashion-MNIST that are not there.
+    """Downloads the missing files of Fashion-MNIST.
 
     Raises:
-        OSError: One cannot be fetched.
-        ValueError: Those that are there are others, such as MNIST's, which have the same names; or what came is not
-            the published file.
+        OSError: A file cannot be downloaded.
+        ValueError: Files in the folder are of another set with the same names, such as MNIST; or a downloaded file is
+            not the published one.
     """
     found = {name: find(directory, name) for name in FASHION_MNIST}
     missing = [name for name, path in found.items() if path is None]
     for name, path in found.items() if missing else ():
         if path is not None and not is_published(name, content_of(path)):
             raise ValueError(
-                f"{path} is not Fashion-MNIST's, and what is missing beside it, {', '.join(missing)}, would be"
-                " downloaded from there. Add it by hand, or name another folder."
+                f"{path} is not of Fashion-MNIST, but the missing {', '.join(missing)} would be downloaded from there."
+                " Add the missing files by hand, or name another folder."
             )
     for name in missing:
         download(directory, name)
 
 
 def is_published(name: str, content: bytes | None) -> bool:
-    """Whether an unpacked file is the one of Fashion-MNIST of this name, which may lack its `.gz`."""
+    """Whether an unpacked file is Fashion-MNIST's of this name, with or without `.gz`."""
     published = FASHION_MNIST[f"{name.removesuffix('.gz')}.gz"]
     return content is not None and hashlib.sha256(content).hexdigest() == published
 
 
 def download(directory: Path, name: str) -> None:
-    """Fetches a file of Fashion-MNIST; a file of this name appears in `directory` only when it is whole and right.
+    """Downloads a file of Fashion-MNIST. It appears in `directory` only once it is complete and checked.
 
     Raises:
-        OSError: It cannot be fetched.
-        ValueError: What came is not the published file.
+        OSError: It cannot be downloaded.
+        ValueError: The downloaded file is not the published one.
     """
     directory.mkdir(parents=True, exist_ok=True)
     print(f"Downloading {FASHION_MNIST_HOME}{name} to {directory}", flush=True)
@@ -231,12 +236,12 @@ def download(directory: Path, name: str) -> None:
             packed = response.read()
     except (OSError, http.client.HTTPException) as error:
         raise OSError(
-            f"{FASHION_MNIST_HOME}{name} cannot be fetched: {error}. Put it into {directory} by hand."
+            f"{FASHION_MNIST_HOME}{name} cannot be downloaded: {error}. Put it into {directory} by hand."
         ) from error
     content = unpacked(packed)
     if not is_published(name, content):
         raise ValueError(
-            f"{FASHION_MNIST_HOME}{name} did not give the published file ({len(packed):,} bytes came). Try again."
+            f"{FASHION_MNIST_HOME}{name} must give the published file; got {len(packed):,} other bytes. Try again."
         )
     partial = directory / f"{name}.{os.getpid()}.part"
     partial.write_bytes(packed)
@@ -244,7 +249,7 @@ def download(directory: Path, name: str) -> None:
 
 
 def unpacked(packed: bytes) -> bytes | None:
-    """The content of gzip bytes; None where they are cut off or altered."""
+    """The content of gzip bytes; None if they are damaged."""
     try:
         return gzip.decompress(packed)
     except (EOFError, OSError, zlib.error):

@@ -1,19 +1,19 @@
-"""Repeats the small experiments of Sparse Binary Compression (Sattler et al. 2018), each row beside plain ddp.
+"""Repeats the small experiments of Sparse Binary Compression (Sattler et al. 2018), and runs ddp beside them.
 
-lenet5 is LeNet5-Caffe on Fashion-MNIST, where the paper has MNIST; Adam, 128 images per client and step. lenet5_sgd is
-the same with SGD at 0.01 and momentum 0.9, which the paper does not have. charlstm predicts the next character of
-Shakespeare by two LSTM layers of 200 units; SGD, 5 windows of 50 characters per client and step, the state carried on,
-no dropout. As in the code that the paper adapts, TensorFlow's for PTB, the loss is summed over a window and gradients
-are clipped to a norm of 5. The learning rate is 1, and from half of the training on multiplied by 0.8 after every
-tenth of it.
+lenet5: LeNet5-Caffe on Fashion-MNIST (the paper has MNIST), Adam, 128 images per client and step.
+lenet5_sgd: the same with SGD at 0.01 and momentum 0.9, which is not in the paper.
+charlstm: predicts the next character of Shakespeare with two LSTM layers of 200 units, without dropout; SGD, 5 windows
+of 50 characters per client and step, the state carried over. As in the code that the paper adapts (TensorFlow's for
+PTB), the loss is summed over a window and gradients are clipped to norm 5. The learning rate is 1; in the second half
+of the training it is multiplied by 0.8 after every tenth.
 
-The text that comes along is All's Well That Ends Well, complete: a text of Project Gutenberg in the public domain, as
-collected by Open Shakespeare (Open Knowledge Foundation, CC BY 2.5). It serves for short runs; 16,000 iterations read
-it more than a hundred times. The paper has all works: name them by --text.
+The included text is All's Well That Ends Well: a text of Project Gutenberg in the public domain, as collected by Open
+Shakespeare (Open Knowledge Foundation, CC BY 2.5). It is enough for short runs; 16,000 iterations read it more than a
+hundred times. The paper uses all of Shakespeare's works: give them with --text.
 
-Prints a table, and writes a plot of quality against bytes sent and all numbers as JSON. Every run of a seed starts from
-the same weights and sees the same batches. Runs are written as they end: --resume goes on after the last one. On two
-cores a run of lenet5 takes three to five minutes, and one of charlstm some fifteen.
+Prints a table. Writes a plot of quality against bytes sent, and all numbers as JSON. All runs of a seed start from the
+same weights and see the same batches. Each run is written as it ends: --resume continues after the last one. On two
+cores a run of lenet5 takes three to five minutes, and one of charlstm about fifteen.
 """
 
 import argparse
@@ -22,15 +22,15 @@ import math
 import platform
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
 import pytorch_lightning as pl
 import torch
+from client_training import aligned, fit, times
 from clients import (
     HELD_OUT_STREAMS,
     CharLSTM,
@@ -47,25 +47,20 @@ from command_line import at_least, file, folder, quieten
 from images import contents
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
-from pytorch_lightning.strategies import DDPStrategy
 from stored import checksum, load, save
-from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.utils.data import DataLoader
 
 import lightning_sparsecomm
-from lightning_sparsecomm import Channel, DeltaSync, ErrorFeedback, Method, NonFiniteGradientError, methods
+from lightning_sparsecomm import Channel, DeltaSync, ErrorFeedback, Method, methods
+from lightning_sparsecomm.basis import OURS, link_bytes
 from lightning_sparsecomm.codecs import Float32, Golomb, SparseCodec, TopK
 from lightning_sparsecomm.exchange import Gather
-from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
-from lightning_sparsecomm.wire import OURS, link_bytes
 
 TaskName = Literal["lenet5", "charlstm", "lenet5_sgd"]
 
 BASE = "base"
 
-POINTS = 10  # of a run at which quality is measured
-
-STEEP = 5  # how many times the best quality is drawn, of one that falls steeply
+STEEP = 5  # plots show a perplexity up to so many times the best one
 
 EXCERPT = Path(__file__).parent / "shakespeare-excerpt.txt"
 
@@ -74,8 +69,8 @@ class Row(NamedTuple):
     """One way to train.
 
     Attributes:
-        title: In table and plot.
-        method: Makes the method; None is ddp.
+        title: Its name in table and plot.
+        method: Makes the method; None for ddp.
     """
 
     title: str
@@ -88,8 +83,7 @@ ROWS = {
     "sbc2": Row("SBC (2): every 10 steps, 1%", lambda: methods.sbc2()),
     "sbc3": Row("SBC (3): every 100 steps, 1%", lambda: methods.sbc3()),
     "fedavg": Row("Federated Averaging: every 100 steps, dense", lambda: methods.federated_averaging(every=100)),
-    # What SBC (1) and (2) are without one of their parts, or with as many elements a step, but less often; run if asked
-    # for.
+    # SBC (1) and (2) with one part changed, or with as many elements per step sent less often; not run by default.
     "sbc1_unmasked": Row(
         "SBC (1), momentum not masked", lambda: methods.sbc(density=0.001, every=1, momentum_masking=False)
     ),
@@ -105,7 +99,7 @@ DEFAULT_ROWS = [BASE, "sbc1", "sbc2", "sbc3", "fedavg"]
 
 
 def exact_top_k(density: float, every: int) -> Method:
-    """The largest weight changes of each tensor as they are, with momentum masked as in SBC."""
+    """Sends the exact values of each tensor's largest weight changes, with momentum masked as in SBC."""
     channel = Channel(Gather(SparseCodec(TopK(density, "tensor"), Float32(), Golomb())), [ErrorFeedback()])
     return Method([DeltaSync(channel, every, mask_momentum=True)])
 
@@ -129,9 +123,9 @@ class Prepared(NamedTuple):
 
     Attributes:
         data: The data's name.
-        checksum: Of the data.
-        network: Makes a network.
-        clients_data: Gives a run of some seed its data.
+        checksum: The data's SHA-256.
+        network: Makes the network.
+        clients_data: Makes the data of a run with a given seed.
     """
 
     data: str
@@ -141,7 +135,7 @@ class Prepared(NamedTuple):
 
 
 def prepare_lenet5(options: Options) -> Prepared:
-    """Images are read."""
+    """Reads the images."""
     name, read = read_images(options.data_dir)
     images_each(read, options.clients)
     optimizer: Literal["adam", "sgd"] = "adam" if options.task == "lenet5" else "sgd"
@@ -154,7 +148,7 @@ def prepare_lenet5(options: Options) -> Prepared:
 
 
 def prepare_charlstm(options: Options) -> Prepared:
-    """The text is read."""
+    """Reads the text."""
     text = read_text(options.text)
     return Prepared(
         options.text.name,
@@ -165,16 +159,16 @@ def prepare_charlstm(options: Options) -> Prepared:
 
 
 class Task(NamedTuple):
-    """What is learnt, and how its quality is written down.
+    """An experiment, and how its quality is printed.
 
     Attributes:
         prepare: Reads the data.
         iterations: Optimizer steps of each client in the paper.
         quality: Name and unit of the quality.
-        scale: What the quality is multiplied by, to be in this unit.
-        decimals: How many are printed.
+        scale: Factor from the quality to this unit.
+        decimals: Number of decimals.
         falls_steeply: Whether its axis is logarithmic.
-        clip: Largest norm of a gradient; None for any.
+        clip: Largest norm of a gradient; None for no clipping.
     """
 
     prepare: Callable[[Options], Prepared]
@@ -194,13 +188,13 @@ TASKS: dict[TaskName, Task] = {
 
 
 class Point(NamedTuple):
-    """What was reached at some point of a run.
+    """Results at one point of a run.
 
     Attributes:
-        iteration: Optimizer steps done by each client.
-        quality: On held-out data; None where it is no number.
-        sent_bytes: Bytes that one client has handed over for the method.
-        link_bytes: Bytes that it has thereby put on the link.
+        iteration: Optimizer steps of each client so far.
+        quality: Quality on held-out data; None if it is not finite.
+        sent_bytes: Bytes that one client has handed to collectives for the method.
+        link_bytes: Bytes that this has put on the link.
     """
 
     iteration: int
@@ -213,13 +207,13 @@ class Run(NamedTuple):
     """One training run.
 
     Attributes:
-        row: Its name.
-        seed: Of the first weights, of the clients' parts of the data and of their order.
-        points: The last one is the end; none where training ran out of finite numbers.
-        ddp_bytes: Bytes that a client hands over under ddp.
-        ddp_link_bytes: Bytes that it puts on the link under ddp.
-        other_bytes: What was handed over besides, whatever the method, by purpose; not counted under ddp.
-        seconds: Of training, without measuring.
+        row: Its row's name.
+        seed: Seed of the initial weights, of the clients' parts of the data and of their order.
+        points: Results along the run; the last one is at the end. Empty if training diverged.
+        ddp_bytes: Bytes that a client hands to collectives with ddp.
+        ddp_link_bytes: Bytes that it puts on the link with ddp.
+        other_bytes: Bytes handed over for other purposes, which all methods have; not counted with ddp.
+        seconds: Seconds of training, without measurements.
     """
 
     row: str
@@ -232,16 +226,16 @@ class Run(NamedTuple):
 
     @property
     def quality(self) -> float | None:
-        """At the end."""
+        """The quality at the end."""
         return self.points[-1].quality if self.points else None
 
 
 class Recorder(pl.Callback):
-    """Measures along the run and at its end, and writes the run to a file, since the strategy starts processes.
+    """Measures during the run and at its end, and writes the run to a file, since the strategy starts processes.
 
     Args:
-        row: Its name.
-        seed: The run's.
+        row: The row's name.
+        seed: The run's seed.
         path: Where rank 0 writes, as JSON.
     """
 
@@ -265,7 +259,7 @@ class Recorder(pl.Callback):
         self.begin = time.perf_counter()
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Measured anew: what the clients had not communicated yet is in the model only now.
+        # Measured again: only now does the model include what clients had not communicated yet.
         self.seconds += time.perf_counter() - self.begin
         assert isinstance(pl_module, Network)
         if self.points and self.points[-1].iteration == trainer.global_step:
@@ -300,61 +294,41 @@ class Recorder(pl.Callback):
 
 
 def gradient_bytes(module: pl.LightningModule) -> int:
-    """Bytes of all gradients of a step."""
+    """Bytes of one step's gradients."""
     return sum(parameter.nbytes for parameter in module.parameters())
 
 
 def train(row: str, seed: int, prepared: Prepared, options: Options) -> Run:
-    """One run from its beginning to its last measurement."""
+    """One run, from its beginning to its last measurement."""
     method = ROWS[row].method
-    strategy: DDPStrategy = (
-        DDPStrategy(start_method="fork")
-        if method is None
-        else SparseCommStrategy(method=method(), seed=seed, start_method="fork")
+    content = fit(
+        None if method is None else method(),
+        seed,
+        prepared.network,
+        prepared.clients_data(seed),
+        lambda path: Recorder(row, seed, path),
+        options.clients,
+        options.iterations,
+        TASKS[options.task].clip,
     )
-    pl.seed_everything(seed, verbose=False)
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "run.json"
-        trainer = pl.Trainer(
-            strategy=strategy,
-            accelerator="cpu",
-            devices=options.clients,
-            max_steps=options.iterations,
-            max_epochs=-1,
-            gradient_clip_val=TASKS[options.task].clip,
-            val_check_interval=math.ceil(options.iterations / POINTS),
-            check_val_every_n_epoch=None,
-            callbacks=[Recorder(row, seed, path)],
-            use_distributed_sampler=False,
-            num_sanity_val_steps=0,
-            logger=False,
-            enable_checkpointing=False,
-            enable_model_summary=False,
-            enable_progress_bar=False,
-        )
-        try:
-            trainer.fit(prepared.network(), prepared.clients_data(seed))
-        except ProcessRaisedException as error:
-            # To diverge is a result; everything else is not.
-            if NonFiniteGradientError.__name__ not in str(error):
-                raise
-            return Run(row, seed, [], ddp_bytes=0, ddp_link_bytes=0, other_bytes={}, seconds=0)
-        return read(json.loads(path.read_text()))
+    if content is None:
+        return Run(row, seed, [], ddp_bytes=0, ddp_link_bytes=0, other_bytes={}, seconds=0)
+    return read(content)
 
 
 def written(run: Run) -> dict[str, object]:
-    """What JSON holds of a run."""
+    """A run for JSON."""
     return run._asdict() | {"points": [point._asdict() for point in run.points]}
 
 
 def read(content: dict[str, object]) -> Run:
-    """A run from what JSON holds of it."""
+    """A run from JSON."""
     run = Run(**content)  # type: ignore[arg-type]
     return run._replace(points=[Point(**point) for point in run.points])  # type: ignore[arg-type]
 
 
 def settings(prepared: Prepared, options: Options) -> dict[str, str | int]:
-    """All that the result of a run depends on, besides row and seed. Runs go together where it is equal."""
+    """All that the result of a run depends on, besides row and seed. Equal for all runs of a file."""
     return {
         "task": options.task,
         "data": prepared.data,
@@ -370,7 +344,7 @@ def settings(prepared: Prepared, options: Options) -> dict[str, str | int]:
 
 
 def report(runs: list[Run], prepared: Prepared, options: Options) -> str:
-    """The table, and what its columns mean."""
+    """The table, and the meaning of its columns."""
     task = TASKS[options.task]
     median = ["median"] if options.seeds > 2 else []
     header = ["row", task.quality, *median, "MB sent per client", "fewer bytes", "fewer on the link", "seconds"]
@@ -394,34 +368,23 @@ def report(runs: list[Run], prepared: Prepared, options: Options) -> str:
             f"{statistics.mean(run.seconds for run in whole):,.0f}",
         ]
         lines.append(cells)
-    widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
-    table = "\n".join(
-        "    ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))])
-        for line in lines
-    )
     purposes = sorted({purpose for run in runs for purpose in run.other_bytes})
     most = {purpose: max(run.other_bytes.get(purpose, 0) for run in runs) for purpose in purposes}
-    others = "; ".join(f"{purpose} {most[purpose] / 1e3:,.1f} kB" for purpose in purposes) or "not counted under ddp"
+    others = "; ".join(f"{purpose} {most[purpose] / 1e3:,.1f} kB" for purpose in purposes) or "not counted with ddp"
     seeds = f"{options.seeds} seeds: mean ± standard deviation" if options.seeds > 1 else "1 seed"
     return f"""
-{table}
+{aligned(lines)}
 
 {options.task} on {prepared.data}; {options.clients} clients, {options.iterations:,} iterations, {seeds}.
 MB sent: 10^6 bytes that one client hands over in the whole training, headers included ("upstream" in the paper).
-Fewer bytes: ddp's float32 gradients, by these bytes. Fewer on the link: the same by the collectives' published
-    algorithms (a ring all-reduce sends 2(W-1)/W times its tensor, an all-gather W-1 times).
-Besides, whatever the method, and not in the table; the most of any row: {others}.
-Seconds: training only, all clients on this machine, where sending costs next to nothing."""
-
-
-def times(ratios: Iterable[float]) -> str:
-    """The mean of some ratios, with fewer decimals the larger it is."""
-    mean = statistics.mean(ratios)
-    return f"{mean:,.{1 if mean < 1000 else 0}f} x"
+Fewer bytes: ddp's float32 gradients over these bytes. Fewer on the link: the same for bytes on the link, by the
+    collectives' published algorithms (a ring all-reduce sends 2(W-1)/W times its tensor, an all-gather W-1 times).
+Not in the table: bytes for other purposes, which all methods have; the most of any row: {others}.
+Seconds: training only, all clients on this machine, where sending is almost free."""
 
 
 def draw(runs: list[Run], prepared: Prepared, options: Options, path: Path) -> None:
-    """Quality against bytes sent: a colour per row, a line per seed."""
+    """Draws quality against bytes sent: a colour per row, a line per seed."""
     task = TASKS[options.task]
     figure = Figure(figsize=(8, 5.5), layout="constrained")
     axes = figure.subplots()
@@ -431,7 +394,7 @@ def draw(runs: list[Run], prepared: Prepared, options: Options, path: Path) -> N
     for row in options.rows:
         label: str | None = ROWS[row].title
         for run in runs:
-            # A logarithmic axis has no place for what was reached before anything was sent.
+            # A logarithmic axis cannot show results before anything was sent.
             shown = [(point.sent_bytes, point.quality) for point in run.points if point.sent_bytes]
             measured = [(sent / 1e6, task.scale * quality) for sent, quality in shown if quality is not None]
             if run.row == row and measured:
@@ -445,14 +408,14 @@ def draw(runs: list[Run], prepared: Prepared, options: Options, path: Path) -> N
         axes.set_xlim(10.0 ** math.floor(min(decades)), 10.0 ** math.ceil(max(decades)))
     axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_formatter("")
-    axes.set_xlabel("bytes that one client has sent, MB")
+    axes.set_xlabel("MB sent by one client")
     axes.set_ylabel(task.quality)
     if task.falls_steeply:
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 7)))
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_locator(NullLocator())
-        # A row that runs away for a while would leave no room for the others.
+        # A row that diverges for a while would leave no room for the others.
         most = STEEP * min(qualities, default=1.0)
         if max(qualities, default=0.0) > most:
             axes.set_ylim(top=most)
@@ -466,25 +429,25 @@ def draw(runs: list[Run], prepared: Prepared, options: Options, path: Path) -> N
 def parse() -> Options:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--task", choices=get_args(TaskName), required=True, help="what is learnt")
-    rows = f"of {', '.join(ROWS)} (default: the first five)"
+    add("--task", choices=get_args(TaskName), required=True, help="experiment to repeat")
+    rows = f"rows of the table, among {', '.join(ROWS)} (default: the first five)"
     add("--rows", nargs="+", choices=list(ROWS), default=DEFAULT_ROWS, metavar="NAME", help=rows)
     add("--clients", type=at_least(2), default=4, metavar="N", help="processes on this machine's CPU (default: 4)")
     lengths = ", ".join(f"{task.iterations:,} of {name}" for name, task in TASKS.items())
-    add("--iterations", type=at_least(1), metavar="N", help=f"of each client (default: {lengths})")
+    add("--iterations", type=at_least(1), metavar="N", help=f"optimizer steps of each client (default: {lengths})")
     add("--seeds", type=at_least(1), default=1, metavar="N", help="runs of each row, with seeds 0 to N-1 (default: 1)")
-    images = "of the four files of Fashion-MNIST or MNIST, packed or not; downloaded if missing (default: data)"
+    images = "folder of Fashion-MNIST's or MNIST's four files, packed or not; downloaded if missing (default: data)"
     add("--data-dir", type=folder, default=Path("data"), metavar="DIR", help=images)
-    text = "in UTF-8, the last 5%% is held out (default: an excerpt of Shakespeare)"
+    text = "text in UTF-8, whose last 5%% are held out (default: an excerpt of Shakespeare)"
     add("--text", type=file, default=EXCERPT, metavar="FILE", help=text)
-    output = "for a plot and numbers as JSON (default: comparison)"
+    output = "folder for a plot and numbers as JSON (default: comparison)"
     add("--output", type=folder, default=Path("comparison"), metavar="DIR", help=output)
-    add("--resume", action="store_true", help="skip runs that are in the JSON file already")
+    add("--resume", action="store_true", help="skip runs that the JSON file already has")
     arguments = vars(parser.parse_args())
     arguments["rows"] = list(dict.fromkeys(arguments["rows"]))
     if arguments["task"] == "charlstm" and arguments["clients"] > HELD_OUT_STREAMS:
         parser.error(
-            f"--clients must be at most {HELD_OUT_STREAMS}, the parts into which the held-out text is cut for them; got"
+            f"--clients must be at most {HELD_OUT_STREAMS}, the number of parts of the held-out text; got"
             f" {arguments['clients']}"
         )
     arguments["iterations"] = arguments["iterations"] or TASKS[arguments["task"]].iterations

@@ -1,21 +1,20 @@
-"""Trains a language model with a large embedding table, whose gradient is zero but for the words that were just read.
+"""Trains a language model whose large embedding table has a gradient that is zero except for the words just read.
 
-The model predicts the next word of Shakespeare by an LSTM. Rows differ in how the gradient of the embedding table is
-shared; all other parameters are all-reduced in each. ddp sends the whole table in every step. all-gather sends the rows
-of the table that are not zero, with their numbers, to every other client, as torch does with sparse gradients. Block
-reduce agrees on the rows that are not zero anywhere, and all-reduces those, packed. S2 Reducer all-reduces a count
-sketch of them instead, whose size is some ratio of what is not zero in one client. Recursive doubling adds up values
-and their positions in pairs of clients, as SparCML does.
+An LSTM predicts the next word of Shakespeare. Rows differ in how the gradient of the embedding table is shared; all
+other parameters are all-reduced. ddp sends the whole table in every step. all-gather sends the table's nonzero rows and
+their numbers to every other client, as torch does with sparse gradients. Block reduce agrees on the rows that are
+nonzero on any client, packs them and all-reduces them. S2 Reducer all-reduces a count sketch of them instead, whose
+size is a given ratio of one client's nonzero elements.
 
-The text that comes along is All's Well That Ends Well: a text of Project Gutenberg in the public domain, as collected
-by Open Shakespeare (Open Knowledge Foundation, CC BY 2.5). It has 31,000 words, and is there for a first look: all rows
-take two or three minutes on two cores. The more words, the smaller the part of the table that a step reads. For a
-result, take all works of Shakespeare (1.2 million words; some 20 minutes for a row) or WikiText-2, which the paper has:
+The included text is All's Well That Ends Well: a text of Project Gutenberg in the public domain, as collected by Open
+Shakespeare (Open Knowledge Foundation, CC BY 2.5). It has 31,000 words, enough for a first look: all rows take two or
+three minutes on two cores. With more words, a step reads a smaller part of the table. For real results, use all of
+Shakespeare's works (1.2 million words; about 20 minutes per row) or WikiText-2, which the paper uses:
 
     python examples/word_language_model.py --text FILE --batch-size 16 --iterations 3000
 
-Prints a table, and writes a plot of perplexity against bytes sent and all numbers as JSON. Every run of a seed starts
-from the same weights and sees the same batches. Runs are written as they end: --resume goes on after the last one.
+Prints a table. Writes a plot of perplexity against bytes sent, and all numbers as JSON. All runs of a seed start from
+the same weights and see the same batches. Each run is written as it ends: --resume continues after the last one.
 """
 
 import argparse
@@ -24,42 +23,29 @@ import math
 import platform
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple, get_args
 
 import pytorch_lightning as pl
 import torch
+from client_training import aligned, fit, times
 from clients import HELD_OUT_STREAMS, Batch, ClientText
 from command_line import at_least, file, folder, quieten
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
-from pytorch_lightning.strategies import DDPStrategy
-from sparse_binary_compression import EXCERPT, POINTS, times
+from sparse_binary_compression import EXCERPT
 from stored import checksum, load, save
-from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.utils.data import DataLoader
 from words import DIMENSIONS, TABLE, WORDS, OptimizerName, WordLSTM, Words, read_words
 
 import lightning_sparsecomm
-from lightning_sparsecomm import Channel, GradientSync, Method, NonFiniteGradientError
-from lightning_sparsecomm.codecs import Float32, Runs, SparseCodec, TopBlocks, TopK
-from lightning_sparsecomm.compensation import Wanted
-from lightning_sparsecomm.exchange import (
-    BlockReduce,
-    DenseAllReduce,
-    Exchange,
-    Exchanged,
-    Gather,
-    Outgoing,
-    RecursiveDoubling,
-)
-from lightning_sparsecomm.rounds import Round
-from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
-from lightning_sparsecomm.wire import Ledger, Wire, link_bytes
+from lightning_sparsecomm import Channel, GradientSync, Method
+from lightning_sparsecomm.basis import Ledger, Round, Vector, Wire, link_bytes
+from lightning_sparsecomm.codecs import Float32, Runs, SparseCodec, TopBlocks
+from lightning_sparsecomm.exchange import BlockReduce, DenseAllReduce, Exchange, Exchanged, Gather, SparseExchange
 
 CLIP = 0.25  # largest norm of a gradient
 
@@ -68,8 +54,8 @@ class Row(NamedTuple):
     """One way to share the gradient of the embedding table.
 
     Attributes:
-        title: In table and plot.
-        channel: Makes what it goes through; None is ddp.
+        title: Its name in table and plot.
+        channel: Makes the channel for it; None for ddp.
     """
 
     title: str
@@ -77,16 +63,16 @@ class Row(NamedTuple):
 
 
 def sketched(ratio: float) -> Channel:
-    """S2 Reducer's, with rows of the table as blocks, and a sketch of what one client has, as in the paper."""
+    """S2 Reducer's channel, with the table's rows as blocks and a sketch sized by one client, as in the paper."""
     return Channel(BlockReduce(TopBlocks(1.0, DIMENSIONS), ratio, sized_by="rank", always_sketch=True))
 
 
 class Nothing(Exchange):
-    """Shares nothing: the table stays as it was at first. What is no better than this has not trained the table."""
+    """Shares nothing, so the table keeps its initial values. A row that is no better has not trained the table."""
 
-    def run(self, outgoing: Outgoing, round: Round, wire: Wire) -> Exchanged:
+    def exchange(self, x: Vector, context: Round, wire: Wire) -> Exchanged:
         """Zeros."""
-        return Exchanged(torch.zeros_like(self.dense(outgoing)), outgoing.x, outgoing.present)
+        return Exchanged(torch.zeros_like(x.values), x.values, [True] * len(context.layout.segments))
 
     def __repr__(self) -> str:
         return "Nothing()"
@@ -95,45 +81,39 @@ class Nothing(Exchange):
 ROWS = {
     "ddp": Row("ddp", None),
     "gather": Row("all-gather of rows", lambda: Channel(Gather(SparseCodec(TopBlocks(1.0), Float32(), Runs())))),
-    "doubling": Row("recursive doubling", lambda: Channel(RecursiveDoubling(TopK(1.0)))),
     "blocks": Row("block reduce", lambda: Channel(BlockReduce(TopBlocks(1.0, DIMENSIONS)))),
     "s2_2": Row("S2 Reducer, ratio 2", lambda: sketched(2.0)),
     "s2_1": Row("S2 Reducer, ratio 1", lambda: sketched(1.0)),
     "s2_05": Row("S2 Reducer, ratio 0.5", lambda: sketched(0.5)),
-    # To see what it costs to share the table apart from the rest, and what it is worth to share it at all.
+    # What it costs to share the table separately, and what it is worth to share it at all.
     "dense": Row("all-reduce of its own", lambda: Channel(DenseAllReduce())),
     "none": Row("not trained", lambda: Channel(Nothing())),
 }
-DEFAULT_ROWS = ["ddp", "gather", "doubling", "blocks", "s2_2", "s2_1", "s2_05"]
+DEFAULT_ROWS = ["ddp", "gather", "blocks", "s2_2", "s2_1", "s2_05"]
 
 
-class Separately(Exchange):
-    """Enters what another exchange communicates on a row of its own in the ledger.
+class Separately(SparseExchange):
+    """Enters the traffic of another exchange in its own row of the ledger.
 
     Args:
-        exchange: The other.
+        exchange: The other, which keeps no state. Where the sync is sparse, it must be a SparseExchange too.
     """
 
     row = "embedding table"
 
     def __init__(self, exchange: Exchange) -> None:
-        self.exchange = exchange
-        self.takes_sparse = exchange.takes_sparse
+        self.inner = exchange
 
-    def wanted(self, round: Round) -> Sequence[Wanted]:
-        """As the other says."""
-        return self.exchange.wanted(round)
-
-    def run(self, outgoing: Outgoing, round: Round, wire: Wire) -> Exchanged:
-        """As the other does."""
-        return self.exchange.run(outgoing, round, wire.under(self.row))
+    def exchange(self, x: Vector, context: Round, wire: Wire) -> Exchanged:
+        """As the other exchange does."""
+        return self.inner.exchange(x, context, wire.under(self.row))
 
     def __repr__(self) -> str:
-        return f"Separately({self.exchange!r})"
+        return f"Separately({self.inner!r})"
 
 
 def method_of(channel: Channel, sparse: bool) -> Method:
-    """The table goes through a channel, and all else through an all-reduce."""
+    """The table goes through a channel, and all other parameters through an all-reduce."""
     separate = Channel(Separately(channel.exchange), channel.memories)
     table = GradientSync(separate, parameters=[TABLE], sparse=sparse)
     return Method([table, GradientSync(Channel(DenseAllReduce()), rest=True)])
@@ -158,8 +138,8 @@ class Sent(NamedTuple):
     """Bytes that one client has sent.
 
     Attributes:
-        handed: Handed over to a collective, headers included.
-        link: Put on the link thereby.
+        handed: Bytes handed to collectives, headers included.
+        link: Bytes that this has put on the link.
     """
 
     handed: float
@@ -167,13 +147,13 @@ class Sent(NamedTuple):
 
 
 class Point(NamedTuple):
-    """What was reached at some point of a run.
+    """Results at one point of a run.
 
     Attributes:
-        iteration: Optimizer steps done by each client.
-        quality: Perplexity on held-out words; None where it is no number.
-        sent: Of all gradients.
-        table: Of these, for the embedding table.
+        iteration: Optimizer steps of each client so far.
+        quality: Perplexity on held-out words; None if it is not finite.
+        sent: Bytes for all gradients.
+        table: The part for the embedding table.
     """
 
     iteration: int
@@ -186,13 +166,13 @@ class Run(NamedTuple):
     """One training run.
 
     Attributes:
-        row: Its name.
-        seed: Of the first weights, and of the places where reading begins.
-        points: The last one is the end; none where training ran out of finite numbers.
-        ddp: Sent under ddp, for all gradients.
-        ddp_table: Of these, for the embedding table.
-        step_seconds: Of one training step, the median.
-        seconds: Of all training steps.
+        row: Its row's name.
+        seed: Seed of the initial weights, and of the places where reading begins.
+        points: Results along the run; the last one is at the end. Empty if training diverged.
+        ddp: Sent with ddp, for all gradients.
+        ddp_table: The part for the embedding table.
+        step_seconds: Median of one training step.
+        seconds: Total of all training steps.
     """
 
     row: str
@@ -205,16 +185,16 @@ class Run(NamedTuple):
 
     @property
     def quality(self) -> float | None:
-        """At the end."""
+        """The quality at the end."""
         return self.points[-1].quality if self.points else None
 
 
 class Recorder(pl.Callback):
-    """Measures along the run and at its end, and writes the run to a file, since the strategy starts processes.
+    """Measures during the run and at its end, and writes the run to a file, since the strategy starts processes.
 
     Args:
-        row: Its name.
-        seed: The run's.
+        row: The row's name.
+        seed: The run's seed.
         path: Where rank 0 writes, as JSON.
     """
 
@@ -231,7 +211,7 @@ class Recorder(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Batch, batch_idx: int
     ) -> None:
         assert isinstance(pl_module, WordLSTM)
-        # What torch hands over of a sparse gradient: the distinct rows, and a 64-bit number for each.
+        # torch hands over the distinct rows of a sparse gradient, and a 64-bit number for each.
         weight = pl_module.embedding.weight
         self.sparse_bytes += batch[0][:, :-1].unique().numel() * (weight[0].nbytes + 8)
         self.begin = time.perf_counter()
@@ -272,7 +252,7 @@ class Recorder(pl.Callback):
 
 
 def under_ddp(module: WordLSTM, trainer: pl.Trainer) -> tuple[Sent, Sent]:
-    """What ddp sends until now where no gradient is sparse: of all parameters, and of the embedding table."""
+    """What ddp has sent so far with dense gradients: for all parameters, and for the embedding table."""
     steps, ranks = trainer.global_step, trainer.world_size
     whole = steps * sum(parameter.nbytes for parameter in module.parameters())
     table = steps * module.embedding.weight.nbytes
@@ -280,52 +260,31 @@ def under_ddp(module: WordLSTM, trainer: pl.Trainer) -> tuple[Sent, Sent]:
 
 
 def train(row: str, seed: int, words: Words, options: Options) -> Run:
-    """One run from its beginning to its last measurement."""
+    """One run, from its beginning to its last measurement."""
     channel = ROWS[row].channel
-    strategy: DDPStrategy = (
-        DDPStrategy(start_method="fork")
-        if channel is None
-        else SparseCommStrategy(method=method_of(channel(), options.sparse), seed=seed, start_method="fork")
+    content = fit(
+        None if channel is None else method_of(channel(), options.sparse),
+        seed,
+        lambda: WordLSTM(words.text.symbols, options.iterations, options.optimizer, options.sparse),
+        ClientText(words.text, seed, options.batch_size, WORDS),
+        lambda path: Recorder(row, seed, path),
+        options.clients,
+        options.iterations,
+        CLIP,
     )
-    pl.seed_everything(seed, verbose=False)
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "run.json"
-        trainer = pl.Trainer(
-            strategy=strategy,
-            accelerator="cpu",
-            devices=options.clients,
-            max_steps=options.iterations,
-            max_epochs=-1,
-            gradient_clip_val=CLIP,
-            val_check_interval=math.ceil(options.iterations / POINTS),
-            check_val_every_n_epoch=None,
-            callbacks=[Recorder(row, seed, path)],
-            use_distributed_sampler=False,
-            num_sanity_val_steps=0,
-            logger=False,
-            enable_checkpointing=False,
-            enable_model_summary=False,
-            enable_progress_bar=False,
-        )
-        network = WordLSTM(words.text.symbols, options.iterations, options.optimizer, options.sparse)
-        try:
-            trainer.fit(network, ClientText(words.text, seed, options.batch_size, WORDS))
-        except ProcessRaisedException as error:
-            # To diverge is a result; everything else is not.
-            if NonFiniteGradientError.__name__ not in str(error):
-                raise
-            return Run(row, seed, [], Sent(0, 0), Sent(0, 0), step_seconds=0, seconds=0)
-        return read(json.loads(path.read_text()))
+    if content is None:
+        return Run(row, seed, [], Sent(0, 0), Sent(0, 0), step_seconds=0, seconds=0)
+    return read(content)
 
 
 def written(run: Run) -> dict[str, object]:
-    """What JSON holds of a run."""
+    """A run for JSON."""
     points = [point._asdict() | {"sent": point.sent._asdict(), "table": point.table._asdict()} for point in run.points]
     return run._asdict() | {"points": points, "ddp": run.ddp._asdict(), "ddp_table": run.ddp_table._asdict()}
 
 
 def read(content: dict[str, object]) -> Run:
-    """A run from what JSON holds of it."""
+    """A run from JSON."""
     run = Run(**content)  # type: ignore[arg-type]
     points = [Point(**point) for point in run.points]  # type: ignore[arg-type]
     return run._replace(
@@ -336,7 +295,7 @@ def read(content: dict[str, object]) -> Run:
 
 
 def settings(options: Options) -> dict[str, str | int]:
-    """All that the result of a run depends on, besides row and seed. Runs go together where it is equal."""
+    """All that the result of a run depends on, besides row and seed. Equal for all runs of a file."""
     return {
         "text": options.text.name,
         "text_sha256": checksum(options.text.read_bytes()),
@@ -354,7 +313,7 @@ def settings(options: Options) -> dict[str, str | int]:
 
 
 def report(runs: list[Run], words: Words, options: Options) -> str:
-    """The table, and what its columns mean."""
+    """The table, and the meaning of its columns."""
     header = ["embedding table", "perplexity", "MB sent", "for the table", "fewer on the link", "for the table"]
     header.append("seconds/step")
     lines = [header]
@@ -379,29 +338,24 @@ def report(runs: list[Run], words: Words, options: Options) -> str:
                 f"{statistics.median(run.step_seconds for run in whole):.3f}",
             ]
         )
-    widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
-    table = "\n".join(
-        "    ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))])
-        for line in lines
-    )
     seeds = f"{options.seeds} seeds: mean ± standard deviation" if options.seeds > 1 else "1 seed"
     symbols, held_out = words.text.symbols, words.text.held_out
     predicted, unknown = held_out.numel() - len(held_out), f"{words.unknown:.1%}"
-    sparse = "\nSparse: ddp's bytes are those of the rows that are not zero, and of their numbers."
+    sparse = "\nSparse: ddp sends the rows that are not zero, and their numbers."
     return f"""
-{table}
+{aligned(lines)}
 
 {options.text.name}: {len(words.text.train):,} words to train on, {symbols:,} distinct; {options.clients} clients,
     {options.batch_size} x {WORDS} words each in {options.iterations:,} iterations; {options.optimizer}, {seeds}.
-Perplexity: per word, of {predicted:,} held-out words; {unknown} are not in the vocabulary, and count as one word.
+Perplexity: per word, on {predicted:,} held-out words; {unknown} are not in the vocabulary, and count as one word.
 MB sent: 10^6 bytes of gradients that one client hands over in the whole training, headers included.
 Fewer on the link: against ddp's all-reduce of float32 gradients, by the collectives' published algorithms (a ring
     all-reduce sends 2(W-1)/W times its tensor, an all-gather W-1 times). For the table: the embedding's gradient alone.
-Seconds/step: the median, all clients on this machine, where sending costs next to nothing.{sparse * options.sparse}"""
+Seconds/step: the median, all clients on this machine, where sending is almost free.{sparse * options.sparse}"""
 
 
 def draw(runs: list[Run], options: Options, path: Path) -> None:
-    """Perplexity against bytes sent: a colour per row, a line per seed."""
+    """Draws perplexity against bytes sent: a colour per row, a line per seed."""
     figure = Figure(figsize=(8, 5.5), layout="constrained")
     axes = figure.subplots()
     colors = {row: f"C{index}" for index, row in enumerate(ROWS)}
@@ -418,7 +372,7 @@ def draw(runs: list[Run], options: Options, path: Path) -> None:
         axis.set_major_locator(LogLocator(subs=steps))
         axis.set_major_formatter("{x:g}")
         axis.set_minor_locator(NullLocator())
-    axes.set_xlabel("gradients that one client has put on the link, MB")
+    axes.set_xlabel("MB of gradients that one client put on the link")
     axes.set_ylabel("perplexity per held-out word")
     axes.set_title(f"{options.text.name}, {options.clients} clients, {options.iterations:,} iterations")
     axes.grid(alpha=0.3)
@@ -429,32 +383,36 @@ def draw(runs: list[Run], options: Options, path: Path) -> None:
 def parse() -> Options:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    rows = f"of {', '.join(ROWS)} (default: all but dense and none)"
+    rows = f"rows of the table, among {', '.join(ROWS)} (default: all but dense and none)"
     add("--rows", nargs="+", choices=list(ROWS), default=DEFAULT_ROWS, metavar="NAME", help=rows)
     add("--clients", type=at_least(2), default=4, metavar="N", help="processes on this machine's CPU (default: 4)")
-    add("--iterations", type=at_least(1), default=200, metavar="N", help="of each client (default: 200)")
-    batch_size = f"places where a client reads at once, {WORDS} words in each iteration (default: 4)"
+    add(
+        "--iterations", type=at_least(1), default=200, metavar="N", help="optimizer steps of each client (default: 200)"
+    )
+    batch_size = f"places where a client reads at once, {WORDS} words at each (default: 4)"
     add("--batch-size", type=at_least(1), default=4, metavar="N", help=batch_size)
     optimizer = "sgd (learning rate 20, no momentum) or adam (0.003); the rate falls to 0 (default: sgd)"
     add("--optimizer", choices=get_args(OptimizerName), default="sgd", help=optimizer)
-    add("--sparse", action="store_true", help="nn.Embedding(sparse=True), where a row can take it; needs sgd")
+    add("--sparse", action="store_true", help="use nn.Embedding(sparse=True); needs sgd, and rows that can take it")
     add("--seeds", type=at_least(1), default=1, metavar="N", help="runs of each row, with seeds 0 to N-1 (default: 1)")
-    text = "in UTF-8, the last 10%% is held out (default: an excerpt of Shakespeare)"
+    text = "text in UTF-8, whose last 10%% are held out (default: an excerpt of Shakespeare)"
     add("--text", type=file, default=EXCERPT, metavar="FILE", help=text)
-    output = "for a plot and numbers as JSON (default: comparison)"
+    output = "folder for a plot and numbers as JSON (default: comparison)"
     add("--output", type=folder, default=Path("comparison"), metavar="DIR", help=output)
-    add("--resume", action="store_true", help="skip runs that are in the JSON file already")
+    add("--resume", action="store_true", help="skip runs that the JSON file already has")
     options = Options(**vars(parser.parse_args()))
     if options.clients > HELD_OUT_STREAMS:
         parser.error(
-            f"--clients must be at most {HELD_OUT_STREAMS}, the parts into which the held-out text is cut for them; got"
+            f"--clients must be at most {HELD_OUT_STREAMS}, the number of parts of the held-out text; got"
             f" {options.clients}"
         )
     if options.sparse and options.optimizer != "sgd":
-        parser.error(f"--sparse needs --optimizer sgd; torch's {options.optimizer} takes no sparse gradients")
-    dense = [row for row in options.rows if (make := ROWS[row].channel) and not make().exchange.takes_sparse]
+        parser.error(f"--sparse needs --optimizer sgd: torch's {options.optimizer} cannot take sparse gradients")
+    dense = [
+        row for row in options.rows if (make := ROWS[row].channel) and not isinstance(make().exchange, SparseExchange)
+    ]
     if options.sparse and dense:
-        parser.error(f"--sparse: {', '.join(dense)} takes dense gradients only; name others with --rows")
+        parser.error(f"--sparse: {', '.join(dense)} can only take dense gradients; name others with --rows")
     return options
 
 

@@ -1,4 +1,4 @@
-"""What the word language model is made of: the words of a text, and the network that predicts them."""
+"""The words of a text, and the network that predicts them."""
 
 import re
 from collections import Counter
@@ -6,25 +6,25 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
-from clients import HELD_OUT_STREAMS, Batch, Network, Text, read_utf8
+from clients import HELD_OUT_STREAMS, Batch, State, Text, TextNetwork, read_utf8
 from pytorch_lightning.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 
 OptimizerName = Literal["sgd", "adam"]
 
 HELD_OUT = 0.1  # of a text
-UNKNOWN = 0  # the number of all words that are not in the vocabulary
-WORDS = 35  # through which gradients go back
+UNKNOWN = 0  # the number of all words outside the vocabulary
+WORDS = 35  # through which gradients are backpropagated
 DIMENSIONS = 256  # of the embedding
 UNITS = 128
 TABLE = "embedding.weight"
 
 
 class Words(NamedTuple):
-    """A text as the numbers of its words.
+    """A text as numbers of its words.
 
     Attributes:
-        text: Numbers in `[0, symbols)`; but for `UNKNOWN`, the most frequent words first.
+        text: Numbers in `[0, symbols)`: `UNKNOWN`, and then words by decreasing frequency.
         unknown: Fraction of the held-out words that are not in the vocabulary.
     """
 
@@ -35,7 +35,7 @@ class Words(NamedTuple):
 def read_words(path: Path) -> Words:
     """Words and punctuation marks of a text in UTF-8, in lower case.
 
-    The vocabulary has those that the training part has twice or more; all others are one word, `<unk>`.
+    The vocabulary holds those that occur at least twice in the training part; all others count as one unknown word.
 
     Raises:
         ValueError: The text is too short, or not in UTF-8.
@@ -44,7 +44,7 @@ def read_words(path: Path) -> Words:
     length = int(HELD_OUT * len(words)) // HELD_OUT_STREAMS
     if length < WORDS:
         least = round(WORDS * HELD_OUT_STREAMS / HELD_OUT)
-        raise ValueError(f"{path} must have {least:,} words or more; got {len(words):,}. Name a longer text.")
+        raise ValueError(f"{path} must have at least {least:,} words; got {len(words):,}. Name a longer text.")
     end = len(words) - length * HELD_OUT_STREAMS
     known = [word for word, count in Counter(words[:end]).most_common() if count > 1]
     numbers = {word: number for number, word in enumerate(known, UNKNOWN + 1)}
@@ -53,17 +53,17 @@ def read_words(path: Path) -> Words:
     return Words(Text(text[:end], held_out, len(known) + 1), float((held_out == UNKNOWN).float().mean()))
 
 
-class WordLSTM(Network):
-    """An embedding of 256 dimensions, 128 LSTM units and an adaptive softmax. Its quality is the perplexity per word.
+class WordLSTM(TextNetwork):
+    """An embedding of 256 dimensions, 128 LSTM units and an adaptive softmax. Its symbols are words.
 
-    The adaptive softmax (Grave et al. 2017) gives exact probabilities. Rarer words have fewer dimensions in it, so that
-    it is smaller than the embedding, and takes less time than the LSTM. The learning rate falls to 0, in equal steps.
+    The adaptive softmax (Grave et al. 2017) gives exact probabilities. It has fewer dimensions for rarer words, so it
+    is smaller than the embedding and faster than the LSTM. The learning rate falls linearly to 0.
 
     Args:
-        vocabulary: Distinct words.
-        iterations: Of the whole training.
-        optimizer: sgd, with a learning rate of 20 at first, or adam, with one of 0.003.
-        sparse: Whether the gradient of the embedding is one of torch's sparse tensors. Needs sgd.
+        vocabulary: Number of distinct words.
+        iterations: Optimizer steps of the whole training.
+        optimizer: sgd, with an initial learning rate of 20, or adam, with 0.003.
+        sparse: Whether the gradient of the embedding is a sparse tensor. Needs sgd.
     """
 
     def __init__(self, vocabulary: int, iterations: int, optimizer: OptimizerName, sparse: bool) -> None:
@@ -74,36 +74,18 @@ class WordLSTM(Network):
         self.dropout = nn.Dropout(0.2)
         self.output = nn.AdaptiveLogSoftmaxWithLoss(UNITS, vocabulary, [vocabulary // 10, vocabulary // 3])
         nn.init.uniform_(self.embedding.weight, -0.1, 0.1)
-        self.state: tuple[Tensor, Tensor] | None = None
-        self.measured_state: tuple[Tensor, Tensor] | None = None
 
-    def loss(self, windows: Tensor, state: tuple[Tensor, Tensor] | None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Mean cross-entropy in nats of all words but the first of each window, and the state after them."""
+    def loss(self, windows: Tensor, state: State | None) -> tuple[Tensor, State]:
         outputs, (hidden, cell) = self.lstm(self.dropout(self.embedding(windows[:, :-1])), state)
         loss = self.output(self.dropout(outputs).flatten(0, 1), windows[:, 1:].flatten()).loss
         return loss, (hidden.detach(), cell.detach())
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Cross-entropy of a batch of windows; the state is carried on."""
+        """Mean cross-entropy of a batch of windows."""
         loss, self.state = self.loss(batch[0], self.state)
-        # Where no word of a batch is rare, the softmax leaves out its part for rare words; ddp waits for all gradients.
+        # In a batch without rare words, the softmax does not use its part for them, but ddp waits for its gradients.
         nothing = [0 * parameter.sum() for parameter in self.output.tail.parameters()]
         return loss + torch.stack(nothing).sum()
-
-    def on_validation_epoch_start(self) -> None:
-        """Begins the held-out text in an empty state."""
-        super().on_validation_epoch_start()
-        self.measured_state = None
-
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Adds up the cross-entropy of all words."""
-        windows = batch[0]
-        loss, self.measured_state = self.loss(windows, self.measured_state)
-        self.mean.update(loss, weight=windows[:, 1:].numel())
-
-    def quality(self) -> float:
-        """Perplexity per word."""
-        return float(self.mean.compute().exp())
 
     def configure_gradient_clipping(
         self,
@@ -111,7 +93,7 @@ class WordLSTM(Network):
         gradient_clip_val: int | float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clips the norm as Lightning does, also where torch cannot: with a sparse gradient."""
+        """Clips the norm as Lightning does, but also with a sparse gradient, which torch cannot clip."""
         if not self.embedding.sparse:
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
             return
@@ -126,7 +108,7 @@ class WordLSTM(Network):
         torch._foreach_mul_(values, (gradient_clip_val / (norm + 1e-6)).clamp(max=1.0))
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        """SGD without momentum leaves words that are not read where they are; Adam's averages move them."""
+        """SGD without momentum, which changes only words that are read; or Adam, whose averages change all words."""
         optimizer: torch.optim.Optimizer = (
             torch.optim.SGD(self.parameters(), lr=20)
             if self.optimizer == "sgd"

@@ -1,26 +1,27 @@
 """Trains Lightning models over slow networks: `Trainer(strategy="sparsecomm")` instead of `"ddp"`."""
 
+import importlib
+import sys
 from typing import TYPE_CHECKING
 
-from lightning_sparsecomm import _lightning, methods
-from lightning_sparsecomm.agreement import ReplicaError
-from lightning_sparsecomm.callbacks import CompressionMonitor, ParameterAveraging, SparsityWarmup
-from lightning_sparsecomm.channel import Channel
+from lightning_sparsecomm import methods
+from lightning_sparsecomm.basis.ledger import Ledger
+from lightning_sparsecomm.basis.wire import PeerError
+from lightning_sparsecomm.channel import Channel, ErrorFeedback
 from lightning_sparsecomm.codecs import PayloadError
-from lightning_sparsecomm.delta_sync import DeltaSync
 from lightning_sparsecomm.exchange import NonFiniteGradientError
-from lightning_sparsecomm.memory import ErrorFeedback
-from lightning_sparsecomm.method import Method
-from lightning_sparsecomm.metrics import CompressionRatio
-from lightning_sparsecomm.sync import BucketSync, GradientSync
-from lightning_sparsecomm.wire import Ledger, PeerError
+from lightning_sparsecomm.frontends.callbacks import CompressionMonitor, ParameterAveraging, SparsityWarmup
+from lightning_sparsecomm.frontends.metrics import CompressionRatio
+from lightning_sparsecomm.run.agreement import ReplicaError
+from lightning_sparsecomm.sharing import BucketSync, DeltaSync, GradientSync, Method
+from lightning_sparsecomm.strategies import registration
 
 if TYPE_CHECKING:
     from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy as SparseCommStrategy
 
 __version__ = "0.1.0"
 
-# Without SparseCommStrategy, which an import of * would resolve, and refuse where it is ambiguous.
+# Without SparseCommStrategy, which is decided when it is used.
 __all__ = [
     "BucketSync",
     "Channel",
@@ -43,8 +44,31 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     if name == "SparseCommStrategy":
-        return _lightning.trainer_strategy()
+        return registration.trainer_strategy()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-_lightning.register_strategies()
+# Modules that had another name before the package had rooms.
+for _former, _module in {
+    "agreement": "run.agreement",
+    "averaging": "sharing",
+    "callbacks": "frontends.callbacks",
+    "codecs.blocks": "codecs.selectors.blocks",
+    "codecs.chunks": "codecs.selectors.chunks",
+    "codecs.one_sided": "codecs.selectors.one_sided",
+    "delta_sync": "sharing",
+    "layout": "basis",
+    "local_mode": "sharing.local_mode",
+    "memory": "channel",
+    "method": "sharing",
+    "metrics": "frontends.metrics",
+    "rounds": "basis",
+    "schedules": "basis",
+    "sync": "sharing",
+    "wire": "basis",
+}.items():
+    _whole = f"{__name__}.{_former}"
+    sys.modules[_whole] = importlib.import_module(f"{__name__}.{_module}")
+    setattr(sys.modules[_whole.rpartition(".")[0]], _whole.rpartition(".")[2], sys.modules[_whole])
+
+registration.register_strategies()

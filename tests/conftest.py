@@ -1,9 +1,15 @@
+"""What all tests share: compiled kernels, a fixed seed, and a process group of one rank."""
+
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import settings
 
+from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.codecs import CountSketch
 from lightning_sparsecomm.kernels import Update, kernels_for, position_kernels_for
 
@@ -55,3 +61,11 @@ def _kernels() -> None:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def wire(tmp_path: Path) -> Iterator[Wire]:
+    """A wire in this process alone: a group of one rank, on Gloo."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield Wire()
+    dist.destroy_process_group()

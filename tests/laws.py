@@ -1,4 +1,4 @@
-"""The laws that every part and every method must obey, each as one assertion on what the ranks ended with."""
+"""The laws that every method must obey. Each checks what ranks ended with."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sparsecomm.layout import Layout, SparseVector
+from lightning_sparsecomm.basis.layout import Layout, SparseVector
 
 Rank = dict[str, Any]
 
 
 def bits(tensor: Tensor) -> bytes:
-    # As bytes first: NumPy has no bfloat16.
+    # Viewed as bytes, since NumPy has no bfloat16.
     return bytes(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
 
 
@@ -26,7 +26,7 @@ def replicas_are_equal(ranks: Sequence[Rank]) -> None:
 
 
 def bit_equal(ours: Rank, theirs: Rank) -> None:
-    """Two trainings end with the same bits, buffers too."""
+    """Two trainings end with the same bits, buffers included."""
     for name, tensor in theirs["weights"].items():
         assert bits(tensor) == bits(ours["weights"][name]), (
             f"{name} differs by {(tensor - ours['weights'][name]).abs().max():.2e}"
@@ -42,14 +42,14 @@ def equal_to_round_off(ours: Rank, theirs: Rank, tolerance: float) -> None:
 
 
 def trained(before: dict[str, Tensor], after: Rank) -> None:
-    """The weights have moved: an equality of two trainings that do nothing would prove nothing."""
+    """The weights have changed. That two trainings are equal proves nothing if neither trains."""
     assert any(not torch.equal(tensor, after["weights"][name]) for name, tensor in before.items())
 
 
 def sent_plus_residual_is_compensated(rank: Rank, tolerance: float = 1e-5, memory: int = 0) -> None:
-    """What a rank sent in all its steps, plus its residual, is the sum of its OWN gradients that were consumed.
+    """What a rank sent in all steps, plus its residual, is the sum of its OWN gradients that its optimizer consumed.
 
-    The residual is what the memory of that index holds, nothing where it holds nothing of that name.
+    The residual is in the memory at index `memory`. It counts as zero for parameters that it does not hold.
     """
     checked = 0
     for sync in rank["syncs"]:
@@ -59,7 +59,7 @@ def sent_plus_residual_is_compensated(rank: Rank, tolerance: float = 1e-5, memor
             for sent in stream["sent"]:
                 total += sent.dense() if isinstance(sent, SparseVector) else sent
             for segment, part in zip(layout.segments, layout.views(total), strict=True):
-                held = stream["state"][memory] if stream["state"] else {}
+                held = stream["state"][memory].get("residual", {}) if stream["state"] else {}
                 residual = held.get(segment.name, torch.zeros(segment.shape))
                 consumed = rank["consumed"].get(segment.name, torch.zeros(segment.shape))
                 scale = max(1.0, float(consumed.abs().max()))

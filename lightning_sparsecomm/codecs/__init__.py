@@ -1,76 +1,39 @@
-"""From vectors to bytes: what is selected, how it is written, and the envelope it travels in."""
+"""From vectors to bytes and back: selectors, codecs for positions and values, sketches, and the envelope."""
 
-from lightning_sparsecomm.codecs.blocks import TopBlocks
-from lightning_sparsecomm.codecs.chunks import ChunkTopK
-from lightning_sparsecomm.codecs.compressor import Compressor
-from lightning_sparsecomm.codecs.indices import (
-    INDEX_CODECS,
-    Auto,
-    Bitmap,
-    Golomb,
-    IndexCodec,
-    IndexCoding,
-    Raw32,
-    RunLength16,
-    Runs,
-)
-from lightning_sparsecomm.codecs.one_sided import OneSidedTopK
-from lightning_sparsecomm.codecs.payload import (
-    HEADER_BYTES,
-    Envelope,
-    PayloadError,
-    check_length,
-    most_bytes,
-    open_envelope,
-    seal,
-    sealed_bytes,
-)
-from lightning_sparsecomm.codecs.selectors import Selector, TopK
-from lightning_sparsecomm.codecs.sketch import CountSketch
-from lightning_sparsecomm.codecs.sparse import SparseCodec, decode_sparse, encode_sparse
-from lightning_sparsecomm.codecs.values import (
-    VALUE_CODECS,
-    Float16,
-    Float32,
-    Float64,
-    SharedMean,
-    TwoBit,
-    ValueCodec,
-)
-
-__all__ = [
-    "HEADER_BYTES",
-    "INDEX_CODECS",
-    "VALUE_CODECS",
-    "Auto",
-    "Bitmap",
-    "ChunkTopK",
-    "Compressor",
-    "CountSketch",
-    "Envelope",
-    "Float16",
-    "Float32",
-    "Float64",
-    "Golomb",
-    "IndexCodec",
-    "IndexCoding",
-    "OneSidedTopK",
-    "PayloadError",
-    "Raw32",
-    "RunLength16",
-    "Runs",
-    "Selector",
-    "SharedMean",
-    "SparseCodec",
-    "TopBlocks",
-    "TopK",
-    "TwoBit",
-    "ValueCodec",
-    "check_length",
-    "decode_sparse",
-    "encode_sparse",
-    "most_bytes",
-    "open_envelope",
-    "seal",
-    "sealed_bytes",
-]
+from lightning_sparsecomm.codecs.compressor import Compressor as Compressor
+from lightning_sparsecomm.codecs.indices import INDEX_CODECS as INDEX_CODECS
+from lightning_sparsecomm.codecs.indices import Auto as Auto
+from lightning_sparsecomm.codecs.indices import Bitmap as Bitmap
+from lightning_sparsecomm.codecs.indices import Golomb as Golomb
+from lightning_sparsecomm.codecs.indices import IndexCodec as IndexCodec
+from lightning_sparsecomm.codecs.indices import IndexCoding as IndexCoding
+from lightning_sparsecomm.codecs.indices import Raw32 as Raw32
+from lightning_sparsecomm.codecs.indices import RunLength16 as RunLength16
+from lightning_sparsecomm.codecs.indices import Runs as Runs
+from lightning_sparsecomm.codecs.indices import register_index_codec as register_index_codec
+from lightning_sparsecomm.codecs.payload import HEADER_BYTES as HEADER_BYTES
+from lightning_sparsecomm.codecs.payload import Envelope as Envelope
+from lightning_sparsecomm.codecs.payload import PayloadError as PayloadError
+from lightning_sparsecomm.codecs.payload import check_length as check_length
+from lightning_sparsecomm.codecs.payload import most_bytes as most_bytes
+from lightning_sparsecomm.codecs.payload import open_envelope as open_envelope
+from lightning_sparsecomm.codecs.payload import seal as seal
+from lightning_sparsecomm.codecs.payload import sealed_bytes as sealed_bytes
+from lightning_sparsecomm.codecs.selectors import ChunkTopK as ChunkTopK
+from lightning_sparsecomm.codecs.selectors import OneSidedTopK as OneSidedTopK
+from lightning_sparsecomm.codecs.selectors import Selector as Selector
+from lightning_sparsecomm.codecs.selectors import TopBlocks as TopBlocks
+from lightning_sparsecomm.codecs.selectors import TopK as TopK
+from lightning_sparsecomm.codecs.selectors import k_of as k_of
+from lightning_sparsecomm.codecs.sketch import CountSketch as CountSketch
+from lightning_sparsecomm.codecs.sparse import SparseCodec as SparseCodec
+from lightning_sparsecomm.codecs.sparse import decode_sparse as decode_sparse
+from lightning_sparsecomm.codecs.sparse import encode_sparse as encode_sparse
+from lightning_sparsecomm.codecs.values import VALUE_CODECS as VALUE_CODECS
+from lightning_sparsecomm.codecs.values import Float16 as Float16
+from lightning_sparsecomm.codecs.values import Float32 as Float32
+from lightning_sparsecomm.codecs.values import Float64 as Float64
+from lightning_sparsecomm.codecs.values import SharedMean as SharedMean
+from lightning_sparsecomm.codecs.values import TwoBit as TwoBit
+from lightning_sparsecomm.codecs.values import ValueCodec as ValueCodec
+from lightning_sparsecomm.codecs.values import register_value_codec as register_value_codec

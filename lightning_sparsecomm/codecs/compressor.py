@@ -1,53 +1,48 @@
-"""From a vector to one self-contained payload and back."""
+"""From a vector to one self-contained payload, and back."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 
 from torch import Tensor
 
-from lightning_sparsecomm.compensation import Wanted
-from lightning_sparsecomm.layout import SparseVector
-from lightning_sparsecomm.rounds import Round
+from lightning_sparsecomm.basis.layout import SparseVector, Vector
+from lightning_sparsecomm.basis.parts import Part
+from lightning_sparsecomm.basis.rounds import Round
 
 
-class Compressor(ABC):
-    """Turns a vector into bytes that decode without any other knowledge than its length. Pure: keeps nothing between
-    calls."""
-
-    def wanted(self, round: Round) -> Sequence[Wanted]:
-        """What `encode` will select by magnitude, in order, if it does; candidates for it may be given."""
-        return ()
+class Compressor(Part, ABC):
+    """Turns a vector into bytes that decode with no other knowledge than its length. Pure: no state between calls."""
 
     @abstractmethod
-    def encode(self, x: Tensor, round: Round, candidates: Sequence[Tensor | None] = ()) -> Tensor:
+    def encode(self, x: Vector, context: Round) -> Tensor:
         """The payload for `x`.
 
         Args:
-            x: `[n]` floating point, finite. Not changed.
-            round: Gives layout, step and seeds.
-            candidates: For each of `wanted`, sorted positions that hold what is wanted; None, or none at all, where
-                they are not known. They change nothing but the time it takes.
+            x: A dense, finite vector. Its `values` are not changed.
+            context: Layout, step and seeds of this round.
 
         Returns:
-            `[bytes]` uint8 on the device of `x`; at most 32, and 16 more for each element of `x`.
+            `[bytes]` uint8 on the device of `x.values`: at most 32 bytes, and 16 more for each element of `x`.
         """
 
     @abstractmethod
     def decode(self, payload: Tensor, size: int) -> SparseVector | Tensor:
-        """What receivers make of a payload; `encode`'s caller must decode its own payload too, to know what was sent.
+        """The vector in a payload. The sender decodes its own payload too: that is what its memories count as sent.
 
         Args:
-            payload: `[bytes]` uint8, from any source: it is checked before anything is allocated from it.
-            size: How long the vector must be.
+            payload: `[bytes]` uint8, from any source. Check a field before allocating memory for it. It begins where it
+                can be viewed in any dtype.
+            size: Length of the vector.
 
         Returns:
-            A sparse or a dense vector of `size` elements, float32 or wider, on the payload's device.
+            A sparse or dense vector of `size` elements, float32 or wider, on the payload's device.
 
         Raises:
-            PayloadError: The bytes are not a payload of this compressor, or one of a vector of another length.
+            PayloadError: The bytes are not a payload of this compressor, or hold a vector of another length.
         """
 
-    def bound_bytes(self, round: Round) -> int | None:
-        """The length that no payload of this round exceeds, equal on all ranks; None where it is not known
-        or much above the usual length (then the ranks exchange lengths first)."""
+    def bound_bytes(self, context: Round) -> int | None:
+        """The greatest length of a payload in this round, equal on all ranks.
+
+        None if there is no such bound, or if it is far above the usual length. Ranks then exchange lengths first.
+        """
         return None

@@ -1,4 +1,4 @@
-"""The envelope around every payload: what it is, whose layout it fits, whether it came whole. See docs/formats.md."""
+"""The envelope around every payload: format, layout, presence and checksum. See docs/formats.md."""
 
 import struct
 import zlib
@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_sparsecomm.layout import Layout
+from lightning_sparsecomm.basis.layout import Layout
 
 HEADER_BYTES = 16
 FORMAT_VERSION = 1
@@ -17,22 +17,28 @@ _SOME_ABSENT = 1
 _NONFINITE = 2
 _SEGMENT_BYTES = 4
 _MAX_LENGTH = 2**32 - 1
-# No sparse body is longer: it has a head of 16 bytes, and for each element at most 5 of position and 8 of value.
+# Sparse bodies of our own codecs are shorter: they have a head of 16 bytes, and each element costs at most 5 bytes of
+# position and 8 of value.
 _BODY_BYTES = 32
 _ELEMENT_BYTES = 16
 
 
 class PayloadError(RuntimeError):
-    """The bytes that arrived are not what the format says: another program's, another model's, or damaged."""
+    """Received bytes do not follow the format: they are damaged, or come from another program or another model."""
+
+
+def wrong_section(section: str, found: str, expected: object) -> PayloadError:
+    """The error for a section of a sparse body."""
+    return PayloadError(f"{section} section: {found}, expected {expected}.")
 
 
 class Envelope(NamedTuple):
     """What one rank tells the others in one round.
 
     Attributes:
-        body: `[b]` uint8, a compressor's payload; not sent, and `[0]` when opened, where `nonfinite_segment` is given.
-        present: For each segment of the layout, whether this rank had a gradient for it; None if for all.
-        nonfinite_segment: The first segment whose gradient is not finite on this rank; None if all are.
+        body: `[b]` uint8, a compressor's payload. Not sent if `nonfinite_segment` is given: then `[0]` when opened.
+        present: For each segment of the layout, whether the rank has a gradient for it; None if it has all.
+        nonfinite_segment: The first segment whose gradient is not finite on the rank; None if all are finite.
     """
 
     body: Tensor
@@ -41,36 +47,32 @@ class Envelope(NamedTuple):
 
 
 def sealed_bytes(body_bytes: int, layout: Layout) -> int:
-    """The length that no envelope around a body of at most `body_bytes` exceeds, whatever its flags."""
+    """The greatest length of an envelope whose body has at most `body_bytes` bytes."""
     return HEADER_BYTES + _bitmap_bytes(layout) + max(body_bytes, _SEGMENT_BYTES)
 
 
 def most_bytes(layout: Layout) -> int:
-    """The length that no envelope for this layout exceeds, whatever is sent and by what method: 16 bytes for each
-    element, and a few. A compressor may write no more, for receivers believe no greater length."""
+    """The greatest length of any envelope for this layout, with any compressor: receivers refuse a greater one."""
     return sealed_bytes(_BODY_BYTES + _ELEMENT_BYTES * layout.size, layout)
 
 
 def check_length(length: int, most: int, rank: int) -> None:
-    """Refuses a length that arrived ahead of its payload, before anything is allocated by it.
+    """Raises `PayloadError` for a length, sent ahead of a payload, that is less than a header's or more than `most`.
 
-    Raises:
-        PayloadError: It is less than an envelope's header, or more than `most`.
+    Call it before memory is allocated for the payload.
     """
     if not HEADER_BYTES <= length <= most:
         raise PayloadError(
             f"rank {rank}'s payload: length, sent ahead of it, is {length}, expected {HEADER_BYTES} to {most}: it was"
-            " damaged on its way, or the ranks train different parameters."
+            " damaged in transit, or the ranks train different parameters."
         )
 
 
 def seal(envelope: Envelope, layout: Layout) -> Tensor:
-    """One payload that `open_envelope` turns back into `envelope`, and refuses if a byte of it was altered.
+    """Packs an envelope into one payload. `open_envelope` unpacks it, and refuses it if any byte was altered.
 
-    Costs 16 bytes, and one bit for each segment where some are absent. The body is read on the CPU for its checksum.
-
-    Returns:
-        `[bytes]` uint8 on the body's device.
+    The payload is `[bytes]` uint8 on the body's device. It adds 16 bytes to the body, and one bit for each segment if
+    some are absent. The checksum is computed on the CPU.
 
     Raises:
         ValueError: `present` or `nonfinite_segment` does not fit the layout, or the length does not fit 32 bits.
@@ -84,7 +86,7 @@ def seal(envelope: Envelope, layout: Layout) -> Tensor:
         flags, parts = _NONFINITE, [_from_bytes(struct.pack("<I", nonfinite), device)]
     if present is not None:
         if len(present) != segments:
-            raise ValueError(f"present must say yes or no for each of {segments} segments; got {len(present)} of them.")
+            raise ValueError(f"present must have a bool for each of {segments} segments; got {len(present)}.")
         if not all(present):
             flags |= _SOME_ABSENT
             bitmap = np.packbits(np.array(present, dtype=np.bool_), bitorder="little")
@@ -92,7 +94,7 @@ def seal(envelope: Envelope, layout: Layout) -> Tensor:
     length = sum(part.numel() for part in parts)
     if length > _MAX_LENGTH:
         raise ValueError(
-            f"a payload's body can have at most {_MAX_LENGTH:,} bytes; got {length:,}."
+            f"body must have at most {_MAX_LENGTH:,} bytes, as its length has 32 bits; got {length:,}."
             " Send a lower density, or give the parameters to more than one optimizer or sync."
         )
     content = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -101,25 +103,26 @@ def seal(envelope: Envelope, layout: Layout) -> Tensor:
 
 
 def open_envelope(payload: Tensor, layout: Layout, rank: int) -> Envelope:
-    """What `seal` was given; everything is checked before it is used, and the body's bytes by their checksum.
+    """Unpacks what `seal` packed. Each field is checked before it is used, and all bytes by their checksum.
 
     Args:
-        payload: `[bytes]` uint8; bytes behind the envelope (an all-gather's padding) are ignored.
-        layout: This rank's layout: the sender's must be equal.
-        rank: Whom the payload came from, for messages.
+        payload: `[bytes]` uint8, from any source. Bytes after the envelope, such as an all-gather's padding, are
+            ignored.
+        layout: This rank's layout; the sender's must be equal.
+        rank: The sender, for messages.
 
     Returns:
         The envelope; its body is a view of `payload`.
 
     Raises:
-        PayloadError: The payload is cut off, altered, of another format version, or of another layout.
+        PayloadError: The payload is truncated or altered, or has another format version or another layout.
     """
 
     def wrong(field: str, offset: int, value: object, expected: str) -> PayloadError:
         return PayloadError(f"rank {rank}'s payload: {field} at byte {offset} is {value}, expected {expected}")
 
     if payload.numel() < HEADER_BYTES:
-        raise wrong("the end", payload.numel(), "too early", f"a header of {HEADER_BYTES} bytes: it was cut off.")
+        raise wrong("the end", payload.numel(), "too early", f"a header of {HEADER_BYTES} bytes: it was truncated.")
     header = payload[:HEADER_BYTES].cpu().numpy().tobytes()
     magic, version, flags, fingerprint, length, checksum = struct.unpack("<2sBBIII", header)
     if magic != _MAGIC:
@@ -129,10 +132,10 @@ def open_envelope(payload: Tensor, layout: Layout, rank: int) -> Envelope:
     if length > payload.numel() - HEADER_BYTES:
         raise wrong("body length", 8, length, f"at most the {payload.numel() - HEADER_BYTES} bytes that follow.")
     content = payload[HEADER_BYTES : HEADER_BYTES + length]
-    # Before the fields below, so that what they say is the sender's word and not a damaged bit.
+    # Checked before the fields below: an error in those is then the sender's, not a damaged bit.
     actual = _checksum(header[:12], content)
     if checksum != actual:
-        raise wrong("CRC-32", 12, f"0x{checksum:08x}", f"0x{actual:08x}: the payload was damaged on its way.")
+        raise wrong("CRC-32", 12, f"0x{checksum:08x}", f"0x{actual:08x}: the payload was damaged in transit.")
     if flags & ~(_SOME_ABSENT | _NONFINITE):
         raise wrong("flags", 3, f"0x{flags:02x}", "bits 0 and 1 only: install the same version on all ranks.")
     if fingerprint != layout.fingerprint:
@@ -166,7 +169,7 @@ def _bitmap_bytes(layout: Layout) -> int:
 
 
 def _from_bytes(data: bytes, device: torch.device) -> Tensor:
-    # A bytearray, since torch warns of memory that it may not write.
+    # A bytearray, because torch warns about read-only memory.
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
 
 

@@ -1,4 +1,4 @@
-"""Count sketches: a table much smaller than a vector, from which its larger elements can be told."""
+"""Count sketches: a table much smaller than a vector, from which the vector's large elements can be estimated."""
 
 from dataclasses import dataclass
 
@@ -6,46 +6,54 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_sparsecomm.basis.arguments import check_whole_number
 from lightning_sparsecomm.kernels import Candidates, SketchKernels, kernels_for, sketch_kernels_for
 
 _DTYPES = (torch.float32, torch.float64)
 
-# Of that many blocks, the estimates in one are looked at to find what the largest of all are likely to reach. Odd, as
-# `compensation.sample_stride` is, and small enough that the sample is 2% of the vector.
+# To find a threshold for the largest estimates, every 61st block is sampled: 2% of the vector. Odd, as `sample_stride`.
 _STRIDE = 61
-# Passes over the table in search of a threshold that enough reach, and not too many.
+# Passes over the table in search of a threshold that enough estimates reach, and not too many.
 _PASSES = 4
 
 
 @dataclass(frozen=True)
 class CountSketch:
-    """The form of a count sketch: each row holds every element once, with a random sign, in a random column.
+    """A count sketch: each row adds every element, with a random sign, to a random column.
 
-    A table is linear in what is inserted: the sum of ranks' tables is the table of their sum, so tables can be
-    all-reduced. It is `[rows, columns]`, float32 or float64; nothing else is stored, and hashes come from a seed, taken
-    modulo 2^64. What is estimated depends on the table's bits and the seed alone: it is equal on all ranks and
-    devices. Insertion adds in order of position on the CPU; on CUDA in any order, and its float32 additions take
-    subnormal numbers for zeros. Tables and values must be finite.
+    A table is `[rows, columns]`, float32 or float64, and is all that is stored: hashes come from a seed, taken modulo
+    2^64. Tables are linear: the sum of the ranks' tables is the table of the ranks' sum, so they can be all-reduced.
+    Estimates depend only on the table's bits and the seed, so all ranks and devices get equal ones. Insertion adds in
+    order of position on the CPU. On CUDA it adds in any order, and float32 additions flush subnormal numbers to zero.
+    Tables and values must be finite.
 
-    **Guarantee.** For r rows and c columns, whatever x is, the estimate of an element x_p is unbiased, and it is off by
-    more than √(3/c)·‖x‖₂ with probability at most Σ C(r, i)·(1/3)^i·(2/3)^(r − i) over i = ⌈r/2⌉ … r: 0.333 for one
-    row, 0.210 for 5, 0.088 for 15.
+    **Guarantee.** For r rows, c columns and any x, the estimate of an element x_p is unbiased. It is off by more than
+    √(3/c)·‖x‖₂ with probability at most Σ C(r, i)·(1/3)^i·(2/3)^(r − i) over i = ⌈r/2⌉ … r: 0.333 for one row, 0.210
+    for 5, 0.088 for 15.
 
-    Proof. Blocks of at most c consecutive elements go to consecutive columns from a start that is uniform over all c,
-    modulo c. So two elements of one block never share a column; two of different blocks do with probability 1/c, as
-    their starts are independent. Signs are independent of the starts and of one another. A row's estimate is
-    x_p + Σ s_p·s_q·x_q over the q that share p's column: the sum has mean 0, as every s_q has; its cross terms vanish;
-    and its variance is Σ x_q²/c over the other blocks' q, at most ‖x‖²/c. By Chebyshev, a row is off by more than
-    √(3/c)·‖x‖ with probability at most 1/3. If the median is, or the mean of the middle two, then at least ⌈r/2⌉ of the
-    independent rows are, to the same side. And a row's error is symmetric about 0, as s_p and −s_p are as likely: so is
-    the median's, which hence has mean 0 too.
+    Proof. A block of at most c consecutive elements goes to consecutive columns, modulo c, from a start that is uniform
+    over all c. So two elements of one block never share a column, and two of different blocks share one with
+    probability 1/c, as their starts are independent. Signs are independent of the starts and of one another. A row's
+    estimate is x_p + Σ s_p·s_q·x_q over all q in p's column. The sum has mean 0, because every s_q has. Its cross terms
+    vanish, so its variance is Σ x_q²/c over q in other blocks, at most ‖x‖²/c. By Chebyshev, a row is off by more than
+    √(3/c)·‖x‖ with probability at most 1/3. If the median, or the mean of the middle two, is off by more, then at least
+    ⌈r/2⌉ of the independent rows are, to the same side. A row's error is symmetric about 0, because s_p and −s_p are
+    equally likely. So the median's error is symmetric too, and has mean 0.
 
-    Rounding comes on top. Starts are made of 32 bits: their probabilities differ from 1/c by c/2^32 of it at most.
-    Randomness is over the seeds, a mixer's bits being taken for independent: hashes that are never drawn anew always
-    err to the same side.
+    Rounding errors are extra. Starts are made of 32 bits, so their probabilities differ from 1/c by at most c/2^32 of
+    it. Randomness is over the seeds, and assumes that the mixer's bits are independent. Draw a new seed in each round:
+    with the same hashes, errors always go to the same side.
+
+    Arguments that methods share:
+        table: `[rows, columns]` float32 or float64, contiguous. Values and estimates have its dtype.
+        positions: `[m]` int64, none negative.
+        size: Length of the vector.
+        seed: The seed of the hashes.
+
+    Methods raise `ValueError` for a table of another shape, and for arguments that do not fit it.
 
     Source: Finding frequent items in data streams (Charikar, Chen, Farach-Colton 2002); Sketched-SGD (Ivkin et al.
-    2019) sums tables over ranks. There each element is hashed by itself, here blocks of 64 are: docs/formats.md.
+    2019), which sums tables over ranks. They hash each element by itself; we hash blocks of 64, see docs/formats.md.
 
     >>> sketch = CountSketch(rows=5, columns=100)
     >>> table = sketch.empty(torch.device("cpu"), torch.float32)
@@ -58,125 +66,88 @@ class CountSketch:
     tensor([  3, 500])
 
     Args:
-        rows: Independent estimates of each element, of which the median is taken; of an even number, the mean of the
-            middle two.
+        rows: Independent estimates of each element. Their median is returned; the mean of the middle two if their
+            number is even.
         columns: Length of each row, at most 2^31.
 
     Raises:
-        ValueError: `rows` or `columns` is not a whole number, below 1 or above what it may be.
+        ValueError: `rows` or `columns` is not a whole number of at least 1, or `columns` is above 2^31.
     """
 
     rows: int
     columns: int
 
     def __post_init__(self) -> None:
-        if type(self.rows) is not int or self.rows < 1:
-            raise ValueError(
-                f"rows must be a whole number, at least 1: a count of estimates; got {self.rows!r}. Did you mean 5?"
-            )
-        if type(self.columns) is not int or self.columns < 1:
-            raise ValueError(
-                f"columns must be a whole number, at least 1: the length of a row; got {self.columns!r}."
-                " Give some times the number of elements that are to be found."
-            )
+        check_whole_number("rows", self.rows, 1, "a count of estimates", "Did you mean 5?")
+        remedy = "Use a few times the number of elements to be found."
+        check_whole_number("columns", self.columns, 1, "the length of a row", remedy)
         if self.columns > 2**31:
             raise ValueError(
-                f"columns must be at most 2^31, as hashes have 32 bits; got {self.columns}. Give more rows instead."
+                f"columns must be at most 2^31, as hashes have 32 bits; got {self.columns}. Use more rows instead."
             )
 
     def empty(self, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """A table that nothing is in yet: `[rows, columns]` zeros, float32 or float64.
-
-        Raises:
-            ValueError: `dtype` is another.
-        """
+        """An empty table: `[rows, columns]` zeros, float32 or float64."""
         if dtype not in _DTYPES:
-            raise ValueError(f"dtype must be torch.float32 or torch.float64; got {dtype}. Convert what is inserted.")
+            raise ValueError(f"dtype must be torch.float32 or torch.float64; got {dtype}. Convert the vector first.")
         if device.type == "cpu":
-            # numpy asks for huge pages, torch does not: columns are read all over the table, and more than small pages
-            # are at hand for.
+            # numpy asks for huge pages, and torch does not. Columns are read all over the table, and small pages would
+            # need more translations than the CPU caches.
             return torch.from_numpy(np.zeros((self.rows, self.columns), np.float32 if dtype == _DTYPES[0] else float))
         return torch.zeros(self.rows, self.columns, dtype=dtype, device=device)
 
     def insert_(self, table: Tensor, x: Tensor, seed: int) -> None:
-        """Adds `x`, `[n]` in the table's dtype, to `table`.
-
-        Raises:
-            ValueError: `table` is not one of this sketch, or `x` does not fit it.
-        """
+        """Adds `x`, `[n]`, to `table` in place."""
         self._check_table(table)
-        _check_values("x", x, table)
+        _check_vector("x", x, table.dtype, table)
         self._kernels(table).insert_(table, x, seed)
 
     def insert_at_(self, table: Tensor, positions: Tensor, values: Tensor, seed: int) -> None:
-        """Adds a vector that is `values` (`[m]` in the table's dtype) at `positions` (`[m]` int64, sorted), else zero.
+        """Adds a sparse vector to `table` in place: `values`, `[m]`, at sorted positions.
 
-        On the CPU it leaves the bits that `insert_` of the whole vector leaves, if the table holds no −0.
-
-        Raises:
-            ValueError: `table` is not one of this sketch, `values` or `positions` do not fit, or a position
-                is negative.
+        On the CPU, the result has the same bits as `insert_` of the whole vector, if the table holds no −0.
         """
         self._check_table(table)
-        _check_values("values", values, table)
+        _check_vector("values", values, table.dtype, table)
         _check_positions(positions, table)
         if positions.shape != values.shape:
             raise ValueError(
                 f"values must be as many as positions, {positions.numel()}: one for each; got {values.numel()}."
-                " Give values = x[positions]."
+                " Use values = x[positions]."
             )
         self._kernels(table).insert_at_(table, positions, values, seed)
 
     def query(self, table: Tensor, size: int, seed: int) -> Tensor:
-        """Estimates of all elements of a vector of `size` elements, `[size]` in the table's dtype; a zero is +0.
-
-        Raises:
-            ValueError: `table` is not one of this sketch, or `size` is negative.
-        """
+        """Estimates of all elements of a vector: `[size]`. Zeros are +0."""
         self._check_table(table)
         _check_count("size", size)
         return self._kernels(table).query(table, size, seed)
 
     def query_at(self, table: Tensor, positions: Tensor, seed: int) -> Tensor:
-        """Estimates of the elements at `positions` (`[m]` int64), `[m]` in the table's dtype: the bits of `query`'s.
-
-        Raises:
-            ValueError: `table` is not one of this sketch, `positions` are not int64, or one is negative.
-        """
+        """Estimates of the elements at `positions`: `[m]`, with the same bits as in `query`."""
         self._check_table(table)
         _check_positions(positions, table)
         return self._kernels(table).query_at(table, positions, seed)
 
     def largest(self, table: Tensor, size: int, count: int, seed: int) -> Tensor:
-        """Positions of the largest estimates by magnitude: exactly min(count, those that are not zero).
+        """Positions of the min(count, non-zeros) estimates of largest magnitude: `[k]` int64, strictly increasing.
 
-        As if all were queried and ranked, with ties for the last places settled as `TopK` settles them. But memory is
-        taken for little more than `count` of them: a sample tells what the largest are likely to reach, and one pass
-        keeps those that do. Where no threshold is found that parts them (many tie, or most are wanted), all are ranked.
-
-        Args:
-            table: `[rows, columns]`; not changed.
-            size: Length of the vector.
-            count: How many are wanted.
-            seed: The seed of what was inserted; also settles ties.
-
-        Returns:
-            `[k]` int64, strictly increasing.
-
-        Raises:
-            ValueError: `table` is not one of this sketch, or `size` or `count` is negative.
+        The result is the same as if all elements were queried and ranked; ties for the last places are broken as in
+        `TopK`. But it takes memory for little more than `count` estimates: a sample gives a threshold, and one pass
+        keeps the estimates that reach it. If no threshold separates the largest (many tie, or most are wanted), all are
+        ranked.
         """
         self._check_table(table)
         _check_count("size", size)
         _check_count("count", count)
         if min(count, size) == 0:
             return torch.empty(0, dtype=torch.int64, device=table.device)
-        # Numbers of ties must not be negative.
+        # The seed for ties must not be negative.
         kernels, start = kernels_for(table.device, table.dtype), seed % 2**63
         found = self._candidates(table, size, count, seed)
         if found is None:
             return kernels.largest(self.query(table, size, seed), count, start)
-        # Each is let go as soon as it has served.
+        # Each tensor is freed as soon as it is no longer needed.
         positions, estimates = found
         del found
         chosen = kernels.largest(estimates, count, start)
@@ -186,8 +157,7 @@ class CountSketch:
         return positions.to(torch.int64)
 
     def _candidates(self, table: Tensor, size: int, count: int, seed: int) -> Candidates | None:
-        """Elements that hold the `count` largest estimates or all that are not zero, and not many more; None where no
-        threshold is found that they alone reach."""
+        """Few candidates that include the `count` largest estimates or all non-zeros; None if no threshold does."""
         room = count + count // 4 + 4096
         if room >= size:
             return None
@@ -195,7 +165,7 @@ class CountSketch:
         sample = kernels.query(table, size, seed, _STRIDE).abs_()
         least = torch.finfo(table.dtype).smallest_normal * torch.finfo(table.dtype).eps
         expected = count * sample.numel() / size
-        # Four standard deviations more than are expected, so that too few are rare.
+        # Four standard deviations above the expected number: too few candidates are rare.
         rank = expected + 4 * expected**0.5 + 8
         too_few, too_many = 0.0, 0.0
         threshold = 0.0
@@ -227,27 +197,23 @@ class CountSketch:
             )
 
 
-def _check_values(name: str, values: Tensor, table: Tensor) -> None:
-    if values.dim() != 1 or values.dtype != table.dtype or values.device != table.device:
+def _check_vector(name: str, vector: Tensor, dtype: torch.dtype, table: Tensor) -> None:
+    if vector.dim() != 1 or vector.dtype != dtype or vector.device != table.device:
         raise ValueError(
-            f"{name} must be a vector with the table's dtype and device, {table.dtype} on {table.device}; got"
-            f" {values.dtype} of shape {tuple(values.shape)} on {values.device}. Flatten and convert it."
+            f"{name} must be a vector of {dtype} on {table.device}, for a table of {table.dtype} there; got"
+            f" {vector.dtype} of shape {tuple(vector.shape)} on {vector.device}. Flatten and convert it."
         )
 
 
 def _check_positions(positions: Tensor, table: Tensor) -> None:
-    if positions.dim() != 1 or positions.dtype != torch.int64 or positions.device != table.device:
-        raise ValueError(
-            f"positions must be a vector of torch.int64 on {table.device}; got {positions.dtype} of shape"
-            f" {tuple(positions.shape)} on {positions.device}. Flatten and convert it."
-        )
+    _check_vector("positions", positions, torch.int64, table)
     if positions.numel() and int(positions.min()) < 0:
         raise ValueError(
-            f"positions must not be negative: they count from the vector's beginning; got {int(positions.min())}."
-            " Add the vector's length to those that count from its end."
+            f"positions must not be negative, as they count from the vector's start; got {int(positions.min())}."
+            " Add the vector's length to positions that count from its end."
         )
 
 
 def _check_count(name: str, number: int) -> None:
     if number < 0:
-        raise ValueError(f"{name} must be at least 0: a count of elements; got {number}. Give 0 for none.")
+        raise ValueError(f"{name} must be at least 0: a count of elements; got {number}. Use 0 for none.")

@@ -1,93 +1,88 @@
 """Selected elements as one self-contained payload: positions, then values. See docs/formats.md."""
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from lightning_sparsecomm.basis.layout import MAX_SIZE, Layout, SparseVector, Vector
+from lightning_sparsecomm.basis.rounds import Round
 from lightning_sparsecomm.codecs.compressor import Compressor
-from lightning_sparsecomm.codecs.indices import INDEX_CODECS, IndexCodec, IndexCoding, Raw32
+from lightning_sparsecomm.codecs.indices import INDEX_CODECS, IndexCoding, Raw32
 from lightning_sparsecomm.codecs.payload import PayloadError
-from lightning_sparsecomm.codecs.selectors import Selector
+from lightning_sparsecomm.codecs.registry import is_same_class
+from lightning_sparsecomm.codecs.selectors.base import Selector
+from lightning_sparsecomm.codecs.selectors.candidates import HintedSelector
 from lightning_sparsecomm.codecs.values import VALUE_CODECS, Float32, ValueCodec
-from lightning_sparsecomm.compensation import Wanted
-from lightning_sparsecomm.layout import MAX_SIZE, Layout, SparseVector
-from lightning_sparsecomm.rounds import Round
 
 _HEAD = struct.Struct("<BBBBIII")
 
 
 @dataclass(frozen=True)
 class SparseCodec(Compressor):
-    """What the selector chooses, each part in its codec: 16 bytes, the index section, the value section.
+    """Sends the selected elements: a head of 16 bytes, the positions in one codec, the values in another.
 
     Args:
         selector: Chooses the elements.
-        values: How their values are sent.
-        indices: How their positions are sent.
+        values: Encodes their values.
+        indices: Encodes their positions.
 
     Raises:
-        ValueError: Receivers would not know a codec by its code.
+        ValueError: A codec's class is not registered.
     """
 
     selector: Selector
-    # Defaults that all instances share: they are frozen.
+    # All instances can share these defaults, as they are frozen.
     values: ValueCodec = Float32()  # noqa: RUF009
     indices: IndexCoding = Raw32()  # noqa: RUF009
 
     def __post_init__(self) -> None:
-        parts: list[tuple[str, ValueCodec | IndexCodec, ValueCodec | IndexCodec | None]] = [
-            ("values", self.values, VALUE_CODECS.get(self.values.code))
-        ]
-        parts.extend(("indices", codec, INDEX_CODECS.get(codec.code)) for codec in self.indices.codecs())
-        for name, part, known in parts:
-            if type(part) is not type(known):
-                table = "VALUE_CODECS" if name == "values" else "INDEX_CODECS"
-                raise ValueError(
-                    f"{name} must be a codec that receivers know by its code; got {part!r}, whose code {part.code} is"
-                    f" {known!r}'s. Enter it in {table} under a code of its own."
-                )
+        _check_registered("values", self.values, VALUE_CODECS, "register_value_codec")
+        for codec in self.indices.codecs():
+            _check_registered("indices", codec, INDEX_CODECS, "register_index_codec")
 
-    def wanted(self, round: Round) -> Sequence[Wanted]:
-        return self.selector.wanted(round)
-
-    def encode(self, x: Tensor, round: Round, candidates: Sequence[Tensor | None] = ()) -> Tensor:
-        """The payload for the selected elements of `x`; `[bytes]` uint8.
-
-        Raises:
-            ValueError: `x` is not as long as the layout says, or the index section has 4 GiB or more.
-        """
-        if x.numel() != round.layout.size:
-            raise ValueError(f"x must have the layout's {round.layout.size} elements; got {x.numel()}.")
-        indices = self.selector.select(x, round, candidates)
-        values = x if indices.numel() == x.numel() else x[indices]
-        return encode_sparse(SparseVector(indices, values, x.numel()), round.layout, self.values, self.indices)
+    def encode(self, x: Vector, context: Round) -> Tensor:
+        """The selected elements of `x`. Raises `ValueError` for a length unlike the layout's, or as `encode_sparse`."""
+        size = x.values.numel()
+        if size != context.layout.size:
+            raise ValueError(f"x must have the layout's {context.layout.size} elements; got {size}.")
+        if isinstance(self.selector, HintedSelector):
+            indices = self.selector.select_hinted(x.values, context, x.hints)
+        else:
+            indices = self.selector.select(x.values, context)
+        values = x.values if indices.numel() == size else x.values[indices]
+        return encode_sparse(SparseVector(indices, values, size), context.layout, self.values, self.indices)
 
     def decode(self, payload: Tensor, size: int) -> SparseVector:
-        """What any `SparseCodec` encoded: the payload itself names its codecs. See `decode_sparse`."""
+        """The vector that any `SparseCodec` encoded: the payload names its codecs. See `decode_sparse`."""
         return decode_sparse(payload, size)
 
-    def bound_bytes(self, round: Round) -> int | None:
-        count = self.selector.count(round)
-        index_bytes = self.indices.bound_bytes(count, round.layout.size)
-        value_bytes = self.values.bound_bytes(count, round.layout)
+    def bound_bytes(self, context: Round) -> int | None:
+        count = self.selector.count(context)
+        index_bytes = self.indices.bound_bytes(count, context.layout.size)
+        value_bytes = self.values.bound_bytes(count, context.layout)
         return None if index_bytes is None or value_bytes is None else _HEAD.size + index_bytes + value_bytes
 
 
-def encode_sparse(vector: SparseVector, layout: Layout, values: ValueCodec, indices: IndexCoding) -> Tensor:
-    """The sparse body for these very elements of a vector over `layout`; `[bytes]` uint8 on their device.
+def _check_registered(name: str, codec: object, codecs: Mapping[int, object], decorator: str) -> None:
+    registered = codecs.get(getattr(codec, "code", -1))
+    if registered is None or not is_same_class(type(codec), type(registered)):
+        raise ValueError(
+            f"{name} must be a codec of a registered class, so that receivers can decode it; got {codec!r}, of class"
+            f" {type(codec).__qualname__}. Decorate it with @{decorator}."
+        )
 
-    Raises:
-        ValueError: The index section has 4 GiB or more.
-    """
+
+def encode_sparse(vector: SparseVector, layout: Layout, values: ValueCodec, indices: IndexCoding) -> Tensor:
+    """All elements of `vector` as a payload: `[bytes]` uint8. Raises `ValueError` if positions need 4 GiB or more."""
     count, size, device = vector.indices.numel(), vector.size, vector.indices.device
     codec = indices.chosen(vector.indices, size)
     index_section = codec.encode(vector.indices, size)
     if index_section.numel() > MAX_SIZE:
         raise ValueError(
-            f"an index section can have at most {MAX_SIZE:,} bytes; got {index_section.numel():,}."
+            f"index section must have at most {MAX_SIZE:,} bytes; got {index_section.numel():,}."
             " Send a lower density, or give the parameters to more than one optimizer or sync."
         )
     parameters = (codec.parameter(count, size), values.parameter)
@@ -97,17 +92,17 @@ def encode_sparse(vector: SparseVector, layout: Layout, values: ValueCodec, indi
 
 
 def decode_sparse(body: Tensor, size: int) -> SparseVector:
-    """The elements in a sparse body; everything is checked before it is used or allocated from.
+    """The elements in a sparse body. Each field is checked before it is used or memory is allocated for it.
 
     Args:
         body: `[bytes]` uint8, from any source.
-        size: How long the vector must be. A few bytes may stand for that many elements, and for no more.
+        size: Expected length of the vector. A few bytes can stand for at most that many elements.
 
     Returns:
-        On the body's device, in memory of its own.
+        The elements, on the body's device. They share no memory with it.
 
     Raises:
-        PayloadError: The bytes are not a sparse body, or that of a vector of another length.
+        PayloadError: The bytes are not a sparse body, or hold a vector of another length.
     """
 
     def wrong(field: str, offset: int, value: int, expected: str) -> PayloadError:
@@ -118,9 +113,9 @@ def decode_sparse(body: Tensor, size: int) -> SparseVector:
     head = _HEAD.unpack(body[: _HEAD.size].cpu().numpy().tobytes())
     index_code, value_code, index_parameter, value_parameter, sent_size, count, index_bytes = head
     if index_code not in INDEX_CODECS:
-        raise wrong("index codec", 0, index_code, f"one of {sorted(INDEX_CODECS)}")
+        raise wrong("index codec", 0, index_code, f"one of {sorted(INDEX_CODECS)}, registered on this rank")
     if value_code not in VALUE_CODECS:
-        raise wrong("value codec", 1, value_code, f"one of {sorted(VALUE_CODECS)}")
+        raise wrong("value codec", 1, value_code, f"one of {sorted(VALUE_CODECS)}, registered on this rank")
     if sent_size != size:
         raise wrong("size", 4, sent_size, f"{size}: the ranks train different parameters")
     if count > size:
@@ -130,9 +125,13 @@ def decode_sparse(body: Tensor, size: int) -> SparseVector:
     sections = body[_HEAD.size :]
 
     def values() -> Tensor:
-        return VALUE_CODECS[value_code].decode(sections[index_bytes:], count, value_parameter)
+        section = sections[index_bytes:]
+        # So that any codec may view it in a wider dtype.
+        aligned = section if section.storage_offset() % 8 == 0 else section.clone()
+        return VALUE_CODECS[value_code].decode(aligned, count, value_parameter)
 
-    # What few bytes may stand for comes last: all positions, written as none; else values, of which many may share one.
+    # Few bytes can stand for many elements: a full selection has no index section, and one number can stand for many
+    # values. The other section is decoded first, and refuses a count that its length does not support.
     first = values() if count == size else None
     indices = INDEX_CODECS[index_code].decode(sections[:index_bytes], count, size, index_parameter)
     return SparseVector(indices, values() if first is None else first, size)

@@ -1,11 +1,11 @@
 """Whole rounds of communication."""
 
-from lightning_sparsecomm.exchange.base import Exchange, Exchanged, NonFiniteGradientError, Outgoing
+from lightning_sparsecomm.exchange.base import Exchange, Exchanged, PlainExchange, SparseExchange
 from lightning_sparsecomm.exchange.block import BlockReduce
 from lightning_sparsecomm.exchange.dense import DenseAllReduce
 from lightning_sparsecomm.exchange.gather import Gather
-from lightning_sparsecomm.exchange.recursive import RecursiveDoubling
 from lightning_sparsecomm.exchange.sketched import SketchedTopK
+from lightning_sparsecomm.exchange.status import NonFiniteGradientError
 
 __all__ = [
     "BlockReduce",
@@ -14,7 +14,7 @@ __all__ = [
     "Exchanged",
     "Gather",
     "NonFiniteGradientError",
-    "Outgoing",
-    "RecursiveDoubling",
+    "PlainExchange",
     "SketchedTopK",
+    "SparseExchange",
 ]

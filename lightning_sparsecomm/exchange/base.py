@@ -1,142 +1,121 @@
 """One whole round of communication, be it one collective or several."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from lightning_sparsecomm.compensation import Wanted
-from lightning_sparsecomm.layout import Layout, SparseVector
-from lightning_sparsecomm.rounds import Round
-from lightning_sparsecomm.wire import Wire
-
-
-class NonFiniteGradientError(RuntimeError):
-    """A gradient holds an infinity or a NaN. Raised on all ranks in the same step, before any weight changes."""
-
-    @classmethod
-    def of(cls, segment: int, round: Round, rank: int) -> "NonFiniteGradientError":
-        """The error for one segment of the round's layout.
-
-        Args:
-            segment: Its index.
-            round: In which it was found.
-            rank: Whose gradient it is.
-        """
-        return cls(
-            f"rank {rank} has a {round.quantity} that is not finite, for parameter"
-            f" {round.layout.segments[segment].name!r} in step {round.step}."
-            " Lower the learning rate, clip gradients, or look for a division by zero in the loss."
-        )
-
-    @classmethod
-    def found_on_any(
-        cls, segment: int | None, round: Round, wire: Wire, device: torch.device
-    ) -> "NonFiniteGradientError":
-        """The error, where ranks know by now that some of them have such a gradient, but not which: they say it.
-
-        A collective: only where all of them know, since all must come here. Bytes handed over: 8.
-
-        Args:
-            segment: The first on this rank; None where all its gradients are finite.
-            round: In which it was found.
-            wire: Where to communicate.
-            device: Of the vectors that are exchanged.
-        """
-        own = torch.tensor([-1 if segment is None else segment], device=device)
-        segments = wire.all_gather(own).view(-1).tolist()
-        rank = next(rank for rank, found in enumerate(segments) if found >= 0)
-        return cls.of(segments[rank], round, rank)
-
-
-class Outgoing(NamedTuple):
-    """What one rank brings to a round.
-
-    Attributes:
-        x: `[n]` float32 or wider; zero in the segments that are not present. Not to be changed. Sparse where the
-            gradients themselves are, which only an exchange with `takes_sparse` is given.
-        present: For each segment of the layout, whether this rank has a gradient for it.
-        nonfinite_segment: The first segment whose gradient is not finite; then `x` is meaningless, and the others must
-            learn of it. None where all are.
-        candidates: As `Exchange.wanted` asked for; they make selection quicker, and change nothing.
-        begun: Ends what `Exchange.begin` has set going; None where nothing was.
-    """
-
-    x: Tensor | SparseVector
-    present: Sequence[bool]
-    nonfinite_segment: int | None = None
-    candidates: Sequence[Tensor | None] = ()
-    begun: "Callable[[], Exchanged] | None" = None
+from lightning_sparsecomm.basis.layout import Layout, SparseVector, Vector
+from lightning_sparsecomm.basis.parts import Part
+from lightning_sparsecomm.basis.rounds import Round
+from lightning_sparsecomm.basis.wire import Wire
+from lightning_sparsecomm.exchange.status import agree, masked
 
 
 class Exchanged(NamedTuple):
-    """What a round gives.
+    """The result of a round.
 
     Attributes:
         shared: The mean over ranks of what they sent; bit-equal on all ranks.
-        sent: What this rank's memories must forget: its own part of `shared`, as receivers decode it.
+        sent: This rank's own part of `shared`, as receivers decode it: what its memories forget.
         present: For each segment, whether any rank had a gradient for it; equal on all ranks.
     """
 
     shared: SparseVector | Tensor
     sent: SparseVector | Tensor
-    present: Sequence[bool]
+    present: list[bool]
 
 
-class Exchange(ABC):
-    """Selects, encodes, communicates, decodes and reduces. All ranks call it in the same rounds."""
+class Exchange(Part, ABC):
+    """Selects, encodes, communicates, decodes and reduces. All ranks take part in the same rounds.
 
-    takes_sparse = False
-    """Whether it also exchanges vectors of which only some elements are held, and then gives such back."""
+    A round calls `prepare`, `exchange`, and then `commit` or, after any error, `abort`. An exchange that keeps state
+    from round to round changes it in `commit` only. This class is for exchanges that carry the ranks' status (see
+    `exchange.status`) in bytes of their own; derive from `PlainExchange` to have it agreed on for you.
+    """
 
     @property
     def overlaps(self) -> bool:
-        """Whether `begin` sets all of it going, so that others can select and code while it is on the wire."""
-        return False
+        """Whether `prepare` starts communication, so that other exchanges can do their work meanwhile."""
+        return type(self).prepare is not Exchange.prepare
 
     def objection(self, layout: Layout) -> str | None:
         """Why it cannot exchange vectors of this layout, and what to do; None where it can."""
         return None
 
-    def wanted(self, round: Round) -> Sequence[Wanted]:
-        """What will be selected by magnitude, in order; whoever computes the vector may note candidates for it."""
-        return ()
+    def prepare(self, x: Vector, context: Round, wire: Wire) -> None:
+        """Starts what needs no answer from other ranks; nothing, in most exchanges.
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """What is held from round to round, by parameter name; nothing, in most exchanges."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:  # noqa: B027
-        """Takes over what `state_dict` gave, before the next round."""
-
-    def dense(self, outgoing: Outgoing) -> Tensor:
-        """What this rank brings, where it cannot be sparse."""
-        if isinstance(outgoing.x, SparseVector):
-            raise TypeError(
-                f"{type(self).__name__} cannot take sparse gradients. Use BlockReduce for them, or build the layer with"
-                " nn.Embedding(sparse=False)."
-            )
-        return outgoing.x
-
-    def begin(self, outgoing: Outgoing, round: Round, wire: Wire) -> Outgoing:
-        """Sets going what can go on by itself until `run` is called with what this gives; nothing, in most exchanges.
-
-        All ranks call it in the same rounds and order. After an error of another exchange, `run` may not be called.
+        All ranks call it in the same rounds and order. After an error elsewhere, `abort` follows instead of `exchange`.
         """
-        return outgoing
 
     @abstractmethod
-    def run(self, outgoing: Outgoing, round: Round, wire: Wire) -> Exchanged:
-        """Exchanges one vector.
+    def exchange(self, x: Vector, context: Round, wire: Wire) -> Exchanged:
+        """Exchanges one vector, or waits for what `prepare` has started with the same arguments.
 
         Args:
-            outgoing: What this rank brings.
-            round: Layout, step and seeds.
+            x: What this rank brings. Sparse (with `indices`) only in a sync of sparse gradients.
+            context: Layout, step and seeds of this round.
             wire: Where to communicate.
 
         Raises:
-            PayloadError: A rank's payload is corrupt, or is not one of this method and these parameters.
+            PayloadError: A rank's payload is corrupt, or belongs to another method or model.
             NonFiniteGradientError: Some rank has a gradient that is not finite; raised on all of them.
         """
+
+    def commit(self) -> None:
+        """The round counts: keeps the state that it led to."""
+
+    def abort(self) -> None:
+        """The round does not count, on all ranks: drops what it has started, and keeps the state from before."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Tensors that are kept from round to round, by any names; nothing, in most exchanges."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Takes over what `state_dict` returned, before the next round."""
+
+
+class SparseExchange(Exchange):
+    """An exchange that also takes vectors of which only some elements are held, and then returns such vectors."""
+
+
+class PlainExchange(Exchange):
+    """An exchange that only reduces. Which ranks have a gradient is agreed on beforehand, in one small all-reduce.
+
+    So `reduce` is called only where all gradients are finite. It costs two bits for each tensor.
+    """
+
+    def exchange(self, x: Vector, context: Round, wire: Wire) -> Exchanged:
+        present = agree(x, context, wire)
+        shared, sent = self.reduce(x, context, wire)
+        return Exchanged(masked(shared, present, context.layout), masked(sent, x.present, context.layout), present)
+
+    @abstractmethod
+    def reduce(self, x: Vector, context: Round, wire: Wire) -> tuple[SparseVector | Tensor, SparseVector | Tensor]:
+        """The mean over ranks of what they send, and what this rank has sent.
+
+        Args:
+            x: What this rank brings: dense and finite.
+            context: Layout, step and seeds of this round.
+            wire: Where to communicate.
+
+        Returns:
+            `shared`, bit-equal on all ranks, and `sent`, this rank's part of it as receivers decode it. Each is `[n]`,
+            in the dtype of `x.values`, or a `SparseVector`. What is sent for a segment without a gradient is ignored.
+        """
+
+
+def dense_values(x: Vector, exchange: Exchange) -> Tensor:
+    """The values of a vector that an exchange can only take whole.
+
+    Raises:
+        TypeError: It is sparse.
+    """
+    if x.indices is not None:
+        raise TypeError(
+            f"{type(exchange).__name__} cannot take sparse gradients. Use BlockReduce for them, or build the layer with"
+            " nn.Embedding(sparse=False)."
+        )
+    return x.values

@@ -1,51 +1,50 @@
-"""Blocks of which most are zero on all ranks: they agree on which are not, and all-reduce those."""
+"""Blocks that are mostly zero on all ranks: ranks agree on those that are not, and all-reduce them."""
 
 import math
-from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from lightning_sparsecomm.checks import check_switches, is_number
-from lightning_sparsecomm.codecs.blocks import TopBlocks, elements
+from lightning_sparsecomm.basis.arguments import check_booleans, is_number
+from lightning_sparsecomm.basis.layout import SparseVector, Vector
+from lightning_sparsecomm.basis.rounds import Round
+from lightning_sparsecomm.basis.wire import Wire
+from lightning_sparsecomm.codecs.selectors.blocks import TopBlocks, elements
 from lightning_sparsecomm.codecs.sketch import CountSketch
-from lightning_sparsecomm.exchange.base import Exchange, Exchanged, NonFiniteGradientError, Outgoing
+from lightning_sparsecomm.exchange.base import Exchanged, SparseExchange
+from lightning_sparsecomm.exchange.status import read_status_bits, status_bits
 from lightning_sparsecomm.kernels import position_kernels_for
-from lightning_sparsecomm.layout import SparseVector
-from lightning_sparsecomm.rounds import Round
-from lightning_sparsecomm.wire import Wire
 
 SizedBy = Literal["union", "rank"]
 
 
-class BlockReduce(Exchange):
-    """A bitmap of the blocks that anyone sends, by an all-reduce with OR; then those blocks, by an all-reduce with sum.
+class BlockReduce(SparseExchange):
+    """An all-reduce (OR) of a bitmap of the blocks that ranks send; then an all-reduce (sum) of the union's blocks.
 
-    In the second round travel either the union's blocks one after the other, which is exact, or, where that is
-    shorter, a count sketch of them: unbiased, with an error of mean square ‖sum‖²/c for each element, c being its
-    columns. What memories forget is the blocks that this rank sent, to the bit, in either case: what a sketch gets
-    wrong is not fed back (fed back, it would grow from step to step where the sketch is small).
+    The sum is of the union's blocks themselves, which is exact, or of a count sketch of them where that is shorter. The
+    sketch is unbiased; each element's error has a mean square of ‖sum‖²/c for c columns. In either case memories forget
+    the blocks that this rank sent, to the bit: the sketch's error is not fed back. (Fed back, it grows from step to
+    step where the sketch is small.)
 
-    Bytes handed over: one bit for each block and two for each tensor (and 30 bytes with `sized_by="rank"`), then 4 for
-    each element of the union's blocks, or of the sketch; independent of the number of ranks but through the union.
+    Bytes handed over: one bit for each block and two for each tensor, then 4 for each element of the union's blocks or
+    of the sketch, and 8 with `sized_by="rank"`. They depend on the number of ranks only through the union.
 
-    Source: S2 Reducer, algorithm 1, where hashes stay the same for all steps; here they are drawn anew in each, and the
-    sketch holds the union's elements one after the other. Without a sketch it is what OmniReduce (Fei et al. 2021)
-    sends, without its aggregators.
+    Source: S2 Reducer, algorithm 1. The paper keeps its hashes; we draw new ones in each step, and the sketch holds the
+    union's elements one after the other. Without a sketch this sends what OmniReduce (Fei et al. 2021) sends, without
+    its aggregators.
 
     Args:
-        blocks: Chooses the blocks that each rank sends; all that are not zero by default.
-        sketch_ratio: λ, the sketch's size by that of what it holds; None for no sketch. From 1 on, blocks are shorter.
-        rows: The sketch's rows; the estimate is their median.
-        sized_by: What λ is taken of: the elements of the union, or of the rank that has most, as in the paper.
-        always_sketch: Whether the sketch is used even where it is longer than the blocks that it holds.
+        blocks: Chooses the blocks that each rank sends; all non-zero ones by default.
+        sketch_ratio: λ, the sketch's size relative to what it holds; None for no sketch. With 1 and more, the blocks
+            themselves are shorter.
+        rows: Rows of the sketch; an estimate is their median.
+        sized_by: What λ is relative to: the elements of the union, or of the rank that has most, as in the paper.
+        always_sketch: Whether to use the sketch even where it is longer than the blocks that it holds.
 
     Raises:
         ValueError: A ratio that is not positive, `rows` below 1, or an unknown `sized_by`.
     """
-
-    takes_sparse = True
 
     def __init__(
         self,
@@ -57,67 +56,64 @@ class BlockReduce(Exchange):
     ) -> None:
         if sketch_ratio is not None and not (is_number(sketch_ratio) and 0 < sketch_ratio < float("inf")):
             raise ValueError(
-                "sketch_ratio must be a positive number: the sketch's size by that of what it holds; got"
-                f" {sketch_ratio!r}. The paper has 0.5; None sends the blocks themselves."
+                "sketch_ratio must be a positive number, the sketch's size relative to what it holds; got"
+                f" {sketch_ratio!r}. Use the paper's 0.5, or None to send the blocks themselves."
             )
         if sized_by not in ("union", "rank"):
             raise ValueError(
-                f"sized_by must be 'union' (of what any rank sends) or 'rank' (of what one does); got {sized_by!r}."
+                f"sized_by must be 'union' (all that is sent) or 'rank' (the most that one sends); got {sized_by!r}."
             )
-        check_switches(always_sketch=always_sketch)
+        check_booleans(always_sketch=always_sketch)
         if always_sketch and sketch_ratio is None:
-            raise ValueError(
-                "always_sketch=True needs a sketch_ratio, such as the paper's 0.5; got None, for no sketch."
-            )
+            raise ValueError("always_sketch=True needs a sketch; got sketch_ratio=None. Use the paper's 0.5.")
         self.blocks = TopBlocks(density=1.0) if blocks is None else blocks
         self.sketch_ratio = sketch_ratio
         self.rows = CountSketch(rows, 1).rows
         self.sized_by = sized_by
         self.always_sketch = always_sketch
 
-    def run(self, outgoing: Outgoing, round: Round, wire: Wire) -> Exchanged:
-        x, present, nonfinite_segment, *_ = outgoing
-        values = x.values if isinstance(x, SparseVector) else x
-        bounds = self.blocks.bounds(round.layout, values.device)
+    def exchange(self, x: Vector, context: Round, wire: Wire) -> Exchanged:
+        values = x.values
+        bounds = self.blocks.bounds(context.layout, values.device)
         mine = values.new_empty(0, dtype=torch.int64)
-        if nonfinite_segment is None:
-            mine = self.blocks.blocks(x, round)
+        if x.nonfinite_segment is None:
+            mine = self.blocks.blocks(values, context, x.indices)
+        union, present = _union_of(mine, bounds.numel() - 1, x, context, wire)
         lengths = bounds[mine + 1] - bounds[mine]
-        # Only a sketch that is sized so needs to know how much a rank holds.
-        held = int(lengths.sum()) if self.sketch_ratio is not None and self.sized_by == "rank" else None
-        agreed = _agree(mine, held, bounds.numel() - 1, present, nonfinite_segment, wire)
-        if not agreed.finite:
-            raise NonFiniteGradientError.found_on_any(nonfinite_segment, round, wire, values.device)
 
-        together = elements(agreed.blocks, bounds)
+        together = elements(union, bounds)
         packed = values.new_zeros(together.numel())
-        # What moves a position in the vector to where it lies among the union's blocks.
-        sizes = bounds[agreed.blocks + 1] - bounds[agreed.blocks]
-        shifts = sizes.cumsum(0) - sizes - bounds[agreed.blocks]
-        if isinstance(x, SparseVector):
+        # What to add to a position in the vector for its place among the union's blocks.
+        sizes = bounds[union + 1] - bounds[union]
+        shifts = sizes.cumsum(0) - sizes - bounds[union]
+        if x.indices is not None:
             owners = torch.searchsorted(bounds, x.indices, right=True) - 1
             kept = torch.isin(owners, mine)
-            sent, owners = SparseVector(x.indices[kept], x.values[kept], x.size), owners[kept]
-            packed[sent.indices + shifts[torch.searchsorted(agreed.blocks, owners)]] = sent.values
+            sent, owners = SparseVector(x.indices[kept], values[kept], context.layout.size), owners[kept]
+            packed[sent.indices + shifts[torch.searchsorted(union, owners)]] = sent.values
         else:
             chosen = elements(mine, bounds)
-            sent = SparseVector(chosen, x[chosen], x.numel())
-            at = shifts[torch.searchsorted(agreed.blocks, mine)]
+            sent = SparseVector(chosen, values[chosen], values.numel())
+            at = shifts[torch.searchsorted(union, mine)]
             packed[chosen + torch.repeat_interleave(at, lengths)] = sent.values
         if packed.numel():
-            self._average_(packed, agreed.most, round, wire)
-        return Exchanged(SparseVector(together, packed, round.layout.size), sent, agreed.present)
+            self._average_(packed, int(lengths.sum()), context, wire)
+        return Exchanged(SparseVector(together, packed, context.layout.size), sent, present)
 
-    def _average_(self, packed: Tensor, most: int, round: Round, wire: Wire) -> None:
-        """The mean over ranks, in place: exactly or by a sketch; `most` is what the rank that has most has of it."""
-        # Divided before the sum, as DDP does.
+    def _average_(self, packed: Tensor, own_elements: int, context: Round, wire: Wire) -> None:
+        """Replaces the union's elements by their means over ranks, exactly or by a sketch."""
+        # Divided before the sum, as in DDP.
         packed.div_(wire.world_size)
         if self.sketch_ratio is not None:
-            # What a rank has is a part of the union, also where it was rounded up.
-            held = packed.numel() if self.sized_by == "union" else min(most, packed.numel())
+            held = packed.numel()
+            if self.sized_by == "rank":
+                most = int(wire.all_gather(torch.tensor([own_elements], device=packed.device)).max())
+                # Rounded up to four significant bits, as in payloads of former versions: trainings keep their bits.
+                shift = max(0, most.bit_length() - 4)
+                held = min(held, -(-most >> shift) << shift)
             sketch = CountSketch(self.rows, max(1, math.ceil(self.sketch_ratio * held / self.rows)))
             if self.always_sketch or sketch.rows * sketch.columns < packed.numel():
-                seed = round.shared_seed()
+                seed = context.shared_seed()
                 table = sketch.empty(packed.device, packed.dtype)
                 sketch.insert_(table, packed, seed)
                 wire.all_reduce_(table)
@@ -132,66 +128,19 @@ class BlockReduce(Exchange):
         return f"BlockReduce({self.blocks!r}{options})"
 
 
-class _Agreed(NamedTuple):
-    """What all ranks know after the first round.
+def _union_of(blocks: Tensor, count: int, x: Vector, context: Round, wire: Wire) -> tuple[Tensor, list[bool]]:
+    """The numbers of the blocks (of `count`) that any rank sends, int64, increasing; and who is present.
 
-    Attributes:
-        blocks: The numbers of the blocks that any of them sends, int64, increasing.
-        present: For each segment, whether any has a gradient for it.
-        finite: Whether all have finite gradients only.
-        most: The most elements that any sends, rounded up by less than an eighth.
+    One all-reduce with OR: a bit for each block, and the ranks' status behind them.
+
+    Raises:
+        NonFiniteGradientError: Some rank has a gradient that is not finite; raised on all of them.
     """
-
-    blocks: Tensor
-    present: list[bool]
-    finite: bool
-    most: int
-
-
-def _agree(
-    blocks: Tensor, held: int | None, count: int, present: Sequence[bool], nonfinite_segment: int | None, wire: Wire
-) -> _Agreed:
-    """One all-reduce with OR, of a bit for each of `count` blocks, two for each segment, and, if asked for, a number in
-    unary."""
-    segments = len(present)
-    level = 0 if held is None else _level(held)
-    numbers = torch.tensor(
-        [
-            *(count + i for i, here in enumerate(present) if here),
-            *(() if nonfinite_segment is None else (count + segments + nonfinite_segment,)),
-            *(count + 2 * segments + i for i in range(level)),
-        ],
-        dtype=torch.int64,
-        device=blocks.device,
-    )
+    segments = len(context.layout.segments)
+    status = torch.tensor(status_bits(x, segments), dtype=torch.int64, device=blocks.device)
     kernels = position_kernels_for(blocks.device)
-    size = count + 2 * segments + (0 if held is None else _LEVELS)
-    bitmap = wire.all_reduce_or_(kernels.write_bitmap(torch.cat([blocks, numbers]), size))
+    size = count + 2 * segments
+    bitmap = wire.all_reduce_or_(kernels.write_bitmap(torch.cat([blocks, status + count]), size))
     found = kernels.read_bitmap(bitmap, size).indices
-    others = found[int(torch.searchsorted(found, count)) :].sub(count).tolist()
-    anyone = {i for i in others if i < segments}
-    finite = not any(segments <= i < 2 * segments for i in others)
-    levels = sum(i >= 2 * segments for i in others)
-    return _Agreed(
-        found[: found.numel() - len(others)],
-        [i in anyone for i in range(segments)],
-        finite,
-        _most(levels),
-    )
-
-
-# Numbers up to 2^32 with a leading bit and three more: a maximum of such is an OR of their levels in unary.
-_LEVELS = 8 * 30
-
-
-def _level(number: int) -> int:
-    """The least level whose number is at least this one; whole numbers only, so that all machines agree."""
-    if number <= 8:
-        return number
-    shift = number.bit_length() - 4
-    return 8 * shift + -(-number >> shift)
-
-
-def _most(level: int) -> int:
-    """The number of a level."""
-    return level if level <= 8 else (level % 8 + 8) << (level // 8 - 1)
+    end = int(torch.searchsorted(found, count))
+    return found[:end], read_status_bits(found[end:].sub(count).tolist(), x, context, wire)

@@ -1,10 +1,14 @@
-"""Each rank sends one payload to all others, and all decode all of them."""
+"""Each rank sends one payload to all others, and all ranks decode all payloads."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from lightning_sparsecomm.basis.layout import SparseVector, Vector, mean
+from lightning_sparsecomm.basis.ledger import link_bytes
+from lightning_sparsecomm.basis.rounds import Round
+from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.codecs.compressor import Compressor
 from lightning_sparsecomm.codecs.payload import (
     Envelope,
@@ -15,23 +19,23 @@ from lightning_sparsecomm.codecs.payload import (
     seal,
     sealed_bytes,
 )
-from lightning_sparsecomm.compensation import Wanted
-from lightning_sparsecomm.exchange.base import Exchange, Exchanged, NonFiniteGradientError, Outgoing
+from lightning_sparsecomm.exchange.base import Exchange, Exchanged, dense_values
 from lightning_sparsecomm.exchange.dense import DenseAllReduce
-from lightning_sparsecomm.layout import SparseVector, mean
-from lightning_sparsecomm.rounds import Round
-from lightning_sparsecomm.wire import Wire, link_bytes
+from lightning_sparsecomm.exchange.status import masked, read_envelopes
+
+# Of the widest dtypes, in bytes.
+_ALIGNMENT = 16
 
 
 class Gather(Exchange):
     """All-gather of one self-contained payload per rank.
 
-    Where the compressor bounds its payloads, they are padded to the bound and travel in one collective; else lengths
-    are gathered first and the payloads padded to the longest. Either way all bytes, padding too, are in the ledger.
-    Every rank adds the decoded payloads in rank order, so the result is bit-equal on all of them.
+    Payloads are padded to the compressor's bound, if it has one, and travel in one collective. Otherwise ranks gather
+    lengths first, and pad to the longest. The ledger counts all bytes, padding included. Every rank adds the decoded
+    payloads in rank order, so the result is bit-equal on all ranks.
 
-    Where that would put more on the link than an all-reduce of the whole vector, as it does early in a warm-up with
-    many ranks, what was selected is all-reduced instead. The memory for it does not grow with ranks.
+    Where an all-reduce of the whole vector would put fewer bytes on the link (early in a warm-up, with many ranks),
+    what was selected is all-reduced instead. Its memory does not grow with the number of ranks.
 
     Args:
         compressor: Turns the vector into bytes.
@@ -40,68 +44,62 @@ class Gather(Exchange):
     def __init__(self, compressor: Compressor) -> None:
         self.compressor = compressor
 
-    def wanted(self, round: Round) -> Sequence[Wanted]:
-        return self.compressor.wanted(round)
-
-    def run(self, outgoing: Outgoing, round: Round, wire: Wire) -> Exchanged:
-        present, x = outgoing.present, self.dense(outgoing)
-        body = x.new_empty(0, dtype=torch.uint8)
-        if outgoing.nonfinite_segment is None:
-            body = self.compressor.encode(x, round, outgoing.candidates)
-        payload = seal(
-            Envelope(body, None if all(present) else list(present), outgoing.nonfinite_segment), round.layout
-        )
-        capacity = self._capacity(payload, round, wire)
-        all_bytes = x.element_size() * (x.numel() + len(present))
+    def exchange(self, x: Vector, context: Round, wire: Wire) -> Exchanged:
+        values, layout = dense_values(x, self), context.layout
+        body = values.new_empty(0, dtype=torch.uint8)
+        if x.nonfinite_segment is None:
+            body = self.compressor.encode(x, context)
+        payload = seal(Envelope(body, None if all(x.present) else list(x.present), x.nonfinite_segment), layout)
+        capacity = self._capacity(payload, context, wire)
+        all_bytes = values.element_size() * (values.numel() + len(layout.segments))
         if link_bytes("all_gather", capacity, wire.world_size) > link_bytes("all_reduce", all_bytes, wire.world_size):
-            return self._reduced(x, body, outgoing, round, wire)
+            return self._reduced(x, body, context, wire)
         if payload.numel() < capacity:
             payload = torch.cat([payload, payload.new_zeros(capacity - payload.numel())])
-        # Bytes are checked and parsed on the CPU, whatever the device.
+        # Payloads are checked and parsed on the CPU, whatever the device.
         gathered = wire.all_gather(payload).cpu()
         # In a warm-up they are large.
         del body, payload
 
-        # All are opened before any is used: ranks agree on which error comes first, and nothing is half done.
-        envelopes = [open_envelope(gathered[rank], round.layout, rank) for rank in range(wire.world_size)]
-        for rank, received in enumerate(envelopes):
-            if received.nonfinite_segment is not None:
-                raise NonFiniteGradientError.of(received.nonfinite_segment, round, rank)
+        # Open all before using any: ranks agree on which error comes first, and nothing is half done.
+        envelopes = [open_envelope(gathered[rank], layout, rank) for rank in range(wire.world_size)]
+        present = read_envelopes(envelopes, context)
         own: list[SparseVector | Tensor] = []
 
         def decoded() -> Iterator[SparseVector | Tensor]:
             for rank, received in enumerate(envelopes):
-                vector = self._decode(received.body, round, rank, x.device)
+                vector = masked(self._decode(received.body, context, rank, values.device), received.present, layout)
                 if rank == wire.rank:
                     own.append(vector)
                 yield vector
 
-        shared = mean(decoded(), x.dtype)
-        anyone = [received.present or [True] * len(present) for received in envelopes]
-        return Exchanged(shared, own[0], [any(column) for column in zip(*anyone)])
+        shared = mean(decoded(), values.dtype)
+        return Exchanged(shared, own[0], present)
 
-    def _reduced(self, x: Tensor, body: Tensor, outgoing: Outgoing, round: Round, wire: Wire) -> Exchanged:
+    def _reduced(self, x: Vector, body: Tensor, context: Round, wire: Wire) -> Exchanged:
         """The mean of what ranks have selected, each as its payload decodes."""
-        own: SparseVector | Tensor = x
-        if outgoing.nonfinite_segment is None:
-            own = self._decode(body, round, wire.rank, x.device)
-        whole = (own.dense() if isinstance(own, SparseVector) else own).to(x.dtype)
-        return DenseAllReduce().run(outgoing._replace(x=whole), round, wire)._replace(sent=own)
+        own: SparseVector | Tensor = x.values
+        if x.nonfinite_segment is None:
+            own = masked(self._decode(body, context, wire.rank, x.values.device), x.present, context.layout)
+        whole = (own.dense() if isinstance(own, SparseVector) else own).to(x.values.dtype)
+        return DenseAllReduce().exchange(x._replace(values=whole), context, wire)._replace(sent=own)
 
-    def _capacity(self, payload: Tensor, round: Round, wire: Wire) -> int:
-        """The bytes that each rank's payload takes in an all-gather; the same on all ranks."""
-        bound = self.compressor.bound_bytes(round)
+    def _capacity(self, payload: Tensor, context: Round, wire: Wire) -> int:
+        """The bytes of each rank's padded payload; equal on all ranks."""
+        bound = self.compressor.bound_bytes(context)
         if bound is not None:
-            return sealed_bytes(bound, round.layout)
+            return sealed_bytes(bound, context.layout)
         lengths: list[int] = wire.all_gather(torch.tensor([payload.numel()], device=payload.device)).view(-1).tolist()
         # All ranks see the same lengths, so all refuse the same one.
         for rank, length in enumerate(lengths):
-            check_length(length, most_bytes(round.layout), rank)
+            check_length(length, most_bytes(context.layout), rank)
         return max(lengths)
 
-    def _decode(self, body: Tensor, round: Round, rank: int, device: torch.device) -> SparseVector | Tensor:
+    def _decode(self, body: Tensor, context: Round, rank: int, device: torch.device) -> SparseVector | Tensor:
+        # A body lies anywhere in what was gathered. Copied, it can be viewed in any dtype.
+        body = body.clone() if body.storage_offset() % _ALIGNMENT else body
         try:
-            decoded = self.compressor.decode(body, round.layout.size)
+            decoded = self.compressor.decode(body, context.layout.size)
         except PayloadError as error:
             raise PayloadError(f"rank {rank}'s payload: {error}") from error
         if isinstance(decoded, SparseVector):

@@ -1,22 +1,21 @@
 """The largest elements of a sum, found in a sketch of it: no rank needs to know what the others hold."""
 
 import math
-from collections.abc import Sequence
 from typing import Literal, get_args
 
-import torch
 from torch import Tensor
 
-from lightning_sparsecomm.checks import check_switches, is_number
-from lightning_sparsecomm.codecs.selectors import k_of
+from lightning_sparsecomm.basis.arguments import check_booleans, is_number
+from lightning_sparsecomm.basis.layout import Layout, SparseVector, Vector
+from lightning_sparsecomm.basis.rounds import Round
+from lightning_sparsecomm.basis.schedules import Density, check_density
+from lightning_sparsecomm.basis.wire import Wire
+from lightning_sparsecomm.codecs.selectors.base import k_of
 from lightning_sparsecomm.codecs.sketch import CountSketch
-from lightning_sparsecomm.exchange.base import Exchange, Exchanged, NonFiniteGradientError, Outgoing
+from lightning_sparsecomm.exchange.base import Exchange, Exchanged, dense_values
 from lightning_sparsecomm.exchange.dense import WIRE_DTYPES, DenseAllReduce, addend_limit
+from lightning_sparsecomm.exchange.status import read_counts, write_counts_
 from lightning_sparsecomm.kernels import kernels_for
-from lightning_sparsecomm.layout import Layout, SparseVector
-from lightning_sparsecomm.rounds import Round
-from lightning_sparsecomm.schedules import Density, check_density
-from lightning_sparsecomm.wire import Wire
 
 SketchDtype = Literal["same", "float16", "bfloat16"]
 
@@ -24,28 +23,29 @@ SketchDtype = Literal["same", "float16", "bfloat16"]
 class SketchedTopK(Exchange):
     """The k elements of largest sum over ranks, as a count sketch finds them; their sums are exact.
 
-    In the first round the ranks' sketches are added up, in the second their elements at the P·k places where the sum's
-    estimate is largest; the k largest sums are what is shared. With a sketch large enough they are the k largest of
-    the sum itself. Biased, as every top-k is: use it with error feedback.
+    A first all-reduce adds up the ranks' sketches. A second one adds up their elements at the P·k positions with the
+    largest estimates; the k largest sums are shared. With a sketch large enough, these are the k largest of the sum
+    itself. Biased, as every top-k is: use it with error feedback.
 
-    Bytes handed over, whatever the number of ranks: 4 for each of rows × columns numbers (2 in half precision), for
-    each of the P·k candidates, and for each tensor. Where that is more than the vector itself has, the vector: 4 for
-    each element and each tensor.
+    Bytes handed over, with any number of ranks: 4 for each of rows × columns numbers (2 in half precision), for each of
+    the P·k candidates, and for each tensor. Where the vector itself is shorter, it is sent instead: 4 for each element
+    and each tensor.
 
-    Source: Sketched-SGD (Ivkin et al. 2019), algorithm 3 and section 5.1, where all ranks use one sketch's hashes for
-    good; here they are drawn anew in each step. The whole vector is one sketch.
+    Source: Sketched-SGD (Ivkin et al. 2019), algorithm 3 and section 5.1. The paper keeps its hashes; we draw new ones
+    in each step. One sketch holds the whole vector.
 
     Args:
         density: Fraction of elements shared, in (0, 1], or a schedule of it; at least one. None is 0.001.
         k: How many elements are shared, instead of a density; None for none.
-        rows: Rows of the sketch: the more, the surer is each estimate.
-        columns: Columns: the more, the closer. None for ten times k, as in the paper's larger runs.
+        rows: Rows of the sketch. More rows make large errors of an estimate rarer.
+        columns: Columns of the sketch. More columns make errors smaller. None for ten times k, as in the paper's larger
+            runs.
         candidates: P, how many times k elements have their sums exchanged.
-        wire_dtype: Dtype of the sketch on the wire: "same" as the vector, "float16" or "bfloat16". What it rounds off
-            makes the search less sure, and no sum less exact; "float16" does not see values below 6e-8, nor tell apart
-            those above 65,504 by the number of ranks.
-        always_sketch: Whether the sketch is used even where sketch and candidates are longer than the vector. Else the
-            vector itself is summed there, and the k largest are exact.
+        wire_dtype: Dtype of the sketch on the wire: "same" as the vector, "float16" or "bfloat16". Rounding makes the
+            search less reliable, but no sum less exact. "float16" ignores values below 6e-8, and cannot tell apart
+            values above 65,504 divided by the number of ranks.
+        always_sketch: Whether to use the sketch even where sketch and candidates are longer than the vector. Otherwise
+            the vector itself is summed there, and the k largest are exact.
 
     Raises:
         ValueError: A density outside (0, 1], or with a k; k, rows, columns or candidates below 1; an unknown dtype.
@@ -65,7 +65,7 @@ class SketchedTopK(Exchange):
             raise ValueError(
                 f"density and k both say how many elements are shared; got {density!r} and {k!r}. Give one."
             )
-        check_switches(always_sketch=always_sketch)
+        check_booleans(always_sketch=always_sketch)
         density = 0.001 if density is None else density
         check_density("density", density)
         if k is not None and (type(k) is not int or k < 1):
@@ -73,11 +73,11 @@ class SketchedTopK(Exchange):
         if not (is_number(candidates) and 1 <= candidates < math.inf):
             raise ValueError(
                 "candidates must be at least 1: how many times k elements have their sums exchanged; got"
-                f" {candidates!r}. The paper has 16 to 36."
+                f" {candidates!r}. Use 16 to 36, as in the paper."
             )
         if wire_dtype not in get_args(SketchDtype):
             raise ValueError(
-                f"sketch_dtype must be one of {', '.join(get_args(SketchDtype))}; got {wire_dtype!r}."
+                f"wire_dtype must be one of {', '.join(get_args(SketchDtype))}; got {wire_dtype!r}."
                 " 'same' sends the sketch in the vector's dtype."
             )
         self.density = density
@@ -96,64 +96,55 @@ class SketchedTopK(Exchange):
             " Give a density instead."
         )
 
-    def run(self, outgoing: Outgoing, round: Round, wire: Wire) -> Exchanged:
-        _, present, nonfinite_segment, *_ = outgoing
-        x = self.dense(outgoing)
-        n, seed = x.numel(), round.shared_seed()
-        k = self._k(n, round)
+    def exchange(self, x: Vector, context: Round, wire: Wire) -> Exchanged:
+        values = dense_values(x, self)
+        n, seed = values.numel(), context.shared_seed()
+        k = self._k(n, context)
         sketch = CountSketch(self.rows, max(1, 10 * k) if self.columns is None else self.columns)
         asked = math.ceil(min(n, self.candidates * k))
-        element_bytes = (WIRE_DTYPES[self.wire_dtype] or x.dtype).itemsize
-        sketch_bytes = sketch.rows * sketch.columns * element_bytes + asked * x.element_size()
-        if sketch_bytes >= x.numel() * x.element_size() and not self.always_sketch:
-            return self._run_without(x, k, outgoing, round, wire)
+        element_bytes = (WIRE_DTYPES[self.wire_dtype] or values.dtype).itemsize
+        sketch_bytes = sketch.rows * sketch.columns * element_bytes + asked * values.element_size()
+        if sketch_bytes >= n * values.element_size() and not self.always_sketch:
+            return self._exchange_whole(x, k, context, wire)
 
-        table = sketch.empty(x.device, x.dtype)
-        sketch.insert_(table, x, seed)
-        total = self._sum(table, present, nonfinite_segment, round, wire)
-        table.copy_(total[: table.numel()].view_as(table))
+        table = sketch.empty(values.device, values.dtype)
+        sketch.insert_(table, values, seed)
+        total, present = self._sum(table, x, context, wire)
+        table.copy_(total.view_as(table))
         found = sketch.largest(table, n, asked, seed)
 
-        # Divided before the sum, as DDP does.
-        means = x[found].div_(wire.world_size)
+        # Divided before the sum, as in DDP.
+        means = values[found].div_(wire.world_size)
         if means.numel():
             wire.all_reduce_(means)
         chosen = kernels_for(means.device, means.dtype).largest(means, k, seed)
         indices = found[chosen]
-        anyone = (total[table.numel() :] > 0).tolist()
-        return Exchanged(SparseVector(indices, means[chosen], n), SparseVector(indices, x[indices], n), anyone)
+        return Exchanged(SparseVector(indices, means[chosen], n), SparseVector(indices, values[indices], n), present)
 
-    def _k(self, n: int, round: Round) -> int:
+    def _k(self, n: int, context: Round) -> int:
         if self.k is None:
-            return k_of(round.density(self.density), n)
+            return k_of(context.density(self.density), n)
         # A warm-up is of a density; without one, k is k.
-        return self.k if round.warmup is None else k_of(round.density(self.k / n), n)
+        return self.k if context.warmup is None else k_of(context.density(self.k / n), n)
 
-    def _run_without(self, x: Tensor, k: int, outgoing: Outgoing, round: Round, wire: Wire) -> Exchanged:
-        """What a sketch would find at best, by sending less than it would: the vector itself."""
-        whole = DenseAllReduce().run(outgoing, round, wire)
+    def _exchange_whole(self, x: Vector, k: int, context: Round, wire: Wire) -> Exchanged:
+        """What a perfect sketch would find, where that takes fewer bytes: the vector itself is summed."""
+        whole = DenseAllReduce().exchange(x, context, wire)
         assert isinstance(whole.shared, Tensor)
-        found = kernels_for(x.device, x.dtype).largest(whole.shared, k, round.shared_seed())
-        kept, sent = (SparseVector(found, vector[found], x.numel()) for vector in (whole.shared, x))
+        found = kernels_for(x.values.device, x.values.dtype).largest(whole.shared, k, context.shared_seed())
+        kept, sent = (SparseVector(found, vector[found], x.values.numel()) for vector in (whole.shared, x.values))
         return Exchanged(kept, sent, whole.present)
 
-    def _sum(
-        self, table: Tensor, present: Sequence[bool], nonfinite_segment: int | None, round: Round, wire: Wire
-    ) -> Tensor:
-        """The sum over ranks of their sketches, and of how many have a gradient for each segment."""
+    def _sum(self, table: Tensor, x: Vector, context: Round, wire: Wire) -> tuple[Tensor, list[bool]]:
+        """The sum over ranks of their sketches, flat in the wire's dtype; and who is present."""
         size = table.numel()
-        buffer = table.new_empty(size + len(present), dtype=WIRE_DTYPES[self.wire_dtype])
-        # As much as all ranks together may reach: what counts of a bucket beyond is that it is large.
+        buffer = table.new_empty(size + len(context.layout.segments), dtype=WIRE_DTYPES[self.wire_dtype])
+        # Beyond this limit a sum could overflow; all that matters of such a bucket is that it is large.
         limit = addend_limit(buffer.dtype, wire.world_size)
         buffer[:size] = table.view(-1).clamp_(-limit, limit)
-        buffer[size:] = torch.tensor(present, dtype=buffer.dtype)
-        if nonfinite_segment is not None:
-            # Spreads to all ranks by the sum.
-            buffer[size + nonfinite_segment] = float("nan")
+        write_counts_(buffer[size:], x)
         wire.all_reduce_(buffer)
-        if bool(buffer[size:].isnan().any()):
-            raise NonFiniteGradientError.found_on_any(nonfinite_segment, round, wire, table.device)
-        return buffer
+        return buffer[:size], read_counts(buffer[size:], x, context, wire)
 
     def __repr__(self) -> str:
         size = f"density={self.density}" if self.k is None else f"k={self.k}"

@@ -1,89 +1,56 @@
-"""The hot loops. Each has a torch reference for any device; numba on the CPU and Triton on CUDA give the same bits."""
+"""The hot loops: a torch reference for any device, numba for the CPU and Triton for CUDA, with equal bits."""
 
 from functools import lru_cache
 from importlib.util import find_spec
+from typing import NamedTuple
 
 import torch
 
-from lightning_sparsecomm.kernels.positions import Parsed, PositionKernels
-from lightning_sparsecomm.kernels.reference import LIMIT, OutOfRangeError, Reference, Update
-from lightning_sparsecomm.kernels.sketch import Candidates, SketchKernels
+from lightning_sparsecomm.kernels.positions.reference import Parsed as Parsed
+from lightning_sparsecomm.kernels.positions.reference import PositionKernels as PositionKernels
+from lightning_sparsecomm.kernels.sketch.reference import Candidates as Candidates
+from lightning_sparsecomm.kernels.sketch.reference import SketchKernels as SketchKernels
+from lightning_sparsecomm.kernels.updates.reference import LIMIT as LIMIT
+from lightning_sparsecomm.kernels.updates.reference import OutOfRangeError as OutOfRangeError
+from lightning_sparsecomm.kernels.updates.reference import Reference as Reference
+from lightning_sparsecomm.kernels.updates.reference import Update as Update
 
-__all__ = [
-    "LIMIT",
-    "Candidates",
-    "OutOfRangeError",
-    "Parsed",
-    "PositionKernels",
-    "Reference",
-    "SketchKernels",
-    "Update",
-    "kernels_for",
-    "position_kernels_for",
-    "sketch_kernels_for",
-]
+_COMPILED_DTYPES = (torch.float32, torch.float64)
 
 
 def kernels_for(device: torch.device, dtype: torch.dtype) -> Reference:
-    """The fastest kernels for vectors on `device`.
-
-    Args:
-        device: Where the vectors are.
-        dtype: Theirs; numba and Triton have kernels for float32 and float64.
-    """
-    if dtype not in (torch.float32, torch.float64):
-        return _kernels("reference")
-    return _kernels(device.type)
+    """The fastest kernels for vectors on `device`: the reference unless they are float32 or float64."""
+    return _kernels(device.type if dtype in _COMPILED_DTYPES else "reference").updates
 
 
 def position_kernels_for(device: torch.device) -> PositionKernels:
-    """The fastest kernels for positions, and the bytes that they are written in, on `device`."""
-    return _position_kernels(device.type)
+    """The fastest kernels that encode and decode positions on `device`."""
+    return _kernels(device.type).positions
 
 
 def sketch_kernels_for(device: torch.device, dtype: torch.dtype) -> SketchKernels:
-    """The fastest kernels for count sketches on `device`.
-
-    Args:
-        device: Where the table is.
-        dtype: Its; numba and Triton have kernels for float32 and float64.
-    """
-    if dtype not in (torch.float32, torch.float64):
-        return _sketch_kernels("reference")
-    return _sketch_kernels(device.type)
+    """The fastest kernels for count sketches on `device`: the reference unless they are float32 or float64."""
+    return _kernels(device.type if dtype in _COMPILED_DTYPES else "reference").sketches
 
 
-# What is imported here takes seconds, and is not needed where its device is not used.
+class _Kernels(NamedTuple):
+    updates: Reference = Reference()
+    positions: PositionKernels = PositionKernels()
+    sketches: SketchKernels = SketchKernels()
+
+
 @lru_cache
-def _kernels(device_type: str) -> Reference:
+def _kernels(device_type: str) -> _Kernels:
+    # These imports take seconds, so they wait until their device is used.
     if device_type == "cpu":
-        from lightning_sparsecomm.kernels.cpu import Cpu
+        from lightning_sparsecomm.kernels.positions.cpu import CpuPositionKernels
+        from lightning_sparsecomm.kernels.sketch.cpu import CpuSketchKernels
+        from lightning_sparsecomm.kernels.updates.cpu import Cpu
 
-        return Cpu()
+        return _Kernels(Cpu(), CpuPositionKernels(), CpuSketchKernels())
     if device_type == "cuda" and find_spec("triton") is not None:
-        from lightning_sparsecomm.kernels.cuda import Cuda
+        from lightning_sparsecomm.kernels.sketch.cuda import CudaSketchKernels
+        from lightning_sparsecomm.kernels.updates.cuda import Cuda
 
-        return Cuda()
-    return Reference()
-
-
-@lru_cache
-def _position_kernels(device_type: str) -> PositionKernels:
-    if device_type == "cpu":
-        from lightning_sparsecomm.kernels.positions_cpu import CpuPositionKernels
-
-        return CpuPositionKernels()
-    return PositionKernels()
-
-
-@lru_cache
-def _sketch_kernels(device_type: str) -> SketchKernels:
-    if device_type == "cpu":
-        from lightning_sparsecomm.kernels.sketch_cpu import CpuSketchKernels
-
-        return CpuSketchKernels()
-    if device_type == "cuda" and find_spec("triton") is not None:
-        from lightning_sparsecomm.kernels.sketch_cuda import CudaSketchKernels
-
-        return CudaSketchKernels()
-    return SketchKernels()
+        return _Kernels(Cuda(), sketches=CudaSketchKernels())
+    return _Kernels()

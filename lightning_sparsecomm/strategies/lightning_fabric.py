@@ -2,7 +2,7 @@
 
 from lightning_fabric.strategies.ddp import DDPStrategy
 
-from lightning_sparsecomm.strategies.fabric import FabricMixin
+from lightning_sparsecomm.frontends.fabric import FabricMixin
 
 
 class SparseCommStrategy(FabricMixin, DDPStrategy):

@@ -1,4 +1,4 @@
-"""The option that writes the golden payloads anew."""
+"""The option that records the golden payloads again."""
 
 import pytest
 

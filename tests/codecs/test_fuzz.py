@@ -1,4 +1,4 @@
-"""Payloads that somebody altered: each is refused by a PayloadError or decoded soundly, in bounded time and memory."""
+"""Altered payloads: each raises a PayloadError or decodes to a valid vector, in bounded time and memory."""
 
 import os
 import random
@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_sparsecomm.basis.layout import MAX_SIZE, Layout, SparseVector
 from lightning_sparsecomm.codecs import (
     INDEX_CODECS,
     VALUE_CODECS,
@@ -45,9 +46,9 @@ from lightning_sparsecomm.codecs import (
     seal,
 )
 from lightning_sparsecomm.codecs.indices import bits, words
-from lightning_sparsecomm.kernels import PositionKernels, positions_cpu
-from lightning_sparsecomm.kernels.positions_cpu import CpuPositionKernels
-from lightning_sparsecomm.layout import MAX_SIZE, Layout, SparseVector
+from lightning_sparsecomm.kernels import PositionKernels
+from lightning_sparsecomm.kernels.positions import cpu
+from lightning_sparsecomm.kernels.positions.cpu import CpuPositionKernels
 
 ROOT = Path(__file__).parents[2]
 INDICES: list[IndexCoding] = [*INDEX_CODECS.values(), Auto()]
@@ -63,7 +64,7 @@ LAYOUTS = [
 HUGE = LAYOUTS[-1]
 KERNELS: list[PositionKernels] = [CpuPositionKernels(), PositionKernels()]
 
-# Of all that is allocated in a decode, which is more than is held at once. The reference for Golomb codes takes most:
+# Bounds on all memory allocated in a decode, which is more than its peak. The reference for Golomb codes takes most:
 # some 500 bytes for each byte, and 64 for each doubling of its pointers.
 BYTES_PER_BYTE, BYTES_PER_ELEMENT, BYTES_BESIDES = 4096, 64, 65_536
 SECONDS, SECONDS_PER_BYTE = 2.0, 1e-4
@@ -72,7 +73,7 @@ CANARY, GUARD = 0xA5, 64
 
 
 class Outcome(NamedTuple):
-    """What a receiver makes of a payload: elements, or the words of a PayloadError."""
+    """The result of decoding a payload: elements, or the message of a PayloadError."""
 
     indices: Tensor | None
     values: Tensor | None
@@ -80,7 +81,7 @@ class Outcome(NamedTuple):
 
 
 class Guarded:
-    """numpy, with a guard zone before and behind every array that a kernel is given to write to."""
+    """numpy, with a guard zone before and after every array that a kernel allocates."""
 
     def __init__(self) -> None:
         self.zones: list[np.ndarray] = []
@@ -109,7 +110,7 @@ class Guarded:
 
 
 class Allocations(TorchDispatchMode):
-    """Adds up the memory of all tensors that operations make."""
+    """Adds up the memory of all tensors that operations allocate."""
 
     allocated_bytes = 0
 
@@ -122,6 +123,13 @@ class Allocations(TorchDispatchMode):
             if tensor.untyped_storage().data_ptr() not in given:
                 self.allocated_bytes += tensor.untyped_storage().nbytes()
         return result
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _dispatch_modes() -> None:
+    """Enters a dispatch mode once, as the first one makes torch import modules for seconds."""
+    with Allocations():
+        torch.zeros(1)
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:
@@ -137,7 +145,7 @@ def kernels_in_use(kernels: PositionKernels) -> Iterator[Guarded]:
     with (
         mock.patch.object(bits, "position_kernels_for", chosen),
         mock.patch.object(words, "position_kernels_for", chosen),
-        mock.patch.object(positions_cpu, "np", guarded),
+        mock.patch.object(cpu, "np", guarded),
     ):
         yield guarded
     guarded.check()
@@ -146,7 +154,7 @@ def kernels_in_use(kernels: PositionKernels) -> Iterator[Guarded]:
 def received(
     kernels: PositionKernels, decode: Callable[[], SparseVector | None], measured: bool
 ) -> tuple[Outcome, int, float]:
-    """What becomes of a payload; how many bytes were allocated for it, all of them if `measured`; and seconds."""
+    """The result of decoding, the bytes allocated for it (all of them only if `measured`), and the seconds it took."""
     allocations = Allocations()
     if measured:
         tracemalloc.start()
@@ -166,7 +174,7 @@ def received(
 
 
 def examine(data: bytes, layout: Layout, sealed: bool, measured: bool) -> Outcome:
-    """Decodes `data`, an envelope or a bare body, with both kernels, and asserts all that is promised."""
+    """Decodes `data`, an envelope or a bare body, with both kernels, and asserts everything that decoders guarantee."""
     payload = tensor_of(data)
 
     def decode() -> SparseVector | None:
@@ -180,7 +188,7 @@ def examine(data: bytes, layout: Layout, sealed: bool, measured: bool) -> Outcom
         outcome, allocated, seconds = received(kernels, decode, measured)
         count = 0 if outcome.indices is None else outcome.indices.numel()
         assert seconds < SECONDS + SECONDS_PER_BYTE * (len(data) + (layout.size if layout is not HUGE else count))
-        # Of the longest vector so few elements are sent that what stands for all of it would be noticed.
+        # Few elements of the longest vector are sent, so an allocation for the whole vector would be noticed.
         elements = layout.size if layout is not HUGE else count
         assert allocated <= BYTES_PER_BYTE * len(data) + BYTES_PER_ELEMENT * elements + BYTES_BESIDES
         outcomes.append(outcome)
@@ -201,7 +209,7 @@ def examine(data: bytes, layout: Layout, sealed: bool, measured: bool) -> Outcom
 
 
 def elements_of(body: bytes) -> dict[int, float]:
-    """What the decoder in the document makes of a body."""
+    """A body's elements according to the decoder in docs/formats.md."""
     envelope = struct.pack("<2sBBII", b"LS", 1, 0, 0, len(body))
     return documented()(envelope + struct.pack("<I", zlib.crc32(envelope + body)) + body, 0)[4]
 
@@ -225,7 +233,7 @@ def tensor_of(data: bytes) -> Tensor:
 
 @cache
 def sound_bodies(layout: Layout) -> list[bytes]:
-    """Of every codec for positions with every codec for values: no elements, one, some, all but one, all."""
+    """Bodies for every pair of index and value codec: with no elements, one, some, all but one, and all."""
     chance = random.Random(layout.size)
     size = layout.size
     bodies = []
@@ -244,7 +252,7 @@ def sound_bodies(layout: Layout) -> list[bytes]:
 
 
 def interesting(size: int, chance: random.Random) -> int:
-    """A 32-bit number that a field may be, or just may not."""
+    """A 32-bit number that is valid for a field, or just outside its range."""
     near = chance.choice([0, 1, 8, 16, size, size // 2, 2**16, 2**31, 2**32 - 1]) + chance.randint(-2, 2)
     return min(max(near, 0), 2**32 - 1)
 
@@ -255,11 +263,11 @@ def noise(chance: random.Random, most: int) -> bytes:
 
 
 def altered(data: bytes, bodies: Sequence[bytes], size: int, chance: random.Random) -> bytes:
-    """`data` with one thing wrong, or right after all."""
+    """`data` with one change, which may leave it valid."""
     at = chance.randint(0, len(data))
     kind = chance.randint(-2, 9)
     if kind < 0:
-        # Most likely a value: another one, if it is finite.
+        # Changes a value, most likely to another valid one.
         at = chance.randint(max(0, len(data) - 12), len(data))
     if kind <= 2 and at < len(data):
         change = 1 << chance.randint(0, 7) if kind < 2 else chance.randint(1, 255)
@@ -275,7 +283,7 @@ def altered(data: bytes, bodies: Sequence[bytes], size: int, chance: random.Rand
         return data[:at] + struct.pack("<I", interesting(size, chance)) + data[at + 4 :]
     other = chance.choice(bodies)
     if kind == 7:
-        # The head of one and the sections of another, or the positions of one and the values of another.
+        # Joins the head of one body and the sections of another, or one's positions and another's values.
         cut = chance.choice([16, 16 + int.from_bytes(data[12:16], "little"), at])
         behind = chance.choice([16, 16 + int.from_bytes(other[12:16], "little"), cut])
         return data[:cut] + other[behind:]
@@ -289,7 +297,7 @@ def altered(data: bytes, bodies: Sequence[bytes], size: int, chance: random.Rand
 
 
 def forged(content: bytes, layout: Layout, chance: random.Random) -> bytes:
-    """An envelope whose checksum is right, whatever its fields say."""
+    """An envelope with a correct checksum around arbitrary fields."""
     flags = chance.choice([0, 1, 2, 3, chance.randint(0, 255)])
     length = chance.choice([len(content)] * 9 + [interesting(len(content), chance)])
     fingerprint = chance.choice([layout.fingerprint] * 9 + [chance.getrandbits(32)])
@@ -303,7 +311,7 @@ def present_bitmap(layout: Layout, chance: random.Random) -> bytes:
 
 
 def payload_of(layout: Layout, chance: random.Random) -> tuple[bytes, bool]:
-    """Bytes from somewhere, and whether they are a whole envelope."""
+    """Altered bytes, and whether they are a whole envelope."""
     bodies = sound_bodies(layout)
     data = chance.choice(bodies)
     kind = chance.randint(0, 9)
@@ -323,7 +331,7 @@ def payload_of(layout: Layout, chance: random.Random) -> tuple[bytes, bool]:
 @settings(max_examples=40)
 @given(st.sampled_from(LAYOUTS[1:]), st.integers(0, 2**32 - 1))
 def test_altered_payloads_are_refused_or_sound(layout: Layout, seed: int) -> None:
-    # A seed, since bytes that hypothesis draws one by one are mostly zeros: too few payloads come near to being sound.
+    # hypothesis draws only a seed: bytes that it draws one by one are mostly zeros, and too rarely almost valid.
     chance = random.Random(seed)
     for i in range(60):
         data, sealed = payload_of(layout, chance)
@@ -344,7 +352,7 @@ def test_guards_notice_a_kernel_that_writes_too_far() -> None:
     class Careless(CpuPositionKernels):
         def read_bitmap(self, section: Tensor, count: int) -> Any:
             parsed = super().read_bitmap(section, count)
-            # It has room for one more than its count.
+            # The array has room for one more than `count`.
             np.lib.stride_tricks.as_strided(parsed.indices.numpy(), (count + 2,))[count + 1] = 7
             return parsed
 
@@ -361,25 +369,25 @@ def test_allocations_are_noticed() -> None:
 
 
 def loop(seed: int, payloads: int) -> None:
-    """Examines so many altered payloads, and says what became of them."""
+    """Examines `payloads` altered payloads, and prints a summary."""
     torch.set_num_threads(1)
     chance = random.Random(seed)
     for layout in LAYOUTS:
         sound_bodies(layout)
-    # Compiles the kernels, while numpy is itself, and starts what torch starts once.
+    # Compiles the kernels before numpy is replaced, and enters torch's first dispatch mode.
     for body in sound_bodies(LAYOUTS[2]):
         decode_sparse(tensor_of(body), LAYOUTS[2].size)
     examine(sound_bodies(LAYOUTS[2])[0], LAYOUTS[2], sealed=False, measured=True)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     outcomes: Counter[tuple[bool, int, int]] = Counter()
     for i in range(payloads):
-        # Most of them short.
+        # Most layouts are short.
         layout = chance.choice(LAYOUTS[1:4] * 4 + LAYOUTS)
         data, sealed = payload_of(layout, chance)
         outcome = examine(data, layout, sealed, measured=i % 50 == 0)
         if not sealed and len(data) >= 16:
             outcomes[outcome.indices is not None, data[0], data[1]] += 1
-    # Kilobytes on Linux: the longest payloads and layouts are worth some megabytes.
+    # In kilobytes on Linux. The longest payloads and layouts take some megabytes.
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     for decoded in (True, False):
         for codes in product(INDEX_CODECS, VALUE_CODECS):
@@ -393,8 +401,7 @@ def loop(seed: int, payloads: int) -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("payloads", "checked"), [(200_000, False), (20_000, True)], ids=["many", "bounds_checked"])
 def test_very_many_altered_payloads(tmp_path: Path, payloads: int, checked: bool) -> None:
-    """In a process of its own, whose memory is bounded; then with kernels that check each index, also of what they
-    only read."""
+    """Runs in its own process, to bound its memory; then with kernels that check every index, of reads too."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     if checked:
         environment |= {"NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(tmp_path)}

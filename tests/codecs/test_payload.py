@@ -1,4 +1,4 @@
-"""The envelope: what goes in comes out, and nothing altered is believed."""
+"""The envelope: a round trip changes nothing, and altered payloads are refused."""
 
 import struct
 import zlib
@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_sparsecomm.basis.layout import Layout
 from lightning_sparsecomm.codecs import HEADER_BYTES, Envelope, PayloadError, open_envelope, seal, sealed_bytes
-from lightning_sparsecomm.layout import Layout
 from tests.reference.payloads import envelope as reference_envelope
 
 TENSORS = [("weight", (2, 3)), ("bias", (2,)), ("scale", ())]
@@ -61,7 +61,7 @@ def test_bound_is_reached():
 @pytest.mark.parametrize("nonfinite", [None, 2])
 def test_any_altered_byte_is_noticed(present, nonfinite):
     payload = seal(Envelope(tensor_of(bytes(range(21))), present, nonfinite), LAYOUT)
-    # Padding, so that a greater length stays inside of what arrived.
+    # Padded, so that a greater length field still lies within the received bytes.
     padded = torch.cat([payload, torch.zeros(300, dtype=torch.uint8)])
     for at in range(payload.numel()):
         for change in range(1, 256):
@@ -120,5 +120,5 @@ def test_seal_refuses_what_does_not_fit():
         seal(Envelope(empty, None, -1), LAYOUT)
     with pytest.raises(ValueError, match="each of 3 segments; got 2"):
         seal(Envelope(empty, [True, False]), LAYOUT)
-    with pytest.raises(ValueError, match="at most 4,294,967,295 bytes; got 4,294,967,296"):
+    with pytest.raises(ValueError, match=r"body must have at most 4,294,967,295 bytes, .*; got 4,294,967,296"):
         seal(Envelope(torch.zeros(1, dtype=torch.uint8).expand(2**32)), LAYOUT)

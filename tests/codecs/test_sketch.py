@@ -1,4 +1,4 @@
-"""CountSketch: what it promises of its estimates, and which are the largest. Seeds are fixed: nothing is flaky."""
+"""CountSketch: the guarantees for its estimates, and its search for the largest. All seeds are fixed."""
 
 import math
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_sparsecomm.codecs import CountSketch
 from lightning_sparsecomm.kernels import SketchKernels, kernels_for
-from lightning_sparsecomm.kernels.sketch import _hashed, keys_of
+from lightning_sparsecomm.kernels.sketch.reference import _hashed, keys_of
 
 CPU = torch.device("cpu")
 
@@ -33,7 +33,7 @@ def values(kind: str, size: int) -> Tensor:
     if kind == "sparse":
         return x * (places % 97 == 5)
     if kind == "clustered":
-        # In blocks that are not in the sample.
+        # Non-zero only in blocks that the sample skips.
         return x * ((places > 64) & (places < 64 * 55))
     if kind == "whole":
         return (2 * x).round()
@@ -47,16 +47,16 @@ def test_estimates_are_unbiased():
     chosen = torch.tensor([0, 1, 63, 64, 150, 298, 299, int(x.abs().argmax())])
     estimates = torch.stack([sketch.query_at(table_of(sketch, x, seed), chosen, seed) for seed in range(2000)])
     errors = (estimates.mean(0) - x[chosen]) / (estimates.std(0) / 2000**0.5)
-    # Of eight, one is beyond 3.59 as often as a single one is beyond 3 (Bonferroni).
+    # One of eight exceeds 3.59 as often as a single one exceeds 3 (Bonferroni).
     assert errors.abs().max() < 3.59
-    # And there are errors to speak of, so that the estimates' mean could have been off.
+    # Single estimates are far off, so a bias would have been visible.
     assert estimates.std(0).min() > 0.1
 
 
 @pytest.mark.parametrize("kind", ["normal", "heavy-tailed", "one", "stride 64", "stride 128"])
 @pytest.mark.parametrize("columns", [512, 1009])
 def test_guarantee(kind, columns):
-    """For elements where the energy is: at one stride, blocks that began at multiples of it would share few columns."""
+    """Checked where the energy is: all at one stride, it would collide if blocks began at multiples of their length."""
     x = values(kind, 64 * 1024)
     chosen = torch.arange(0, x.numel(), 128 * 8)
     bound = float(x.norm()) / columns**0.5
@@ -71,7 +71,7 @@ def test_guarantee(kind, columns):
                 squares.append(float((errors / bound).square().mean()))
     for rows, fractions in off.items():
         most = sum(math.comb(rows, i) * 2 ** (rows - i) for i in range((rows + 1) // 2, rows + 1)) / 3**rows
-        # Elements of one seed share their errors, so the seeds alone are counted.
+        # Errors within a seed depend on each other, so only seeds count as samples.
         assert sum(fractions) / 100 <= most
     mean, spread = torch.tensor(squares).mean(), torch.tensor(squares).std() / 10
     assert mean <= 1 + 4 * spread
@@ -88,11 +88,11 @@ def test_all_columns_are_used(columns):
         empty = columns * math.exp(-full)
         missed = columns - starts.unique().numel()
         assert abs(missed - empty) <= 5 * (empty * (1 - (1 + full) * math.exp(-full))) ** 0.5 + 1, row
-        # 127 degrees of freedom.
+        # A chi-squared statistic with 127 degrees of freedom.
         bins = torch.bincount(starts * 128 // columns, minlength=128).double()
         widths = torch.bincount(torch.arange(columns) * 128 // columns, minlength=128) * full
         assert 127 - 5 * 254**0.5 < float(((bins - widths).square() / widths).sum()) < 127 + 5 * 254**0.5
-        # Every bit of the words, and each with its neighbour's.
+        # Every bit of the words is fair, and independent of the next.
         signs = words.view(-1, 64).float() * 2 - 1
         assert signs.mean(0).abs().max() < 5 / signs.shape[0] ** 0.5
         assert (signs[:, 1:] * signs[:, :-1]).mean(0).abs().max() < 5 / signs.shape[0] ** 0.5
@@ -137,7 +137,7 @@ def test_largest_holds_few(kind, monkeypatch):
 
             monkeypatch.setattr(kernels, name, noted)
     assert torch.equal(sketch.largest(table, size, count, 3), expected)
-    # Sample, positions and estimates, at the first attempt; more room than is used for a few thousand.
+    # Only the sample, the positions and the estimates of the first attempt, with room for a few thousand more.
     assert len(held) == 3 and sum(held) < 0.1 * 4 * size + 8 * 4200
 
 
@@ -154,7 +154,7 @@ def test_errors():
     for columns in (0, -1, 2.0):
         with pytest.raises(ValueError, match="columns must be a whole number, at least 1"):
             CountSketch(5, columns)
-    with pytest.raises(ValueError, match=r"columns must be at most 2\^31.*got 2147483649\. Give more rows"):
+    with pytest.raises(ValueError, match=r"columns must be at most 2\^31.*got 2147483649\. Use more rows"):
         CountSketch(1, 2**31 + 1)
     CountSketch(1, 2**31)
     sketch = CountSketch(2, 10)

@@ -1,17 +1,22 @@
-"""The sparse codec: its laws, its bytes, its document, and bytes from elsewhere."""
+"""The sparse codec: its laws, its golden bytes, the decoder in docs/formats.md, and altered bytes."""
 
 import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_sparsecomm.basis.layout import Layout, Vector
+from lightning_sparsecomm.basis.rounds import Round
 from lightning_sparsecomm.codecs import (
+    INDEX_CODECS,
+    VALUE_CODECS,
     Auto,
     Bitmap,
     Envelope,
@@ -31,10 +36,10 @@ from lightning_sparsecomm.codecs import (
     ValueCodec,
     decode_sparse,
     open_envelope,
+    register_index_codec,
+    register_value_codec,
     seal,
 )
-from lightning_sparsecomm.layout import Layout
-from lightning_sparsecomm.rounds import Round
 from tests.reference.payloads import (
     GROUP,
     GoldenCase,
@@ -80,20 +85,20 @@ def round_of(x: torch.Tensor) -> Round:
 )
 def test_decoded_is_what_was_selected(elements, density, scope, values, indices):
     x = torch.tensor(elements, dtype=torch.float32)
-    round_ = round_of(x)
+    context = round_of(x)
     selector = TopK(density, scope)
     codec = SparseCodec(selector, VALUES[values], INDICES[indices])
-    payload = codec.encode(x, round_)
+    payload = codec.encode(Vector(x), context)
     decoded = codec.decode(payload, x.numel())
 
-    selected = selector.select(x, round_)
+    selected = selector.select(x, context)
     assert bytes(payload.tolist()) == sparse_body(selected.tolist(), x[selected].tolist(), x.numel(), values, indices)
     assert decoded.size == x.numel()
     assert torch.equal(decoded.indices, selected)
-    bound = codec.bound_bytes(round_)
+    bound = codec.bound_bytes(context)
     assert bound is None or payload.numel() <= bound
     if values != "Float16":
-        # sent + residual = x, exactly: what is not sent stays, what is sent leaves nothing.
+        # sent + residual = x, exactly: an element is either sent or kept.
         residual = x - decoded.dense()
         assert torch.equal(residual + decoded.dense(), x)
         assert not residual[selected].any()
@@ -103,16 +108,16 @@ def test_bound():
     codec = SparseCodec(TopK(0.1), Float16())
     layout = Layout([("weight", (100,))])
     assert codec.bound_bytes(Round(layout)) == 16 + 10 * 4 + 10 * 2
-    # Where all may be selected, positions usually cost nothing, and at worst much: no bound.
+    # If all can be selected, positions usually cost nothing, but can cost much: no bound.
     assert SparseCodec(TopK(1.0)).bound_bytes(Round(layout)) is None
-    # Lengths are exchanged where padding would cost what Golomb's code has won.
+    # No bound either where padding would undo what Golomb's code saves: ranks exchange lengths.
     assert SparseCodec(TopK(0.1), SharedMean(), Golomb()).bound_bytes(Round(layout)) is None
     assert SparseCodec(TopK(0.5), TwoBit(), Auto()).bound_bytes(Round(layout)) == 16 + 13 + 4 + 13
 
 
 def test_decodes_by_the_payload_alone():
     x = torch.tensor([0.0, 2.0, 0.1])
-    payload = SparseCodec(TopK(1.0), Float64()).encode(x, round_of(x))
+    payload = SparseCodec(TopK(1.0), Float64()).encode(Vector(x), round_of(x))
     decoded = SparseCodec(TopK(0.5), Float16()).decode(payload, 3)
     assert decoded.values.dtype == torch.float64
     assert torch.equal(decoded.dense(), x.double())
@@ -120,15 +125,15 @@ def test_decodes_by_the_payload_alone():
 
 def test_refuses_a_vector_of_another_length():
     with pytest.raises(ValueError, match="x must have the layout's 3 elements; got 4"):
-        SparseCodec(TopK()).encode(torch.ones(4), round_of(torch.ones(3)))
-    payload = SparseCodec(TopK()).encode(torch.ones(3), round_of(torch.ones(3)))
+        SparseCodec(TopK()).encode(Vector(torch.ones(4)), round_of(torch.ones(3)))
+    payload = SparseCodec(TopK()).encode(Vector(torch.ones(3)), round_of(torch.ones(3)))
     with pytest.raises(PayloadError, match="size at byte 4 is 3, expected 4: the ranks train different parameters"):
         decode_sparse(payload, 4)
 
 
 @pytest.mark.parametrize("indices", list(INDICES))
 def test_few_bytes_stand_for_no_more_elements_than_the_receiver_has(indices):
-    # One mean for all of 2³² − 1 elements: refused by the size, before 48 GiB are allocated.
+    # One mean for all 2³² − 1 elements: refused for its size, before 48 GiB are allocated.
     codec = INDICES[indices].codecs()[0]
     head = struct.pack("<BBBBIII", codec.code, 4, 0, 0, 2**32 - 1, 2**32 - 1, 0)
     body = tensor_of(head + b"\xff\xff\xff\xff\x0f" + struct.pack("<f", 1.0))
@@ -140,25 +145,65 @@ def test_payload_names_the_codec_that_was_chosen():
     x = torch.zeros(4000)
     for selected, code, parameter in (([0, 1], 3, 10), ([3999], 2, 0), (range(0, 4000, 2), 4, 0), (range(4000), 2, 0)):
         x[list(selected)] = 1.0
-        body = SparseCodec(TopK(1.0), indices=Auto()).encode(x, round_of(x))
+        body = SparseCodec(TopK(1.0), indices=Auto()).encode(Vector(x), round_of(x))
         assert body[:4].tolist() == [code, 1, parameter, 0]
         assert decode_sparse(body, 4000).indices.tolist() == list(selected)
         x.zero_()
 
 
-def test_refuses_codecs_that_receivers_do_not_know():
+def test_refuses_codecs_that_are_not_registered():
     @dataclass(frozen=True)
     class Squeezed(Float32):
-        code: ClassVar[int] = 99
+        code: ClassVar[int] = 199
 
     @dataclass(frozen=True)
     class Impostor(Raw32):
         pass
 
-    with pytest.raises(ValueError, match=r"values must be a codec.*code 99 is None's.*VALUE_CODECS"):
-        SparseCodec(TopK(), values=Squeezed())
-    with pytest.raises(ValueError, match=r"indices must be a codec.*code 1 is Raw32\(\)'s.*INDEX_CODECS"):
+    values = (
+        r"values must be a codec of a registered class.*got .*, of class .*\. Decorate it with @register_value_codec"
+    )
+    for stranger in (Squeezed(), "float32", None):
+        with pytest.raises(ValueError, match=values):
+            SparseCodec(TopK(), values=stranger)
+    with pytest.raises(
+        ValueError, match=r"indices must be .* class .*Impostor\. Decorate it with @register_index_codec"
+    ):
         SparseCodec(TopK(), indices=Impostor())
+
+
+def test_a_registered_codec_of_ones_own_goes_through_a_payload():
+    @dataclass(frozen=True)
+    class Halved(Float32):
+        code: ClassVar[int] = 200
+
+        def encode(self, values, indices, layout):
+            return super().encode(values / 2, indices, layout)
+
+        def decode(self, section, count, parameter):
+            return super().decode(section, count, parameter) * 2
+
+    @dataclass(frozen=True)
+    class FromTheEnd(Raw32):
+        code: ClassVar[int] = 255
+
+        def encode(self, indices, size):
+            return super().encode((size - 1 - indices).flip(0), size)
+
+        def decode(self, section, count, size, parameter):
+            return (size - 1 - super().decode(section, count, size, parameter)).flip(0)
+
+    x = torch.tensor([0.0, -3.0, 0.25, 7.0, 1.0])
+    with mock.patch.dict(VALUE_CODECS), mock.patch.dict(INDEX_CODECS):
+        register_value_codec(Halved)
+        register_index_codec(FromTheEnd)
+        body = SparseCodec(TopK(0.4), Halved(), FromTheEnd()).encode(Vector(x), round_of(x))
+        assert bytes(body.tolist()) == struct.pack("<BBBBIII2I2f", 255, 200, 0, 0, 5, 2, 8, 1, 3, -1.5, 3.5)
+        assert decode_sparse(body, 5).dense().tolist() == [0.0, -3.0, 0.0, 7.0, 0.0]
+    with pytest.raises(
+        PayloadError, match=r"index codec at byte 0 is 255, expected one of \[1, 2, 3, 4, 5\], registered"
+    ):
+        decode_sparse(body, 5)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +223,7 @@ def test_refuses_codecs_that_receivers_do_not_know():
         ((1, 1, 0, 0, 8, 0, 5), "index section bytes at byte 12 is 5, expected at most the 4 that follow"),
         ((1, 1, 0, 0, 8, 1, 0), "raw index section: has 0 bytes, expected 4"),
         ((1, 1, 0, 0, 8, 1, 4), "value section: has 0 bytes, expected 4"),
-        # 48 GiB, were it believed before the value section is looked at.
+        # 48 GiB would be allocated if positions were decoded before the value section is checked.
         ((1, 1, 0, 0, 2**32 - 1, 2**32 - 1, 0), "value section: has 4 bytes, expected 17179869180"),
     ],
 )
@@ -194,7 +239,7 @@ def test_messages_say_where_and_what(head, message):
 @pytest.mark.parametrize("density", [0.4, 1.0])
 def test_altered_bodies_decode_to_something_sound_or_not_at_all(values, indices, density):
     x = torch.tensor([0.5, -3.0, 0.25, 7.0, 1.0])
-    body = SparseCodec(TopK(density), VALUES[values], INDICES[indices]).encode(x, round_of(x))
+    body = SparseCodec(TopK(density), VALUES[values], INDICES[indices]).encode(Vector(x), round_of(x))
     for at in range(body.numel()):
         for change in (*(1 << bit for bit in range(8)), 0x7C, 0x7F, 0xFF):
             altered = body.clone()
@@ -203,7 +248,7 @@ def test_altered_bodies_decode_to_something_sound_or_not_at_all(values, indices,
                 decoded = decode_sparse(altered, x.numel())
             except PayloadError:
                 continue
-            # Of no bytes, every index codec reads all positions; and other parameters may fit the same bytes.
+            # It may decode: every index codec reads an empty section as all positions, and other parameters may fit.
             assert not 4 <= at < 8, "a size was altered and believed"
             assert decoded.indices.numel() == decoded.values.numel() <= decoded.size
             assert bool((decoded.indices.diff() > 0).all())
@@ -224,7 +269,7 @@ def test_golden(case: GoldenCase, request: pytest.FixtureRequest):
     layout = Layout(case.tensors)
     x = torch.from_numpy(case.vector())
     codec = SparseCodec(TopK(case.density), VALUES[case.values], INDICES[case.indices])
-    body = codec.encode(x, Round(layout))
+    body = codec.encode(Vector(x), Round(layout))
     assert bytes(seal(Envelope(body, case.present, case.nonfinite_segment), layout).tolist()) == recorded
 
     opened = open_envelope(tensor_of(recorded), layout, rank=0)
@@ -263,3 +308,20 @@ def test_the_documents_worked_example():
     data = bytes.fromhex(" ".join(line.split("  ")[1] for line in lines))
     assert [int(line.split("  ")[0], 16) for line in lines] == list(range(0, len(data), 16))
     assert data == golden_bytes("worked_example")
+
+
+def test_a_value_section_can_be_viewed_in_any_dtype_wherever_it_begins() -> None:
+    begins = []
+
+    class Watching(Float32):
+        def decode(self, section: torch.Tensor, count: int, parameter: int) -> torch.Tensor:
+            begins.append(section.storage_offset())
+            return super().decode(section, count, parameter)
+
+    x = torch.arange(1.0, 10.0)
+    payload = SparseCodec(TopK(0.5), Float32(), Bitmap()).encode(Vector(x), round_of(x))
+    with mock.patch.dict(VALUE_CODECS, {Float32.code: Watching()}):
+        for shift in range(8):
+            whole = torch.cat([payload.new_zeros(shift), payload])
+            assert torch.equal(decode_sparse(whole[shift:], 9).dense(), torch.where(x >= 6, x, 0.0))
+    assert begins and all(begin % 8 == 0 for begin in begins)

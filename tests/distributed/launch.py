@@ -1,4 +1,4 @@
-"""Runs code in several processes, with results and failures brought back. Nothing here outlives its deadline."""
+"""Runs code in several processes, and returns their results or raises their failures. None outlives its deadline."""
 
 import multiprocessing
 import os
@@ -18,7 +18,7 @@ QUIET: dict[str, Any] = {
     "enable_progress_bar": False,
     "enable_model_summary": False,
 }
-"""Of a Trainer: on the CPU, and nothing but what a test asks for."""
+"""Options of a Trainer that runs on the CPU and prints and saves nothing."""
 
 
 def _rank_main(
@@ -41,7 +41,7 @@ def _rank_main(
         results.put((rank, None, traceback.format_exc()))
     results.close()
     results.join_thread()
-    # Without the exit handlers of the forked test runner.
+    # Skips the exit handlers that were copied from the test runner.
     os._exit(0)
 
 
@@ -54,16 +54,16 @@ def run_ranks(
     patience: timedelta | None = None,
     lost: Collection[int] = (),
 ) -> list[Any]:
-    """`function(rank, *args)` in `world_size` processes joined by Gloo; their results, by rank.
+    """Runs `function(rank, *args)` in `world_size` processes joined by Gloo, and returns their results by rank.
 
     Results must pickle without shared memory: plain Python values or NumPy arrays, not tensors.
 
     Args:
         tmp_path: A folder for the test.
         world_size: How many processes.
-        function: At a module's top or not: processes are forked.
-        args: Its arguments behind the rank.
-        timeout: Seconds until all results must be there.
+        function: Any function, also a local one: processes are forked.
+        args: Its arguments after the rank.
+        timeout: Seconds to wait for the next result.
         patience: The process group's timeout.
         lost: Ranks that die, or hang, and give no result.
     """

@@ -1,47 +1,90 @@
-"""A method whose exchanges remember what they gave, for the laws to look at."""
+"""A method whose exchanges note what they sent and shared, for the laws to check."""
 
 import copy
-from collections.abc import Sequence
-from typing import Any
 
+from torch import Tensor
+
+from lightning_sparsecomm.basis.layout import Layout, SparseVector, Vector
+from lightning_sparsecomm.basis.rounds import Round
+from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.channel import Channel
-from lightning_sparsecomm.compensation import Wanted
-from lightning_sparsecomm.exchange import Exchange, Exchanged, Outgoing
-from lightning_sparsecomm.layout import SparseVector
-from lightning_sparsecomm.method import Method
-from lightning_sparsecomm.rounds import Round
-from lightning_sparsecomm.sync import GradientSync
-from lightning_sparsecomm.wire import Wire
+from lightning_sparsecomm.exchange import Exchange, Exchanged, SparseExchange
+from lightning_sparsecomm.sharing import DeltaSync, GradientSync, Method
 
 
 class Recording(Exchange):
+    """Passes every call on to an exchange, and notes the result of each round that is committed.
+
+    Attributes:
+        inner: The exchange that does the work. Its selectors are found through this attribute.
+        sent: What this rank sent, round by round.
+        shared: What all ranks shared, round by round.
+    """
+
     def __init__(self, exchange: Exchange) -> None:
-        self.exchange = exchange
-        self.sent: list[Any] = []
-        self.shared: list[Any] = []
+        self.inner = exchange
+        self.sent: list[SparseVector | Tensor] = []
+        self.shared: list[SparseVector | Tensor] = []
+        self._result: Exchanged | None = None
 
-    def wanted(self, round: Round) -> Sequence[Wanted]:
-        return self.exchange.wanted(round)
+    @property
+    def overlaps(self) -> bool:
+        return self.inner.overlaps
 
-    def run(self, outgoing: Outgoing, round: Round, wire: Wire) -> Exchanged:
-        exchanged = self.exchange.run(outgoing, round, wire)
-        self.sent.append(_copy(exchanged.sent))
-        self.shared.append(_copy(exchanged.shared))
+    def objection(self, layout: Layout) -> str | None:
+        return self.inner.objection(layout)
+
+    def prepare(self, x: Vector, context: Round, wire: Wire) -> None:
+        self.inner.prepare(x, context, wire)
+
+    def exchange(self, x: Vector, context: Round, wire: Wire) -> Exchanged:
+        exchanged = self.inner.exchange(x, context, wire)
+        # Copied now: `sent` may be a memory's own vector, which changes when the round is committed.
+        self._result = exchanged._replace(shared=_copy(exchanged.shared), sent=_copy(exchanged.sent))
         return exchanged
 
+    def commit(self) -> None:
+        self.inner.commit()
+        assert self._result is not None, "committed without an exchange"
+        self.sent.append(self._result.sent)
+        self.shared.append(self._result.shared)
+        self._result = None
 
-def _copy(vector: Any) -> Any:
-    if isinstance(vector, SparseVector):
-        return SparseVector(vector.indices.clone(), vector.values.clone(), vector.size)
-    return vector.clone()
+    def abort(self) -> None:
+        self.inner.abort()
+        self._result = None
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.inner.load_state_dict(state)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.inner!r})"
+
+
+class SparseRecording(Recording, SparseExchange):
+    """The same for an exchange that also takes sparse vectors."""
+
+
+def recording(exchange: Exchange) -> Recording:
+    """An exchange of the same kind that also notes what it does."""
+    return SparseRecording(exchange) if isinstance(exchange, SparseExchange) else Recording(exchange)
 
 
 def recorded(method: Method) -> Method:
-    """The same method, with every exchange of its gradient syncs recorded."""
+    """The same method, with all its exchanges recorded."""
     syncs = []
     for sync in method.syncs:
-        assert isinstance(sync, GradientSync)
-        recording = copy.copy(sync)
-        recording.channel = Channel(Recording(sync.channel.exchange), sync.channel.memories)
-        syncs.append(recording)
+        assert isinstance(sync, (GradientSync, DeltaSync))
+        with_recording = copy.copy(sync)
+        with_recording.channel = Channel(recording(sync.channel.exchange), sync.channel.memories)
+        syncs.append(with_recording)
     return Method(syncs, method.averaging)
+
+
+def _copy(vector: SparseVector | Tensor) -> SparseVector | Tensor:
+    if isinstance(vector, SparseVector):
+        return SparseVector(vector.indices.clone(), vector.values.clone(), vector.size)
+    return vector.clone()

@@ -1,4 +1,4 @@
-"""Trainings with a loss scaler on CPUs, in which a gradient of one rank overflows, and a diary of them."""
+"""Trainings on CPUs with a loss scaler, in which one rank's gradient overflows, and a diary of each."""
 
 import copy
 import math
@@ -10,7 +10,7 @@ import torch
 from pytorch_lightning.plugins.precision.amp import MixedPrecision
 from torch import Tensor
 
-from lightning_sparsecomm.method import Method
+from lightning_sparsecomm.channel import Channel
 from lightning_sparsecomm.methods import (
     RECIPES,
     dense,
@@ -24,6 +24,9 @@ from lightning_sparsecomm.methods import (
     sparse_loco,
     split,
 )
+from lightning_sparsecomm.sharing import Method
+from lightning_sparsecomm.sharing.delta import DeltaShare
+from lightning_sparsecomm.sharing.gradient import GradientShare
 from tests import laws
 from tests.distributed.scenarios import Classifier
 
@@ -45,7 +48,7 @@ assert METHODS.keys() >= RECIPES.keys()
 WITHOUT_MEMORY = ("dense", "federated_averaging", "diloco")
 
 SCALE, GROWTH = 2.0**10, 3
-"""The scale at first, and after how many steps in a row that are made it is doubled."""
+"""The first scale, and how many steps in a row must succeed before it doubles."""
 
 
 def make_scaler(**options: Any) -> torch.amp.GradScaler:
@@ -58,7 +61,7 @@ def scaled(**options: Any) -> dict[str, Any]:
 
 
 def scales(at: int | None, steps: int = 10) -> list[float]:
-    """The scale after each step, if of all steps that at `at` is skipped."""
+    """The scale after each step, where step `at` is skipped and no other."""
     scale, made, found = SCALE, 0, []
     for step in range(steps):
         scale, made = (scale / 2, 0) if step == at else (scale, made + 1)
@@ -69,8 +72,11 @@ def scales(at: int | None, steps: int = 10) -> list[float]:
 
 
 class Overflowing(Classifier):
-    """Rank 1's gradients overflow in the step `at`. An `exact` one computes in float32, of which a scale that is a
-    power of two changes no bit; else in float16."""
+    """Rank 1's gradients overflow in step `at`.
+
+    With `exact` it computes in float32, where a scale that is a power of two changes no bit of the mantissa. Otherwise
+    it computes in float16.
+    """
 
     def __init__(self, at: int | None = None, exact: bool = True) -> None:
         super().__init__()
@@ -82,17 +88,14 @@ class Overflowing(Classifier):
         return loss * math.inf if (self.global_rank, batch_idx) == (1, self.at) else loss
 
 
-def channels(strategy: Any) -> list[Any]:
+def channels(strategy: Any) -> list[Channel]:
     """All channels at work."""
-    found: list[Any] = []
-    for sync in strategy.synchronizer.syncs:
-        found += [channel for _, channel in getattr(sync, "_streams", {}).values()]
-        found += [local.channel for local in getattr(sync, "_locals", {}).values()]
-    return found
+    shares = [share for tracked in strategy.engine.registry.optimizers for share in tracked.shares.values()]
+    return [share.channel for share in shares if isinstance(share, (GradientShare, DeltaShare))]
 
 
 class Diary(pl.Callback):
-    """Writes down what a rank has after each batch."""
+    """Notes what a rank holds after each batch."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -120,7 +123,7 @@ def with_diary(folder: Path) -> tuple[pl.Callback, ...]:
 
 
 def diaries(folder: Path) -> list[list[dict[str, Any]]]:
-    """Of both ranks."""
+    """The diaries of both ranks."""
     return [torch.load(folder / f"diary-{rank}.pt") for rank in range(2)]
 
 

@@ -1,4 +1,4 @@
-"""Small trainings that differ in how they use DDP. Every one runs under plain ddp and under any method."""
+"""Small trainings that differ in how they use DDP. Each runs under plain ddp and under any method."""
 
 import os
 import warnings
@@ -16,7 +16,10 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_sparsecomm.method import Method
+from lightning_sparsecomm.run.registry import Registry
+from lightning_sparsecomm.sharing import Method
+from lightning_sparsecomm.sharing.delta import DeltaShare
+from lightning_sparsecomm.sharing.gradient import GradientShare
 from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
 from tests.distributed.launch import QUIET, run_ranks
 
@@ -24,7 +27,7 @@ FEATURES, CLASSES, BATCH = 12, 5, 8
 
 
 class RecordingSGD(torch.optim.SGD):
-    """SGD that adds up, apart from any `.grad`, the gradients that its next step consumes on this rank."""
+    """SGD that also sums, without looking at `.grad`, the gradients that its steps consume on this rank."""
 
     def __init__(self, named: list[tuple[str, nn.Parameter]], **options: Any) -> None:
         super().__init__([parameter for _, parameter in named], **options)
@@ -97,7 +100,8 @@ class SeveralBackwards(Classifier):
 
 
 class Adversarial(pl.LightningModule):
-    """Two optimizers, manual. The generator's loss also gives the discriminator gradients, which are thrown away."""
+    """Manual optimization with two optimizers. The generator's loss also gives the discriminator gradients, which are
+    thrown away."""
 
     automatic_optimization = False
 
@@ -136,7 +140,7 @@ class Adversarial(pl.LightningModule):
 
 @dataclass(frozen=True)
 class Scenario:
-    """How a training is set up. `tolerance` is what float round-off may come to in the weights after 20 steps."""
+    """How a training is set up. `tolerance` bounds the round-off of weights after 20 steps."""
 
     model: Callable[[], pl.LightningModule]
     trainer: dict[str, Any] = field(default_factory=dict)
@@ -176,7 +180,7 @@ SCENARIOS = {
 
 
 def without_momentum(scenario: Scenario) -> pl.LightningModule:
-    """The scenario's model, whose optimizers have no momentum."""
+    """The scenario's model, with the momentum of its optimizers set to 0."""
     model = scenario.model()
     make = model.configure_optimizers
 
@@ -192,7 +196,7 @@ def without_momentum(scenario: Scenario) -> pl.LightningModule:
 
 
 class Harvest(pl.Callback):
-    """Writes what each rank ends with to a file, since ranks are processes of their own."""
+    """Writes what a rank ends with to a file: each rank is a separate process."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -207,25 +211,28 @@ class Harvest(pl.Callback):
             {
                 "weights": {name: tensor.clone() for name, tensor in pl_module.state_dict().items()},
                 "consumed": consumed,
-                "syncs": [_plain(sync) for sync in strategy.synchronizer.syncs] if ours else [],
+                "syncs": _plain(strategy.engine.registry) if ours else [],
                 "ledger": strategy.ledger if ours else None,
             },
             self.folder / f"{trainer.global_rank}.pt",
         )
 
 
-def _plain(sync: Any) -> dict[str, Any]:
-    """Per sync: what the memories hold, and what a recording exchange has seen, by stream."""
-    streams = getattr(sync, "_streams", {})
-    return {
-        stream: {
-            "layout": layout,
-            "state": [memory.state_dict() for memory in channel.memories],
-            "sent": getattr(channel.exchange, "sent", []),
-            "shared": getattr(channel.exchange, "shared", []),
-        }
-        for stream, (layout, channel) in streams.items()
-    }
+def _plain(registry: Registry) -> list[dict[int, dict[str, Any]]]:
+    """For each sync, by optimizer number: what its memories hold, and what was recorded."""
+    found: list[dict[int, dict[str, Any]]] = [{} for _ in registry.methods[0].syncs]
+    for tracked in registry.optimizers:
+        # An optimizer's method may replace a sync by a copy that also clips, but in the same place.
+        for here, sync in zip(found, tracked.method.syncs if tracked.method is not None else ()):
+            share = tracked.shares.get(sync)
+            if isinstance(share, (GradientShare, DeltaShare)):
+                here[tracked.number] = {
+                    "layout": share.layout,
+                    "state": [memory.state_dict() for memory in share.channel.memories],
+                    "sent": getattr(share.channel.exchange, "sent", []),
+                    "shared": getattr(share.channel.exchange, "shared", []),
+                }
+    return found
 
 
 def fit(
@@ -237,14 +244,14 @@ def fit(
     model: pl.LightningModule | None = None,
     **trainer_options: Any,
 ) -> list[dict[str, Any]]:
-    """Trains in `world_size` processes, by plain ddp where `method` is None; what each rank ends with."""
+    """Trains in `world_size` processes and returns what each rank ends with. None for `method` is plain ddp."""
     _train(folder, scenario, world_size, method, callbacks, model, trainer_options, {"start_method": "fork"})
     return _endings(folder, world_size)
 
 
 @dataclass(frozen=True)
 class Training:
-    """One of several trainings that share processes; as the arguments of `fit`. Diaries are made in each process."""
+    """One of several trainings that run in the same processes. Each process makes its own callbacks."""
 
     scenario: Scenario
     method: Method | None = None
@@ -253,7 +260,7 @@ class Training:
 
 
 def fit_several(folder: Path, world_size: int, trainings: dict[str, Training]) -> dict[str, list[dict[str, Any]]]:
-    """What each rank ends with in each training, one after the other, in processes that are started once."""
+    """Runs trainings one after another in processes that start once. Returns what each rank ends with, by name."""
     run_ranks(folder, world_size, _train_several, folder, world_size, trainings)
     return {name: _endings(folder / name, world_size) for name in trainings}
 

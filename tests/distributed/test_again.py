@@ -1,4 +1,4 @@
-"""More than one call of one Trainer or strategy does what it does under ddp."""
+"""Calling one Trainer or strategy several times works as it does under ddp."""
 
 import warnings
 from collections.abc import Callable
@@ -20,7 +20,7 @@ Make = Callable[[], Strategy]
 
 STRATEGIES: dict[str, Make] = {
     "ddp": lambda: DDPStrategy(find_unused_parameters=True),
-    # All is sent, so the weights are ddp's.
+    # Everything is sent, so the weights are those of ddp.
     "everything": lambda: SparseCommStrategy(methods.gradient_dropping(1.0)),
     "sbc": lambda: SparseCommStrategy(methods.sbc(0.1, every=3)),
     "local": lambda: SparseCommStrategy(methods.gradient_dropping(0.1, local="partial", average_every=3)),
@@ -88,7 +88,7 @@ def _no_steps(make: Make) -> Any:
 
 
 def _another_model(make: Make) -> Any:
-    # Another Trainer refuses a strategy that has been used, ddp's too: it has an accelerator by then.
+    # A second Trainer refuses any used strategy, ddp's too, since the first gave it an accelerator.
     model, trainer = Predicts(), _trainer(make())
     trainer.fit(model, _data())
     model.other = Predicts()

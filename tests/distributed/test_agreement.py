@@ -1,4 +1,4 @@
-"""Ranks that were not set up alike are refused on all of them, in the same words, before anything is exchanged."""
+"""Where ranks were set up differently, all raise the same error before anything is exchanged."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,18 +10,17 @@ from lightning_fabric import Fabric
 from torch import nn
 
 import lightning_sparsecomm
-from lightning_sparsecomm import agreement
+from lightning_sparsecomm.basis.ledger import OURS, SETUP
+from lightning_sparsecomm.basis.schedules import Stages
+from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.channel import Channel
 from lightning_sparsecomm.codecs import SparseCodec, TopK
-from lightning_sparsecomm.delta_sync import DeltaSync
 from lightning_sparsecomm.exchange import Gather
-from lightning_sparsecomm.method import Method
 from lightning_sparsecomm.methods import RECIPES, dense, dgc, gradient_dropping, split
-from lightning_sparsecomm.schedules import Stages
+from lightning_sparsecomm.run import agreement
+from lightning_sparsecomm.run.engine import Engine
+from lightning_sparsecomm.sharing import DeltaSync, GradientSync, Method
 from lightning_sparsecomm.strategies.lightning_fabric import SparseCommStrategy as FabricStrategy
-from lightning_sparsecomm.sync import GradientSync
-from lightning_sparsecomm.synchronizer import Synchronizer
-from lightning_sparsecomm.wire import OURS, SETUP, Wire
 from tests.distributed.launch import run_ranks
 from tests.distributed.scenarios import Classifier, Scenario, fit
 
@@ -79,9 +78,9 @@ DIFFERENCES: dict[str, tuple[Change, str, str]] = {
     "density": (_set("method", dgc(density=0.02)), "density=0.02, steps=1000, epochs=0, ", STRATEGY),
     "method": (_set("method", dense()), "method must be equal on all ranks; got Method([GradientSync(", STRATEGY),
     "patterns": (_set("method", dgc(density=0.01, exclude=["*.bias"])), "exclude=['*.bias']", STRATEGY),
-    "otherwise": (
-        _set("method", Method(dgc(density=0.01).syncs, otherwise=gradient_dropping())),
-        "otherwise=Method(",
+    "fallback": (
+        _set("method", Method(dgc(density=0.01).syncs, fallback=gradient_dropping())),
+        "fallback=Method(",
         STRATEGY,
     ),
     "seed": (_set("seed", 7), "seed must be equal on all ranks; got 0 on ranks 0, 2; 7 on rank 1. ", STRATEGY),
@@ -150,11 +149,11 @@ DIFFERENCES: dict[str, tuple[Change, str, str]] = {
 
 
 def _agree(setup: Setup) -> Wire:
-    synchronizer = Synchronizer(setup.method, Wire(), setup.seed, setup.every, setup.scaler)
-    synchronizer.add_module(setup.module)
-    synchronizer.agree()
-    synchronizer.agree_on_optimizers(setup.optimizers(setup.module))
-    return synchronizer.wire
+    engine = Engine(setup.method, Wire(), setup.seed, setup.every, setup.scaler)
+    engine.registry.add_module(setup.module)
+    engine.agreement.on_setup()
+    engine.agreement.on_optimizers(setup.optimizers(setup.module))
+    return engine.wire
 
 
 def _differing(rank: int) -> dict[str, str]:
@@ -177,12 +176,12 @@ def test_all_ranks_say_what_differs(tmp_path: Path) -> None:
     for name, (_, text, remedy) in DIFFERENCES.items():
         message = ranks[0][name]
         assert text in message and message.endswith(remedy), message
-        # What is equal in long descriptions is left out.
+        # Long descriptions are shortened to where they differ.
         assert len(message) < 900
 
 
 class Nameless(Gather):
-    """Says no more of itself than Python does: its address."""
+    """Its repr is Python's default, which holds its address."""
 
     __repr__ = object.__repr__
 
@@ -192,7 +191,7 @@ def _outer(anchors: Any) -> torch.optim.Optimizer:
 
 
 def _equal(rank: int, elsewhere: bool) -> list[dict[str, int]]:
-    # What is made from here on lies elsewhere in memory than on the other ranks.
+    # Moves what is made from here on to other addresses than on the other ranks.
     ballast = [bytearray(4096) for _ in range(100 * rank if elsewhere else 0)]
     methods: list[Method] = [recipe() for recipe in RECIPES.values()]
     methods += [
@@ -238,7 +237,7 @@ def _frozen(strategy: Any, model: Any) -> None:
 
 
 class Changed(Classifier):
-    """Is changed on rank 1, where a Trainer sets it up."""
+    """Changes itself, or the strategy, on rank 1 while a Trainer sets it up."""
 
     def __init__(self, change: Callable[[Any, Any], None]) -> None:
         super().__init__()

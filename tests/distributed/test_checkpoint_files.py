@@ -1,4 +1,4 @@
-"""The files beside a checkpoint: what they are, when they go, and what is said where they do not fit."""
+"""The files beside a checkpoint: what they hold, when they are removed, and what is said where they do not fit."""
 
 import os
 import warnings
@@ -18,7 +18,8 @@ from pytorch_lightning.plugins.io import AsyncCheckpointIO
 from torch import nn
 
 from lightning_sparsecomm import methods
-from lightning_sparsecomm.checkpoint import RankFile, RankFiles, fingerprint_of, mean_with
+from lightning_sparsecomm.run.checkpoint import RankFile, RankFiles
+from lightning_sparsecomm.run.contents import fingerprint_of, mean_with
 from lightning_sparsecomm.strategies.lightning_fabric import SparseCommStrategy as FabricStrategy
 from tests.distributed.launch import run_ranks
 from tests.distributed.test_resume import Network, differences, outside_launcher, train
@@ -28,7 +29,7 @@ State = dict[str, Any]
 
 @contextmanager
 def said() -> Iterator[list[str]]:
-    """The warnings of ours within it, in order."""
+    """Collects our own warnings in its block, in order."""
     words: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -45,17 +46,17 @@ def said() -> Iterator[list[str]]:
 
 
 class Begin(pl.Callback):
-    """Takes what a rank holds when training begins."""
+    """Notes what a rank holds when training begins."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         strategy: Any = trainer.strategy
         self.state = torch.utils._pytree.tree_map(
-            lambda each: each.clone() if isinstance(each, torch.Tensor) else each, strategy.synchronizer.state_dict()
+            lambda each: each.clone() if isinstance(each, torch.Tensor) else each, strategy.engine.state.state_dict()
         )
 
 
 def states(folder: Path) -> list[State]:
-    """What the ranks have written into one folder, by rank."""
+    """What each rank has written into a folder."""
     return [torch.load(path, weights_only=True)["state"] for path in sorted(folder.glob("rank_*.pt"))]
 
 
@@ -64,7 +65,7 @@ def names(folder: Path) -> list[str]:
 
 
 def _layout(rank: int, folder: Path) -> dict[str, Any]:
-    """What is written, in one training after the other."""
+    """What several trainings write."""
     outside_launcher(rank, 2)
     dgc, ddp = folder / "dgc", folder / "ddp"
     trainer, _ = train(dgc, 2, methods.dgc(0.1, warmup_steps=4), 2)
@@ -73,7 +74,7 @@ def _layout(rank: int, folder: Path) -> dict[str, Any]:
     ours, theirs = (torch.load(place / "epoch=1.ckpt", weights_only=True) for place in (dgc, ddp))
     found["keys"] = (list(ours), list(theirs), list(ours["callbacks"]), list(theirs["callbacks"]))
 
-    # After the fit, too; and of weights alone, in the place of what was there.
+    # Also after fit, and then without state, which replaces what was there.
     trainer.save_checkpoint(folder / "after.ckpt")
     found["after"] = names(folder / "after.ckpt.sparsecomm")
     torch.distributed.barrier()
@@ -111,7 +112,7 @@ def test_what_is_written(tmp_path: Path) -> None:
     assert first["alone"] == ["epoch=2.ckpt"]
     assert first["linked"] == ([], 18)
 
-    # A plain Trainer, and load_from_checkpoint.
+    # A Trainer without our strategy can load it, and so can load_from_checkpoint.
     path = tmp_path / "dgc" / "epoch=1.ckpt"
     model = Network.load_from_checkpoint(path)
     assert differences(dict(model.state_dict()), dict(torch.load(path, weights_only=True)["state_dict"])) == []
@@ -122,7 +123,7 @@ def test_what_is_written(tmp_path: Path) -> None:
 
 
 def _overwritten(rank: int, folder: Path) -> list[Any]:
-    """Saves to one path, of which the last is broken off when rank 1 has written its file, and rank 0 nothing."""
+    """Saves to one path. The last save stops after rank 1 has written its file, and before rank 0 writes anything."""
     outside_launcher(rank, 2)
     path = folder / "model.ckpt"
     trainer, _ = train(folder / "run", 2, methods.dgc(0.1, warmup_steps=4), 2, callbacks=(Every(path),))
@@ -161,7 +162,7 @@ def test_a_save_that_is_broken_off_leaves_the_one_before(tmp_path: Path) -> None
 
 
 def _problems(rank: int, folder: Path) -> dict[str, Any]:
-    """What is said, in one resumed run after the other, by both ranks together."""
+    """What several resumed runs say."""
     outside_launcher(rank, 2)
     run = folder / "run"
     train(run, 2, methods.dgc(0.1, warmup_steps=4), 2)
@@ -220,7 +221,7 @@ class Forgetful(Network):
 
 def test_what_is_said(tmp_path: Path) -> None:
     first, second = run_ranks(tmp_path, 2, _problems, tmp_path)
-    # Said once, and all ranks begin alike.
+    # Only rank 0 says it, and all ranks begin alike.
     assert {name: steps for name, (_, steps) in first.items()} == {name: steps for name, (_, steps) in second.items()}
     assert {name: words for name, (words, _) in second.items() if words}.keys() <= {"damaged"}
     begun = {name for name, (_, steps) in first.items() if steps == 0}
@@ -231,7 +232,7 @@ def test_what_is_said(tmp_path: Path) -> None:
     for name, problem in {
         "damaged": r"rank_1_of_2\.\w+\.pt cannot be read\. What ranks had not sent yet is lost\.",
         "missing": r"rank_1_of_2\.\w+\.pt is missing\.",
-        "elsewhere": r"rank_1_of_2\.\w+\.pt is missing: that rank has saved after another step, or not to the end\.",
+        "elsewhere": r"rank_1_of_2\.\w+\.pt is missing: that rank saved after another step, or did not finish\.",
         "none": r"there is no .*epoch=0.ckpt.sparsecomm/ beside it\.",
         "another": r"rank_0_of_2\.\w+\.pt belongs to another save\.",
     }.items():
@@ -239,7 +240,7 @@ def test_what_is_said(tmp_path: Path) -> None:
         assert words.startswith(lost)
         with pytest.raises(AssertionError, match=problem):
             raise AssertionError(words)
-    assert "which must go with it wherever it goes" in first["ddp's"][0][0]
+    assert "beside them: keep both together" in first["ddp's"][0][0]
     assert "has no place for GradientSync.MomentumCorrection of" in first["method"][0][0]
     assert "ErrorFeedback" not in first["method"][0][0].split("It was saved with")[0]
     assert "GradientSync.ErrorFeedback of 3 parameters" in first["dense"][0][0]
@@ -326,7 +327,7 @@ def _fabric(rank: int, folder: Path, method: str) -> list[str]:
     outside_launcher(rank, 2)
     make = {"dgc": lambda: methods.dgc(0.1, warmup_steps=4), "sbc": lambda: methods.sbc(0.1, every=4)}[method]
     ends = []
-    # Never stopped; loaded at once; loaded one by one.
+    # Never stopped, loaded all at once, and loaded one by one.
     for loads in ((), (("model", "optimizer", "step"),), (("optimizer", "step"), ("model",))):
         begin = 6 if loads else 0
         torch.manual_seed(0)
@@ -347,10 +348,10 @@ def _fabric(rank: int, folder: Path, method: str) -> list[str]:
             optimizer.zero_grad()
             fabric.backward(model(torch.randn(4, 6, generator=generator)).square().sum())
             optimizer.step()
-        held = fabric.strategy.synchronizer.state_dict()
+        held = fabric.strategy.engine.state.state_dict()
         ends.append(({k: v.clone() for k, v in module.state_dict().items()}, held["streams"]))
         fabric.strategy._end()
-    # By hand, nobody takes over what was held.
+    # Without a state to load into, nothing is taken over.
     with said() as words:
         fabric.load(folder / f"{method}.ckpt")
         fabric.setup(nn.Linear(2, 2))
@@ -403,7 +404,7 @@ def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "notes.txt").touch()
     assert files.found() == [RankFile(0, 2, 5), RankFile(1, 2, 2**64 - 1)]
 
-    # SFTP's, for one, takes nothing else.
+    # Some file systems, such as SFTP's, accept only these arguments.
     def listed(self: LocalFileSystem, path: str, detail: bool = False) -> list[str]:
         return [f"{path}/{name}" for name in os.listdir(path)]
 
@@ -418,7 +419,7 @@ def test_a_link_is_followed_by_who_reads_alone(tmp_path: Path) -> None:
         kept.write(file, {})
     link.symlink_to("epoch=0.ckpt")
     assert RankFiles(link, io, follow=True).found() == written
-    # A save takes the link's place, and not that of the files of what it points at; no more does a removal.
+    # A save replaces the link, and not the files of the checkpoint it points to. A removal leaves those alone too.
     RankFiles(link, io).write(RankFile(1, 2, 6), {})
     assert names(tmp_path / "last.ckpt.sparsecomm") == [str(RankFile(1, 2, 6))]
     for rank in (1, 0):

@@ -1,4 +1,4 @@
-"""Clipping of each rank's own gradient, in the place of the Trainer's or of a call's: once, by the same threshold."""
+"""A method that clips each rank's own gradient takes over the threshold of the Trainer or of a call, and clips once."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from lightning_sparsecomm.methods import dgc
 from tests import laws
 from tests.distributed.scenarios import Classifier, Scenario, SeveralBackwards, fit
 
-# Everything is sent, so that what the optimizer sees is what clipping left.
+# Everything is sent, so the optimizer sees the clipped gradients themselves.
 FULL = {"density": 1.0, "warmup_steps": 0, "momentum_masking": False}
 
 
@@ -49,15 +49,15 @@ def test_the_trainers_threshold_is_taken_over_once(tmp_path: Path) -> None:
     taken = train(tmp_path / "taken", dgc(**FULL), gradient_clip_val=0.01)
     own = train(tmp_path / "own", dgc(**FULL, clip=0.01))
     laws.bit_equal(taken[0], own[0])
-    # Each rank's own is cut to τ·√2 and then averaged. Were the average cut too, no norm would be above τ.
+    # Each rank's own norm is at most τ·√2 before averaging. Were the average clipped too, no norm would exceed τ.
     norms = torch.load(tmp_path / "taken" / "norms.pt")
     assert 0.0101 < max(norms) <= 0.01 * 2**0.5 + 1e-6
-    # The same threshold twice is no contradiction.
+    # The same threshold may be given twice.
     laws.bit_equal(train(tmp_path / "both", dgc(**FULL, clip=0.01), gradient_clip_val=0.01)[0], own[0])
 
 
 def test_no_threshold_of_the_trainer_means_none(tmp_path: Path) -> None:
-    """To Lightning, 0 and less are none."""
+    """Lightning takes 0 and negative thresholds for none."""
     unclipped = train(tmp_path / "none", dgc(**FULL))
     for index, threshold in enumerate((0, -1.0)):
         laws.bit_equal(train(tmp_path / str(index), dgc(**FULL), gradient_clip_val=threshold)[0], unclipped[0])

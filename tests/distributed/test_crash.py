@@ -1,4 +1,4 @@
-"""All ranks are killed, again and again, in the midst of whatever they do; the weights end as if nothing had been."""
+"""All ranks are killed at random moments and resumed. The weights end as in a run that was never killed."""
 
 import os
 import random
@@ -21,17 +21,17 @@ from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
 from tests.distributed.launch import FORK, QUIET
 from tests.distributed.test_resume import BATCH, CASES, CLASSES, FEATURES, Network, outside_launcher
 
-# Steps are no multiple of those between checkpoints: where nothing is left to do, all ranks have rank 0's buffers, as
-# under ddp, and not those of their own last forward pass.
+# The number of steps is no multiple of those between checkpoints, so that a resumed run always has steps left. Without
+# any, all ranks would have rank 0's buffers, as under ddp, and not those of their own last forward pass.
 RANKS, STEPS, EPOCH = 2, 49, 30
 
-# dense() writes no files. Lightning itself, in one process, does not resume its stochastic weight averaging exactly
-# where a checkpoint was written in an epoch's last step, or where a run is resumed twice before averaging begins.
+# dense() writes no files. Lightning's own stochastic weight averaging is not resumed exactly, even in one process, from
+# a checkpoint of an epoch's last step, or where a run is resumed twice before averaging begins.
 LEFT_OUT = ("dense", "local gradients, stochastic average")
 
 
 class Loader:
-    """Batches of a rank's own, resumable in the midst of an epoch, as torchdata's StatefulDataLoader is."""
+    """A rank's own batches. It resumes within an epoch, as torchdata's StatefulDataLoader does."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -56,7 +56,7 @@ class Loader:
 
 
 class Progress(pl.Callback):
-    """Says how far the ranks are, in a file that whoever kills them looks at."""
+    """Writes the current step to a file, for the process that kills the ranks."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -89,7 +89,7 @@ def _rank(rank: int, folder: Path, name: str, store: Path, resume: Path | None) 
 
 
 def _train(folder: Path, name: str, resume: Path | None, kill_at: float | None) -> bool:
-    """Begins or resumes a training, and kills it at some step and a part of it; whether it came to its end."""
+    """Begins or resumes a training, and kills it at step `kill_at`, a fraction included. Whether it ended by itself."""
     (folder / "progress").write_text("0")
     store = folder / f"store-{os.urandom(4).hex()}"
     ranks = [FORK.Process(target=_rank, args=(rank, folder, name, store, resume)) for rank in range(RANKS)]
@@ -114,7 +114,7 @@ def _train(folder: Path, name: str, resume: Path | None, kill_at: float | None) 
 
 
 def _last(folder: Path) -> Path | None:
-    """The last checkpoint that all ranks came to write their part of."""
+    """The last checkpoint that is complete: every rank has written its file."""
     steps = {}
     for path in folder.glob("step=*.ckpt"):
         step = re.fullmatch(r"step=(\d+)\.ckpt", path.name)
@@ -139,7 +139,7 @@ def _killed_and_not(tmp_path: Path, name: str, kills: int) -> None:
     for count in range(kills):
         resume = _last(broken)
         resumed += resume is not None
-        # Ever later, so that the training gets on.
+        # Later each time, so that training makes progress.
         at = optimizer_steps * (count + moments.random()) / (kills + 1)
         if _train(broken, name, resume, at + moments.random() / 2):
             # A busy machine may not let us kill them in time.

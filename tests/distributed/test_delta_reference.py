@@ -1,4 +1,4 @@
-"""Step by step on three ranks, weight changes are exchanged as in a naive reference, written from the papers."""
+"""On three ranks, each step of an exchange of weight changes equals a naive reference written from the papers."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,24 +8,28 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_sparsecomm.method import Method
+from lightning_sparsecomm.basis.layout import SparseVector
+from lightning_sparsecomm.basis.schedules import Stages
+from lightning_sparsecomm.basis.wire import Wire
+from lightning_sparsecomm.channel.saved import Saved
 from lightning_sparsecomm.methods import diloco, federated_averaging, sbc
-from lightning_sparsecomm.schedules import Stages
-from lightning_sparsecomm.synchronizer import Synchronizer
-from lightning_sparsecomm.wire import Wire
+from lightning_sparsecomm.run.engine import Engine
+from lightning_sparsecomm.sharing import Method
+from lightning_sparsecomm.sharing.delta import DeltaShare
 from tests.distributed.launch import run_ranks
+from tests.distributed.recording import Recording, recorded
 from tests.distributed.test_reference import SIZES, STEPS, WORLD_SIZE, Parameters, flat, gradients_of, starting_weights
 from tests.reference.optimizers import SGD, Adam
 from tests.reference.sparse_binary_compression import SparseBinaryCompression
 
 Vector = np.ndarray
 
-# Large: else all changes of Adam's first step are equal but for rounding, which then decides what is sent.
+# Large, so that the changes of Adam's first step differ. Otherwise rounding would decide which are sent.
 EPSILON = 1.0
 
 
 class Trained(NamedTuple):
-    """What a rank has after each step, and what its ledger says in the end."""
+    """What a rank holds after each step, and what its ledger says at the end."""
 
     weights: list[Vector]
     residuals: list[Vector]
@@ -34,7 +38,7 @@ class Trained(NamedTuple):
 
 
 def dtype_of(adam: bool) -> type:
-    """float32 with SGD, whose few operations are rounded alike; with Adam, rounding would decide what is sent."""
+    """float32 with SGD, whose few operations round alike. With Adam, rounding would decide what is sent."""
     return np.float64 if adam else np.float32
 
 
@@ -42,9 +46,9 @@ def _train(rank: int, method: Method, adam: bool) -> Trained:
     module = Parameters().to(torch.float64 if adam else torch.float32)
     for parameter, part in zip(module.parameters(), torch.from_numpy(starting_weights()).split(SIZES)):
         parameter.data.copy_(part.view(parameter.shape))
-    synchronizer = Synchronizer(method, Wire())
-    synchronizer.add_module(module)
-    synchronizer.check()
+    engine = Engine(method, Wire())
+    engine.registry.add_module(module)
+    engine.registry.check()
     optimizer: torch.optim.Optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     if adam:
         optimizer = torch.optim.Adam(module.parameters(), lr=0.01, eps=EPSILON)
@@ -52,23 +56,33 @@ def _train(rank: int, method: Method, adam: bool) -> Trained:
     for gradient in gradients_of(rank):
         for parameter, part in zip(module.parameters(), torch.from_numpy(gradient).split(SIZES)):
             parameter.grad = part.to(parameter.dtype, copy=True).view(parameter.shape)
-        with synchronizer.stepping(optimizer):
-            synchronizer.synchronize(optimizer)
+        with engine.stepping(optimizer):
+            engine.synchronize(optimizer)
             np.testing.assert_array_equal(flat(p.grad for p in module.parameters()), gradient)
             optimizer.step()
         trained.weights.append(flat(p.detach() for p in module.parameters()))
-        residual = synchronizer.syncs[0].state_dict(0).get("DeltaSync.ErrorFeedback")
+        residual = _state(engine).get("DeltaSync.ErrorFeedback")
         trained.residuals.append(flat(residual.values()) if residual else np.zeros(sum(SIZES), dtype=np.float32))
         name = "exp_avg" if adam else "momentum_buffer"
         trained.momentum.append(flat(optimizer.state[p][name] for p in module.parameters()))
-    synchronizer.settle()
+    engine.settle()
     trained.weights.append(flat(p.detach() for p in module.parameters()))
-    synchronizer.close()
-    return trained._replace(handed_bytes=synchronizer.wire.ledger.handed_bytes("weight updates"))
+    engine.close()
+    return trained._replace(handed_bytes=engine.wire.ledger.handed_bytes("weight updates"))
+
+
+def _share(engine: Engine) -> DeltaShare:
+    ((share,),) = (tracked.shares.values() for tracked in engine.registry.optimizers)
+    assert isinstance(share, DeltaShare)
+    return share
+
+
+def _state(engine: Engine) -> Saved:
+    return _share(engine).state_dict()
 
 
 def dense_exchange(reference: SparseBinaryCompression) -> Callable[[list[Vector]], list[Vector]]:
-    """A round without selection, which the reference of federated averaging is."""
+    """A round in which everything is sent: the reference for federated averaging."""
 
     def exchange(weights: list[Vector]) -> list[Vector]:
         changes = [own - reference.anchor for own in weights]
@@ -136,44 +150,41 @@ def test_step_by_step(tmp_path: Path, name: str, adam: bool) -> None:
             if since == 0:
                 assert trained.weights[step].tobytes() == ranks[0].weights[step].tobytes()
     if density is None:
-        # One number for each element and for each tensor (who has a gradient for it), and nothing between rounds.
+        # One number for each element, one for each tensor (how many ranks have a gradient), and nothing between rounds.
         assert ranks[0].handed_bytes == exchanges * start.itemsize * (sum(SIZES) + len(SIZES))
 
 
 def _sent_and_held(rank: int, method: Method) -> tuple[Vector, Vector, Vector]:
-    """What a rank's weights changed in all, from anchor to anchor; what it sent; what it holds back."""
-    from tests.distributed.recording import Recording
-
-    (sync,) = method.syncs
-    sync.channel.exchange = Recording(sync.channel.exchange)
+    """The sum of a rank's weight changes from anchor to anchor, what it sent, and what it holds back."""
     module = Parameters()
-    synchronizer = Synchronizer(method, Wire())
-    synchronizer.add_module(module)
+    engine = Engine(recorded(method), Wire())
+    engine.registry.add_module(module)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     moved = np.zeros(sum(SIZES))
     start = flat(p.detach() for p in module.parameters()).astype(np.float64)
     for gradient in gradients_of(rank):
         for parameter, part in zip(module.parameters(), torch.from_numpy(gradient).split(SIZES)):
             parameter.grad = part.clone().view(parameter.shape)
-        with synchronizer.stepping(optimizer):
-            synchronizer.synchronize(optimizer)
+        with engine.stepping(optimizer):
+            engine.synchronize(optimizer)
             optimizer.step()
-            # The exchange comes after this block.
+            # The exchange takes place when this block ends.
             before = flat(p.detach() for p in module.parameters()).astype(np.float64)
         after = flat(p.detach() for p in module.parameters()).astype(np.float64)
         if not np.array_equal(before, after):
             moved += before - start
             start = after
-    (local,) = synchronizer.syncs[0]._locals.values()
-    sent = sum(each.dense().double().numpy() for each in local.channel.exchange.sent)
-    held = flat(synchronizer.syncs[0].state_dict(0)["DeltaSync.ErrorFeedback"].values()).astype(np.float64)
-    synchronizer.close()
+    exchange = _share(engine).channel.exchange
+    assert isinstance(exchange, Recording)
+    sent = sum(each.dense().double().numpy() for each in exchange.sent if isinstance(each, SparseVector))
+    held = flat(_state(engine)["DeltaSync.ErrorFeedback"].values()).astype(np.float64)
+    engine.close()
     return moved, sent, held
 
 
 @pytest.mark.parametrize("every", [1, 10])
 def test_what_is_sent_and_what_is_held_is_all_that_has_changed(tmp_path: Path, every: int) -> None:
-    """Theorem II.1, after any number of rounds."""
+    """Theorem II.1 of the paper, after any number of rounds."""
     for moved, sent, held in run_ranks(tmp_path, WORLD_SIZE, _sent_and_held, sbc(0.02, every)):
         assert np.abs(sent).max() > 0 and np.abs(held).max() > 0
         np.testing.assert_allclose(sent + held, moved, rtol=1e-5, atol=1e-5 * np.abs(moved).max())

@@ -1,11 +1,10 @@
-"""Weight changes exchanged every so many steps, under a Trainer: one model, at no cost, whoever looks at it."""
+"""A Trainer whose ranks exchange weight changes every few steps validates and saves one model, at no extra cost."""
 
 import functools
 import math
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,13 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 from lightning_sparsecomm import Channel, CompressionMonitor, DeltaSync, ErrorFeedback, NonFiniteGradientError
+from lightning_sparsecomm.basis.schedules import Exponential, Stages
+from lightning_sparsecomm.basis.wire import Wire
+from lightning_sparsecomm.channel import MomentumCorrection
 from lightning_sparsecomm.exchange import DenseAllReduce
-from lightning_sparsecomm.method import Method
-from lightning_sparsecomm.methods import dgc, diloco, federated_averaging, gradient_dropping, sbc, sparse_loco, split
-from lightning_sparsecomm.schedules import Exponential, Schedule, Stages, every_at, value_at
-from lightning_sparsecomm.synchronizer import Synchronizer
-from lightning_sparsecomm.wire import Wire
+from lightning_sparsecomm.methods import dgc, diloco, federated_averaging, gradient_dropping, sbc, sparse_loco
+from lightning_sparsecomm.run.engine import Engine
+from lightning_sparsecomm.sharing import Method
 from tests import laws
 from tests.distributed.launch import run_ranks
 from tests.distributed.scenarios import FEATURES, SCENARIOS, Adversarial, Classifier, Scenario, fit, without_momentum
@@ -37,7 +37,7 @@ METHODS: dict[str, Callable[[], Method]] = {
 
 
 class Notes(pl.Callback):
-    """Writes down what a rank has when fit is over."""
+    """Writes what a rank has after fit to a file."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -65,17 +65,17 @@ def test_measuring_and_saving_never_change_training(tmp_path: Path, name: str) -
     for ours, theirs in zip(watched, plain, strict=True):
         assert ours["trained"] == theirs["trained"]
         laws.bit_equal(ours, theirs)
-        # Neither measuring nor saving sends anything.
+        # Validating and saving send nothing.
         for row in ("weight updates", "parameters", "DDP buffers"):
             assert ours["ledger"].handed_bytes(row) == theirs["ledger"].handed_bytes(row)
-    # Each trains by itself, but for every fourth step; all measure one model, and have it in the end, buffers too.
+    # Ranks are equal after every fourth step only. All validate the same model, and end with it, buffers included.
     assert [a == b for a, b in zip(plain[0]["trained"], plain[1]["trained"])] == [i % 4 == 3 for i in range(10)]
     laws.bit_equal(plain[0], plain[1])
     assert watched[0]["validated"] == watched[1]["validated"]
     assert len(set(watched[0]["validated"])) == 3
     assert len(watched[0]["validated"]) == 1 + 10
 
-    # What is saved is what all had after the last exchange.
+    # A checkpoint holds what all ranks had after the last exchange.
     start = Measured().total()
     after = [start] * 3 + [plain[0]["trained"][3]] * 4 + [plain[0]["trained"][7]] * 3
     assert len(list((tmp_path / "saved").glob("*.ckpt"))) == 10
@@ -94,7 +94,7 @@ def test_nothing_is_sent_between_exchanges(tmp_path: Path) -> None:
         ledger = ranks[0]["ledger"]
         parameters = list(Classifier(batch_norm=True).parameters())
         elements = sum(parameter.numel() for parameter in parameters)
-        # Two exchanges on the way and one for the last three steps.
+        # Two exchanges during training, and one for the last three steps.
         assert ledger.handed_bytes("weight updates") == 3 * 4 * (elements + len(parameters))
         assert ledger.ddp_bytes == 11 * 4 * elements
         assert "gradients" not in ledger.rows and "DDP buffers" not in ledger.rows
@@ -102,7 +102,7 @@ def test_nothing_is_sent_between_exchanges(tmp_path: Path) -> None:
         assert ledger.rows["Lightning, metrics"]["broadcast"].calls >= 11
         assert ledger.density() == pytest.approx(3 / 11)
     laws.replicas_are_equal(ranks)
-    # Whether someone has changed weights at the very end: four bytes for each tensor.
+    # At the end ranks ask whether anyone has changed weights: four bytes for each tensor.
     tensors = len(parameters) + 2
     assert ledger.handed_bytes("parameters") == 4 * tensors
 
@@ -110,13 +110,13 @@ def test_nothing_is_sent_between_exchanges(tmp_path: Path) -> None:
 def test_buffers_are_broadcast_if_asked_for(tmp_path: Path) -> None:
     ranks = trained(tmp_path, Scenario(Measured, steps=5), federated_averaging(every=2, buffers="broadcast"))
     assert ranks[0]["ledger"].rows["DDP buffers"]["broadcast"].calls == 5
-    # The command line passes on all of ddp's options with their defaults.
+    # The command line passes all of ddp's options, also those left at their defaults.
     scenario = Scenario(Measured, strategy={"broadcast_buffers": True}, steps=5)
     ranks = trained(tmp_path, scenario, federated_averaging(every=2))
     assert "DDP buffers" not in ranks[0]["ledger"].rows
 
 
-# The others differ in what the reducer does, which is idle.
+# The other scenarios differ only in what DDP's reducer does, which is idle here.
 QUICK = ("accumulation", "adversarial", "unused_on_one_rank")
 NOT_CLIPPED = [name for name in SCENARIOS if "clip" not in name and name != "several_backwards"]
 
@@ -129,13 +129,13 @@ def test_every_step_without_momentum_is_ddp(tmp_path: Path, name: str) -> None:
     ddp = trained(tmp_path / "ddp", scenario, None, model=without_momentum(scenario))
     ours = trained(tmp_path / "ours", scenario, federated_averaging(every=1), model=without_momentum(scenario))
     laws.replicas_are_equal(ours)
-    # Each rank's running statistics are its own batches', and their average is taken.
+    # Running statistics come from each rank's own batches, and are averaged.
     weights = {name: value for name, value in ddp[0]["weights"].items() if "running" not in name and "num" not in name}
     laws.equal_to_round_off(ours[0], {"weights": weights}, scenario.tolerance)
 
 
 class Same(Classifier):
-    """Sees the same batches on all ranks."""
+    """Trains on the same batches on all ranks."""
 
     def __init__(self, make: Callable[[Any], torch.optim.Optimizer]) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class Same(Classifier):
     ],
 )
 def test_ranks_that_do_the_same_train_as_one(tmp_path: Path, make: Any) -> None:
-    """Every exchange then averages equal weights; LBFGS shows that steps are counted, not evaluations."""
+    """Every exchange averages equal weights. LBFGS shows that steps are counted, and not evaluations."""
     scenario = Scenario(lambda: Same(make), steps=7)
     alone = fit(tmp_path / "alone", scenario, 1)
     for every in (1, 3):
@@ -184,42 +184,42 @@ def test_two_optimizers_exchange_each_by_its_own_steps(tmp_path: Path) -> None:
         scenario = Scenario(lambda toggle=toggle: Adversarial(toggle), steps=20)
         ranks = trained(tmp_path / str(toggle), scenario, federated_averaging(every=3))
         laws.replicas_are_equal(ranks)
-        # Ten steps each: three exchanges, and one for the last step.
+        # Each optimizer makes ten steps: three exchanges, and one for the last step.
         assert ranks[0]["ledger"].rows["weight updates"]["all_reduce"].calls == 2 * 4
 
 
 def _in_bfloat16(rank: int) -> list[list[float]]:
-    """The first rank's optimizer moves the first weight by its last place in each step, and the second in one step."""
+    """Rank 0 moves the first weight by a unit in the last place in each step, and the second weight in step 0 only."""
     module = nn.Module()
     module.weight = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
-    synchronizer = Synchronizer(federated_averaging(every=1), Wire())
-    synchronizer.add_module(module)
+    engine = Engine(federated_averaging(every=1), Wire())
+    engine.registry.add_module(module)
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
     seen = []
     for step in range(6):
         module.weight.grad = torch.tensor([-(2**-7) * (1 - rank), -(2**-7) * (1 - rank) * (step == 0)]).bfloat16()
-        with synchronizer.stepping(optimizer):
-            synchronizer.synchronize(optimizer)
+        with engine.stepping(optimizer):
+            engine.synchronize(optimizer)
             optimizer.step()
         seen.append(module.weight.tolist())
-    synchronizer.close()
+    engine.close()
     return seen
 
 
 def test_narrow_weights_have_a_wide_anchor(tmp_path: Path) -> None:
-    """Half of a weight's last place, the mean of both ranks' moves, is not lost; and what rounding leaves out of a
-    weight that nobody moves is not taken for a move of it."""
+    """The mean of the moves, half a unit in the last place, is not lost. A rounding error of a weight that nobody moves
+    is not sent as a change."""
     first, second = run_ranks(tmp_path, 2, _in_bfloat16)
     assert first == second
     half = 2**-8
-    # Rounded to even: 1 + 1/2 place is 1, 1 + 3/2 places are 1 + 2 places.
+    # Ties round to even: half a unit above 1 gives 1, and one and a half give two.
     expected = [1 + half * places for places in (0, 2, 4, 4, 4, 6)]
     assert [weight for weight, _ in first] == expected
     assert [weight for _, weight in first] == [1.0] * 6
 
 
 class LastHook(Classifier):
-    """Notes the weights that its own last hook of training sees."""
+    """Notes the weights that its `on_train_end` sees."""
 
     def on_train_end(self) -> None:
         self.last = {name: tensor.clone() for name, tensor in self.state_dict().items()}
@@ -232,7 +232,7 @@ def test_the_last_hooks_of_training_see_the_model_that_stays(tmp_path: Path) -> 
 
 
 class Unfreezes(Classifier):
-    """The side branch trains from the fourth step on."""
+    """Its side branch trains from the fourth step on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -261,7 +261,7 @@ def test_every_may_follow_a_schedule(tmp_path: Path) -> None:
 
 
 def test_the_monitor_counts_from_exchange_to_exchange(tmp_path: Path) -> None:
-    """A ratio of steps in which nothing was sent would be infinite, and those of the others too small."""
+    """Over steps in which nothing was sent the ratio would be infinite, and over the others too small."""
     logger = pl.loggers.CSVLogger(tmp_path, version="run")
     options = {"logger": logger, "log_every_n_steps": 2}
     trained(tmp_path, Scenario(Classifier, steps=12), federated_averaging(every=4), CompressionMonitor(), **options)
@@ -273,13 +273,13 @@ def test_the_monitor_counts_from_exchange_to_exchange(tmp_path: Path) -> None:
         ]
     parameters = list(Classifier().parameters())
     elements = sum(parameter.numel() for parameter in parameters)
-    # A logger is given the last value again until there is a new one.
+    # The logger gets the last value again until there is a new one.
     assert len(ratios) >= 3
     assert ratios == pytest.approx([4 * elements / (elements + len(parameters))] * len(ratios))
 
 
 class Words(pl.LightningModule):
-    """Sparse gradients for an optimizer that takes no others."""
+    """An embedding with sparse gradients, and an optimizer that takes no others."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -343,7 +343,7 @@ class NeverTrained(Classifier):
 
 
 def test_refused_in_training(tmp_path: Path) -> None:
-    with pytest.raises(Exception, match=r"parameter 'layer\.bias' belongs to two optimizers"):
+    with pytest.raises(Exception, match=r"parameter 'layer\.weight' belongs to two optimizers"):
         trained(tmp_path, Scenario(Tied, steps=4), Method([DeltaSync(Channel(DenseAllReduce()))]))
 
 
@@ -363,13 +363,16 @@ def test_refused_in_training(tmp_path: Path) -> None:
         (lambda: sparse_loco(decay=True), "decay must be in .*got True"),
         (lambda: sbc(exclude=None), "exclude must be a list of patterns of parameter names; got None"),
         (lambda: sbc(exclude=[1]), r"exclude must be a list of patterns of parameter names; got \[1\]"),
-        (lambda: DeltaSync(None), "channel must be a Channel, of an exchange and memories; got None"),
+        (lambda: DeltaSync(None), "channel must be a Channel of an exchange and memories; got None"),
         (lambda: DeltaSync(DenseAllReduce()), "channel must be a Channel"),
         (
             lambda: DeltaSync(Channel(DenseAllReduce()), outer=torch.optim.SGD([nn.Parameter(torch.zeros(1))])),
             "outer must",
         ),
-        (lambda: DeltaSync(dgc_channel()), "weight changes, which hold momentum"),
+        (
+            lambda: DeltaSync(dgc_channel()),
+            "channel must be without MomentumCorrection, .*: weight changes hold momentum",
+        ),
     ],
 )
 def test_refused_at_construction(make: Callable[[], Any], text: str) -> None:
@@ -378,8 +381,6 @@ def test_refused_at_construction(make: Callable[[], Any], text: str) -> None:
 
 
 def dgc_channel() -> Channel:
-    from lightning_sparsecomm.memory import MomentumCorrection
-
     return Channel(DenseAllReduce(), [MomentumCorrection(), ErrorFeedback()])
 
 
@@ -392,7 +393,7 @@ def test_a_process_alone_and_a_run_without_an_exchange_are_warned_of(tmp_path: P
     fit(tmp_path, scenario, 2, sbc(every=3), (Shown(),))
     printed = capfd.readouterr().err
     assert "one process" not in printed and "every=" not in printed
-    # As far as a schedule's least is known. What a learning rate finder tries is no run.
+    # Of a schedule, its least value counts. A learning rate finder's trial is not a run.
     fit(tmp_path, scenario, 2, sbc(every=Stages([9, 4], steps=[0, 2])), (Shown(),))
     assert capfd.readouterr().err.count("every=4 is more than the run's 3 optimizer steps") == 1
     finder = pl.callbacks.LearningRateFinder(num_training_steps=3, update_attr=False)
@@ -404,19 +405,8 @@ def test_a_process_alone_and_a_run_without_an_exchange_are_warned_of(tmp_path: P
     assert "every=" not in capfd.readouterr().err
 
 
-def test_optimizers_that_never_exchanged_are_named_when_training_ends(tmp_path: Path, capfd: Any) -> None:
-    """Of six steps in all each makes three, which nobody knows before."""
-    scenario = Scenario(lambda: Adversarial(toggle=False), steps=6)
-    fit(tmp_path, scenario, 2, split(["generator.*"], sbc(every=3), sbc(every=4)), (Shown(),))
-    printed = capfd.readouterr().err
-    assert printed.count("every=") == 1
-    assert "every=4 is more than the 3 steps that optimizer 1 (RecordingSGD) made: till the end of training" in printed
-    fit(tmp_path, scenario, 2, sbc(every=Stages([9, 1], steps=[0, 2])), (Shown(),))
-    assert "every=" not in capfd.readouterr().err
-
-
 class Shown(pl.Callback):
-    """Prints warnings, which the scenarios leave out and pytest keeps."""
+    """Prints warnings, which the scenarios suppress and pytest collects."""
 
     def setup(self, *_: Any, **__: Any) -> None:
         warnings.simplefilter("default")
@@ -424,16 +414,16 @@ class Shown(pl.Callback):
 
 
 class Seen(pl.Callback):
-    """The weights in which training begins, and those that are measured before the first exchange."""
+    """Notes the weights that would be validated after the first batch."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         strategy = trainer.strategy
-        seen = {"steps": strategy.synchronizer._streams[0].steps, "state": strategy.lightning_module_state_dict()}
+        seen = {"steps": strategy.engine.registry.optimizers[0].steps, "state": strategy.lightning_module_state_dict()}
         if batch_idx == 0:
-            torch.save(seen | {"residual": strategy.synchronizer.residual_norm()}, self.folder / "seen.pt")
+            torch.save(seen | {"residual": strategy.engine.residual_norm()}, self.folder / "seen.pt")
 
 
 @pytest.mark.parametrize("method", [sbc(0.05, every=3), gradient_dropping(0.05), dgc(0.05, warmup_steps=0)])
@@ -450,7 +440,7 @@ def test_what_a_learning_rate_finder_has_tried_is_forgotten(tmp_path: Path, meth
 
 
 class Beside(Classifier):
-    """Keeps what no optimizer trains: a constant, a mean that is put in its own place, and a slow copy of a layer."""
+    """Holds what no optimizer trains: a constant, a mean that replaces its buffer, and a slow copy of a layer."""
 
     def __init__(self) -> None:
         super().__init__(batch_norm=True)
@@ -491,12 +481,12 @@ def test_what_no_optimizer_trains_is_shared_too(tmp_path: Path) -> None:
     trained(tmp_path, Scenario(Beside, steps=8), federated_averaging(every=3), SeenBeside(tmp_path), **options)
     first, second = (torch.load(tmp_path / f"beside-{rank}.pt") for rank in range(2))
     laws.bit_equal(first, second)
-    # Also between exchanges: but for a parameter before it is known to change, at the first.
+    # Also between exchanges. Only a parameter that is not known to change yet may differ before the first.
     for step, (ours, theirs) in enumerate(zip(first["seen"], second["seen"], strict=True)):
         for index, (a, b) in enumerate(zip(ours, theirs, strict=True)):
             assert torch.equal(a, b) or (index == 1 and step < 2), (step, index)
     assert torch.equal(first["constant"], Beside().constant)
-    # Three exchanges and one more at the end: who has changed what, and of what was changed, the mean.
+    # Four exchanges, one of them at the end: which tensors have changed, and the mean of those.
     model = Beside()
     beside = [b for b in (*model.buffers(), *model.teacher.parameters()) if b.is_floating_point()]
     changed = sum(tensor.numel() for tensor in beside) - 300
@@ -507,7 +497,7 @@ def test_what_no_optimizer_trains_is_shared_too(tmp_path: Path) -> None:
 
 
 class Slow(pl.Callback):
-    """As callbacks do that average a rank's weights over time: theirs stand in the model in the end."""
+    """Changes the weights at the end, as callbacks do that average a rank's weights over time."""
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         with torch.no_grad():
@@ -519,7 +509,7 @@ def test_one_model_stays_whatever_callbacks_put_in_its_place(tmp_path: Path, met
     ranks = trained(tmp_path, Scenario(LastHook, steps=6), method, Slow())
     laws.replicas_are_equal(ranks)
     moved = ranks[0]["weights"]["head.weight"] - ranks[0]["last"]["head.weight"]
-    # The module's own hook comes after the first rank's callback has added 1; the mean of both adds 1.5.
+    # The module's own hook runs after the callback, which adds 1 on rank 0 and 2 on rank 1. Their mean is 1.5.
     torch.testing.assert_close(moved, torch.full_like(moved, 0.5))
 
 
@@ -527,23 +517,23 @@ def _one_is_nan(rank: int) -> tuple[str, bool, list[float]]:
     module = nn.Linear(6, 4)
     nn.init.constant_(module.weight, 0.5)
     nn.init.constant_(module.bias, 0.25)
-    synchronizer = Synchronizer(sbc(0.5, every=1, exclude=["bias"]), Wire())
-    synchronizer.add_module(module)
+    engine = Engine(sbc(0.5, every=1, exclude=["bias"]), Wire())
+    engine.registry.add_module(module)
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
     module.weight.grad, module.bias.grad = torch.ones(4, 6), torch.full((4,), float("nan") if rank else 1.0)
     try:
-        with synchronizer.stepping(optimizer):
-            synchronizer.synchronize(optimizer)
+        with engine.stepping(optimizer):
+            engine.synchronize(optimizer)
             optimizer.step()
     except NonFiniteGradientError as error:
         return str(error), bool(module.bias.isnan().any()), module.weight.detach().flatten().tolist()
     finally:
-        synchronizer.close()
+        engine.close()
     return "", True, []
 
 
 def test_an_error_leaves_the_last_model_that_all_shared(tmp_path: Path) -> None:
-    """Also of several syncs of which only the last fails: none of their anchors moves."""
+    """Also where only the last of several syncs fails: no anchor moves."""
     ranks = run_ranks(tmp_path, 2, _one_is_nan)
     for text, has_nan, _ in ranks:
         assert text.startswith("rank 1 has a weight update that is not finite, for parameter 'bias' in step 0.")
@@ -551,42 +541,8 @@ def test_an_error_leaves_the_last_model_that_all_shared(tmp_path: Path) -> None:
     assert ranks[0][2] == ranks[1][2] == [0.5] * 24
 
 
-def test_schedules_must_give_numbers(tmp_path: Path) -> None:
-    for every, text in (
-        (Odd(math.nan), "every must be a number of optimizer steps, at least 1; Odd.* gives nan for step 0"),
-        (Odd(0.2), "gives 0.2"),
-        (Odd("x"), "gives 'x'"),
-    ):
-        with pytest.raises(ValueError, match=text):
-            every_at(every, 0, 0.0)
-    for density in (0, 1.5, math.nan):
-        with pytest.raises(ValueError, match=r"density must be in \(0, 1\]; Odd"):
-            value_at(Odd(density), 0, 0.0)
-    with pytest.raises(ValueError, match="positive numbers"):
-        Exponential(1, math.inf, 10)
-    with pytest.raises(TypeError, match="numbers of a schedule must be a list of numbers"):
-        Stages(["a"], steps=[0])
-    for numbers, begins in (([1, math.nan], [0, 5]), ([0, 1], [0, 5]), ([-1], [0]), ([math.inf], [0])):
-        with pytest.raises(ValueError, match=r"numbers of a schedule must be positive and finite.*Use"):
-            Stages(numbers, steps=begins)
-    for steps in ([0, 1.5], [0, True], 5, "01"):
-        with pytest.raises(TypeError, match=r"steps of a schedule must be a list of whole numbers; got .* Use"):
-            Stages([1, 2], steps=steps)
-    with pytest.raises(ValueError, match="stages must begin at 0"):
-        Stages([1, 2], steps=[0, 0])
-    with pytest.raises(ValueError, match="stages must begin at 0"):
-        Stages([1, 2], epochs=[0, math.nan])
-    with pytest.raises(ValueError, match="first and last must be positive numbers"):
-        Exponential("1", 2, steps=10)
-    with pytest.raises(ValueError, match=r"density must be in \(0, 1\]: Stages.* gives 10. Mend"):
+def test_schedules_must_stay_within_their_bounds() -> None:
+    with pytest.raises(ValueError, match=r"density must be in \(0, 1\]; got 10 from Stages.*Correct the schedule"):
         sbc(density=Stages([0.1, 10], steps=[0, 100]))
-    with pytest.raises(ValueError, match=r"every must be a number of optimizer steps, at least 1; Exponential.*0\.1"):
+    with pytest.raises(ValueError, match=r"every must be a number of optimizer steps, at least 1; got 0\.1 from Exp"):
         sbc(every=Exponential(10, 0.1, steps=100))
-
-
-@dataclass(frozen=True)
-class Odd(Schedule):
-    number: Any
-
-    def at(self, step: int, epoch: float) -> Any:
-        return self.number

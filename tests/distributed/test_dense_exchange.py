@@ -1,4 +1,4 @@
-"""Gradients that are not finite, and optimizers and parameters that are not as usual, where everything is sent."""
+"""Methods that send everything: gradients that are not finite, and unusual optimizers and parameters."""
 
 from pathlib import Path
 from typing import Any
@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from lightning_sparsecomm.channel import Channel
+from lightning_sparsecomm.basis.layout import Layout
+from lightning_sparsecomm.basis.rounds import Round
+from lightning_sparsecomm.basis.wire import Wire
+from lightning_sparsecomm.channel import Channel, ErrorFeedback
 from lightning_sparsecomm.exchange import DenseAllReduce, NonFiniteGradientError
 from lightning_sparsecomm.exchange.dense import addend_limit
-from lightning_sparsecomm.layout import Layout
-from lightning_sparsecomm.memory import ErrorFeedback
 from lightning_sparsecomm.methods import gradient_dropping
-from lightning_sparsecomm.rounds import Round
-from lightning_sparsecomm.wire import Wire
 from tests import laws
 from tests.distributed.launch import run_ranks
 from tests.distributed.scenarios import Adversarial, Scenario, SeveralBackwards, fit
@@ -45,7 +44,7 @@ def _beyond_float16(rank: int) -> tuple[list[float], list[float]]:
     channel.bind(layout, torch.float32, torch.device("cpu"))
     shared = channel.reduce([torch.tensor([1e5, -3e38, 60_000.0, 3.0])], Round(layout, step=0), Wire()).shared
     assert isinstance(shared, Tensor)
-    return shared.tolist(), feedback.state_dict()["weight"].tolist()
+    return shared.tolist(), feedback.state_dict()["residual"]["weight"].tolist()
 
 
 def test_what_float16_cannot_hold_is_sent_as_far_as_it_can(tmp_path: Path) -> None:
@@ -58,7 +57,7 @@ def test_what_float16_cannot_hold_is_sent_as_far_as_it_can(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("addends", [2, 3, 4, 7, 90, 349, 1000, 4093])
 def test_no_sum_of_addends_within_their_limit_is_infinite(addends: int) -> None:
-    """Added one after the other, which rounds most; also those that rounding makes larger, of which 90 has many."""
+    """Added one after another, the order that rounds most. With 90 addends, many sums are rounded up."""
     limit = addend_limit(torch.float16, addends)
     each = np.linspace(limit / 2, limit, 500).astype(np.float16)
     total = np.zeros_like(each)
@@ -68,7 +67,7 @@ def test_no_sum_of_addends_within_their_limit_is_infinite(addends: int) -> None:
 
 
 class StepsWhileFrozen(Adversarial):
-    """The discriminator steps while the generator's toggle has frozen it: torch's optimizers only look at .grad."""
+    """The discriminator steps while toggling has frozen it. torch's optimizers only look at `.grad`."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
         of_generator, of_discriminator = self.optimizers()

@@ -1,4 +1,4 @@
-"""Whole rounds of communication, exchange by exchange: what is shared, what is sent, how many bytes that takes."""
+"""One round of each exchange: what is shared, what is sent, and how many bytes that takes."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -6,9 +6,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from lightning_sparsecomm.basis.layout import Layout, SparseVector, Vector
+from lightning_sparsecomm.basis.ledger import link_bytes
+from lightning_sparsecomm.basis.rounds import Round
+from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.channel import Channel
 from lightning_sparsecomm.codecs import (
     Float16,
@@ -24,32 +27,19 @@ from lightning_sparsecomm.codecs import (
     ValueCodec,
     most_bytes,
 )
-from lightning_sparsecomm.exchange import (
-    BlockReduce,
-    Exchange,
-    Gather,
-    NonFiniteGradientError,
-    Outgoing,
-    RecursiveDoubling,
-    SketchedTopK,
-)
-from lightning_sparsecomm.layout import Layout, SparseVector
-from lightning_sparsecomm.rounds import Round
-from lightning_sparsecomm.wire import Wire, link_bytes
+from lightning_sparsecomm.exchange import BlockReduce, Exchange, Gather, NonFiniteGradientError, SketchedTopK
 from tests.distributed.launch import run_ranks
 
 SHAPES = [("table", (40, 6)), ("weight", (8, 25)), ("bias", (5,))]
 LAYOUT = Layout(SHAPES)
 
-# With these, what is shared is the mean of what is sent.
+# These share exactly the mean of what ranks send.
 EXACT: dict[str, Exchange] = {
     "blocks": BlockReduce(),
     "top_blocks": BlockReduce(TopBlocks(0.2, 6)),
     "gathered": Gather(SparseCodec(TopK(0.05), indices=RunLength16())),
     "gathered_of_most": Gather(SparseCodec(TopK(0.8), indices=RunLength16())),
     "gathered_blocks": Gather(SparseCodec(TopBlocks(0.2, 6), Float32(), Runs())),
-    "recursive_doubling": RecursiveDoubling(TopK(0.05)),
-    "recursive_doubling_of_all": RecursiveDoubling(TopK(1.0)),
     "sketched_top_k": SketchedTopK(0.05, columns=2000, always_sketch=True),
     "sketched_top_k_float16": SketchedTopK(0.05, columns=2000, wire_dtype="float16", always_sketch=True),
     "sketched_top_k_bfloat16": SketchedTopK(k=20, rows=4, columns=2000, wire_dtype="bfloat16", always_sketch=True),
@@ -64,7 +54,7 @@ ALL = {**EXACT, **ESTIMATED}
 
 
 class Outcome(NamedTuple):
-    """What a rank has after a round, as arrays."""
+    """What a rank has after a round, as NumPy arrays."""
 
     x: np.ndarray
     shared: np.ndarray
@@ -76,7 +66,7 @@ class Outcome(NamedTuple):
 def gradients_of(rank: int, kind: str) -> list[Tensor | None]:
     generator = torch.Generator().manual_seed(rank)
     table = torch.zeros(40, 6)
-    # Few rows, some of them of several ranks.
+    # Few rows, some of them on several ranks.
     table[[rank, rank + 1, 3 * rank + 7, 39]] = torch.randn(4, 6, generator=generator)
     weight, bias = torch.randn(8, 25, generator=generator), torch.randn(5, generator=generator)
     if kind == "zeros":
@@ -115,7 +105,7 @@ def _rounds(rank: int, exchange: Exchange) -> tuple[dict[str, Outcome], str]:
 
 
 class Gathered(NamedTuple):
-    """What a rank has of a gather, as arrays, and by which collective at last."""
+    """What a rank has after a gather, as NumPy arrays, and which collective came last."""
 
     x: np.ndarray
     shared: np.ndarray
@@ -138,12 +128,12 @@ def _gathered(rank: int, codec: SparseCodec) -> Gathered:
 @pytest.mark.parametrize(
     ("density", "codec", "collective"),
     [
-        # Of 3 ranks an all-gather of 6 bytes for each element sent takes 12, an all-reduce of 4 takes 5.3.
+        # With 3 ranks, an all-gather of 6 bytes per element sent takes 12. An all-reduce of 4 per element takes 5.3.
         (0.4, (Float32(), RunLength16()), "all_gather"),
         (0.5, (Float32(), RunLength16()), "all_reduce"),
         (0.5, (Float16(), RunLength16()), "all_gather"),
         (0.7, (Float16(), RunLength16()), "all_reduce"),
-        # Of which no length is known beforehand.
+        # The lengths of these are not known beforehand.
         (1.0, (Float32(), RunLength16()), "all_reduce"),
         (0.9, (Float32(), Golomb()), "all_reduce"),
         (0.5, (Float32(), Golomb()), "all_gather"),
@@ -152,7 +142,7 @@ def _gathered(rank: int, codec: SparseCodec) -> Gathered:
 def test_a_gather_sends_no_more_than_everything(
     tmp_path: Path, density: float, codec: tuple[ValueCodec, IndexCodec], collective: str
 ) -> None:
-    """And shares the same: of each rank the largest, as they are decoded."""
+    """Either collective shares the same: the mean of each rank's largest elements, as they decode."""
     lengths = 8 * 2
     most = link_bytes("all_reduce", 4 * (LAYOUT.size + len(SHAPES)), 3) + lengths
     results = run_ranks(tmp_path, 3, _gathered, SparseCodec(TopK(density, "model"), *codec))
@@ -180,7 +170,7 @@ def test_what_is_shared_and_what_is_sent(tmp_path: Path, name: str, world_size: 
     for kind, ranks in of.items():
         for rank in ranks:
             assert rank.shared.tobytes() == ranks[0].shared.tobytes(), "not bit-equal"
-            # What is sent is the rank's own, to the bit: memories forget just that.
+            # What is sent equals the rank's own elements, to the bit: memories forget just that.
             assert np.array_equal(rank.sent, np.where(rank.sent != 0, rank.x, 0))
         mean = np.mean([rank.sent for rank in ranks], axis=0)
         if name in EXACT:
@@ -225,7 +215,7 @@ def test_a_sketch_never_costs_more_than_everything(tmp_path: Path) -> None:
 
 
 def test_bytes_of_blocks(tmp_path: Path) -> None:
-    """A bit for each block and two for each tensor; then what the union holds, or half as much."""
+    """One bit for each block and two for each tensor, then the elements of the union, or half as many."""
     bitmap = -(-(40 + 8 * 5 + 1 + 2 * 3) // 8)
     for ratio in (None, 0.5, 1.0):
         exchange = BlockReduce(TopBlocks(0.2, 6), ratio)
@@ -233,32 +223,18 @@ def test_bytes_of_blocks(tmp_path: Path) -> None:
         union = int(np.any([rank.sent != 0 for rank in ranks], axis=0).sum())
         for rank in ranks:
             assert rank.handed_bytes == bitmap + 4 * (-(-union // 2) if ratio == 0.5 else union)
-    # Of the rank that has most, whose elements are counted up to an eighth too high, in 240 bits.
-    bitmap = -(-(40 + 8 * 5 + 1 + 2 * 3 + 240) // 8)
+    # Relative to the rank that sends most. All ranks gather counts of 8 bytes, and round the largest up to four
+    # significant bits.
     exchange = BlockReduce(TopBlocks(0.2, 6), 0.5, sized_by="rank")
     ranks = run_ranks(tmp_path, 3, _round, exchange, "plain")
     most = max(int((rank.sent != 0).sum()) for rank in ranks)
-    assert bitmap + 2 * most <= ranks[0].handed_bytes <= bitmap + 4 * (0.5 * most * 9 / 8 + 1)
-    assert len({rank.handed_bytes for rank in ranks}) == 1
-
-
-def test_bytes_of_recursive_doubling(tmp_path: Path) -> None:
-    """Sums are sent as positions and values until half of the elements are held, and then whole."""
-    head = 16 + 16 + 8  # of the envelope, of the body, and the length before it
-    n = LAYOUT.size
-    (first, second) = run_ranks(tmp_path, 2, _round, RecursiveDoubling(TopK(0.05)), "plain")
-    assert first.handed_bytes == second.handed_bytes == head + 8 * 22
-    ranks = run_ranks(tmp_path, 4, _round, RecursiveDoubling(TopK(0.2)), "plain")
-    sent = [rank.sent != 0 for rank in ranks]
-    for rank, pair in zip(ranks, (sent[0] | sent[1], sent[0] | sent[1], sent[2] | sent[3], sent[2] | sent[3])):
-        assert rank.handed_bytes == 2 * head + 8 * 89 + 8 * int(pair.sum())
-    ranks = run_ranks(tmp_path, 4, _round, RecursiveDoubling(TopK(0.45)), "plain")
-    # The union of two ranks is more than half of all, so the second round is dense.
-    assert all(rank.handed_bytes == 2 * head + 8 * int((rank.sent != 0).sum()) + 4 * n for rank in ranks)
+    unit = 2 ** (most.bit_length() - 4)
+    for rank in ranks:
+        assert rank.handed_bytes == bitmap + 8 + 4 * -(-most // unit) * unit // 2
 
 
 class Lying(Wire):
-    """Rank 1 says of its payload another length than it has; the payload itself is never sent."""
+    """Rank 1 gives a wrong length for its payload. The payload itself is never sent."""
 
     def __init__(self, length: int) -> None:
         super().__init__()
@@ -268,22 +244,13 @@ class Lying(Wire):
         assert tensor.dtype == torch.int64, "payloads were made room for"
         return super().all_gather(torch.tensor([self.length]) if self.rank == 1 else tensor, row)
 
-    def _meet(self, rank: int, payload: Tensor | None, *args: Any) -> Tensor:
-        if self.rank == 1 and payload is not None:
-            theirs = torch.zeros(1, dtype=torch.int64)
-            lengths = [dist.P2POp(dist.isend, torch.tensor([self.length]), rank), dist.P2POp(dist.irecv, theirs, rank)]
-            for work in dist.batch_isend_irecv(lengths):
-                work.wait()
-            raise PayloadError("not sent")
-        return super()._meet(rank, payload, *args)
-
 
 def _lied_to(rank: int, exchange: Exchange, lengths: list[int]) -> list[str]:
     messages = []
     for length in lengths:
         x = torch.cat([gradient.view(-1) for gradient in gradients_of(rank, "plain") if gradient is not None])
         with pytest.raises(PayloadError) as raised:
-            exchange.run(Outgoing(x, [True] * 3), Round(LAYOUT, 3, world_size=2, rank=rank), Lying(length))
+            exchange.exchange(Vector(x, [True] * 3), Round(LAYOUT, 3, world_size=2, rank=rank), Lying(length))
         messages.append(str(raised.value))
     return messages
 
@@ -297,12 +264,6 @@ def test_all_ranks_refuse_a_length_that_no_payload_has(tmp_path: Path) -> None:
     for messages in run_ranks(tmp_path, 2, _lied_to, Gather(SparseCodec(TopK(0.05), indices=Golomb())), LENGTHS):
         for message, length in zip(messages, LENGTHS):
             assert message.startswith(f"rank 1's payload: length, sent ahead of it, is {length}, expected 16 to {MOST}")
-
-
-def test_the_receiver_refuses_a_length_that_no_payload_has(tmp_path: Path) -> None:
-    messages, _ = run_ranks(tmp_path, 2, _lied_to, RecursiveDoubling(TopK(0.05)), LENGTHS)
-    for message, length in zip(messages, LENGTHS):
-        assert message.startswith(f"rank 1's payload: length, sent ahead of it, is {length}, expected 16 to {MOST}")
 
 
 def _search(rank: int, sketch: Exchange, oracle: bool) -> np.ndarray:
@@ -346,14 +307,14 @@ def _estimates(rank: int, steps: int) -> np.ndarray:
 
 
 def test_estimates_are_unbiased_since_hashes_change(tmp_path: Path) -> None:
-    """Half as many columns as elements: each estimate is off by twice the mean energy, and their mean is right."""
+    """With half as many columns as elements an estimate's variance is twice the mean energy, but its mean is exact."""
     steps = 400
     (exact, _) = run_ranks(tmp_path, 2, _round, BlockReduce(), "plain")
     (mean, _) = run_ranks(tmp_path, 2, _estimates, steps)
     energy = float((exact.shared**2).sum())
     columns = 0.5 * int((exact.shared != 0).sum())
     deviations = (mean - exact.shared)[exact.shared != 0] / np.sqrt(energy / columns / steps)
-    # Some two hundred of them, of unit variance, hardly dependent.
+    # About two hundred nearly independent numbers of unit variance.
     assert abs(deviations.mean()) < 3 / np.sqrt(len(deviations)) * 2
     assert 0.7 < deviations.std() < 1.2
     assert np.abs(deviations).max() < 5
@@ -362,7 +323,7 @@ def test_estimates_are_unbiased_since_hashes_change(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: BlockReduce(sketch_ratio=0), "sketch_ratio must be a positive number.*got 0.*None sends the blocks"),
+        (lambda: BlockReduce(sketch_ratio=0), "sketch_ratio must be a positive number.*got 0.*None to send the blocks"),
         (lambda: BlockReduce(sketch_ratio=float("inf")), "sketch_ratio must be a positive number.*got inf"),
         (lambda: BlockReduce(rows=0), "rows must be .*at least 1.*got 0"),
         (lambda: BlockReduce(sized_by="all"), "sized_by must be 'union'.*or 'rank'.*got 'all'"),
@@ -371,9 +332,9 @@ def test_estimates_are_unbiased_since_hashes_change(tmp_path: Path) -> None:
         (lambda: SketchedTopK(rows=0), "rows must be .*at least 1.*got 0"),
         (lambda: SketchedTopK(columns=0), "columns must be .*at least 1.*got 0"),
         (lambda: SketchedTopK(candidates=0.5), "candidates must be at least 1.*got 0.5.*16 to 36"),
-        (lambda: SketchedTopK(wire_dtype="int8"), "sketch_dtype must be one of same, float16, bfloat16; got 'int8'"),
+        (lambda: SketchedTopK(wire_dtype="int8"), "wire_dtype must be one of same, float16, bfloat16; got 'int8'"),
         (lambda: SketchedTopK(0.1, k=5), "density and k both say how many.*got 0.1 and 5. Give one"),
-        (lambda: BlockReduce(always_sketch=True), "always_sketch=True needs a sketch_ratio.*got None"),
+        (lambda: BlockReduce(always_sketch=True), "always_sketch=True needs a sketch; got sketch_ratio=None"),
     ],
 )
 def test_refuses(make: Any, message: str) -> None:

@@ -1,9 +1,8 @@
-"""An exchange that fails leaves memories as they were, and training goes on as if the step had never been."""
+"""A failed exchange leaves memories as they were, and training continues as if the step had never been tried."""
 
 import copy
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from lightning_sparsecomm.channel import Channel
+from lightning_sparsecomm.basis.layout import Layout, SparseVector, Vector
+from lightning_sparsecomm.basis.rounds import Round
+from lightning_sparsecomm.basis.wire import Wire
+from lightning_sparsecomm.channel import (
+    Channel,
+    ClipLocalNorm,
+    Contribution,
+    ErrorFeedback,
+    Memory,
+    Momentum,
+    MomentumCorrection,
+    MomentumRule,
+    StepSettings,
+)
 from lightning_sparsecomm.codecs import Float32, Golomb, PayloadError, SparseCodec, TopBlocks, TopK
-from lightning_sparsecomm.compensation import Contribution
 from lightning_sparsecomm.exchange import (
     BlockReduce,
     DenseAllReduce,
@@ -22,18 +33,12 @@ from lightning_sparsecomm.exchange import (
     Exchanged,
     Gather,
     NonFiniteGradientError,
-    Outgoing,
-    RecursiveDoubling,
     SketchedTopK,
 )
 from lightning_sparsecomm.kernels import Reference, Update, kernels_for
-from lightning_sparsecomm.layout import Layout, SparseVector
-from lightning_sparsecomm.memory import ClipLocalNorm, ErrorFeedback, Memory, Momentum, MomentumCorrection
-from lightning_sparsecomm.method import Method
 from lightning_sparsecomm.methods import dgc, gradient_dropping, s2_reducer, sbc, split
-from lightning_sparsecomm.rounds import MomentumRule, Round
-from lightning_sparsecomm.synchronizer import Synchronizer
-from lightning_sparsecomm.wire import Wire
+from lightning_sparsecomm.run.engine import Engine
+from lightning_sparsecomm.sharing import Method
 from tests import laws
 from tests.distributed.launch import run_ranks
 from tests.distributed.scenarios import Classifier, Scenario, fit
@@ -42,31 +47,28 @@ LAYOUT = Layout([("table", (40, 6)), ("kernel", (4, 3, 2, 2)), ("empty", (0, 3))
 
 
 class Doubling(Memory):
-    """Of a user's own: adds to a vector of its own what it is given, and gives that on."""
+    """A user's own memory, with storage of its own: adds twice what it is given to a vector, and passes that on."""
 
     def bind(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
-        self.held = torch.zeros(layout.size, dtype=dtype, device=device)
+        self.whole = torch.zeros(layout.size, dtype=dtype, device=device)
 
-    def compensate(self, contribution: Contribution, round: Round) -> Contribution:
-        views = round.layout.views(self.held)
+    def prepare(self, contribution: Contribution, context: Round) -> Contribution:
+        views = context.layout.views(self.whole)
         for view, part in zip(views, contribution.parts):
             if part is not None:
                 view.add_(part, alpha=2)
         return Contribution([None if part is None else view for view, part in zip(views, contribution.parts)])
 
-    def take_back(self, contribution: Contribution, round: Round) -> None:
-        for view, part in zip(round.layout.views(self.held), contribution.parts):
+    def abort(self, contribution: Contribution, context: Round) -> None:
+        for view, part in zip(context.layout.views(self.whole), contribution.parts):
             if part is not None:
                 view.sub_(part, alpha=2)
 
-    def update(self, sent: SparseVector | Tensor) -> None:
-        pass
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        return {"doubled": {"whole": self.whole}}
 
-    def state_dict(self) -> dict[str, Tensor]:
-        return {"held": self.held}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self.held.copy_(state["held"])
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        self.whole.copy_(state["doubled"]["whole"])
 
 
 CHAINS: dict[str, Callable[[], list[Memory]]] = {
@@ -88,7 +90,6 @@ EXCHANGES: dict[str, Callable[[], Exchange]] = {
     "sketch": lambda: SketchedTopK(0.05, columns=300, always_sketch=True),
     "sketch of most": lambda: SketchedTopK(0.3),
     "blocks": lambda: BlockReduce(TopBlocks(0.2, 6)),
-    "recursive doubling": lambda: RecursiveDoubling(TopK(0.1)),
 }
 RULES = {
     "plain": MomentumRule(0.9),
@@ -98,7 +99,7 @@ RULES = {
 
 
 def gradients(seed: int, dtype: torch.dtype, nan: bool = False) -> list[Tensor | None]:
-    """Not of every parameter in each step, and one of them not contiguous."""
+    """Gradients of a step. Some steps have none for the first parameter, and one gradient is not contiguous."""
     generator = torch.Generator().manual_seed(seed)
     table, kernel, empty, bias = (torch.randn(s.shape, generator=generator, dtype=dtype) for s in LAYOUT.segments)
     if nan:
@@ -123,25 +124,25 @@ def assert_states(ours: Any, theirs: Any, tolerance: float) -> None:
 
 
 def _fails_and_goes_on(rank: int, chain: str, name: str, rule: MomentumRule, dtype: torch.dtype) -> None:
-    """Two channels in lockstep, of which one fails before each step."""
+    """Two channels in lockstep. One of them fails before each step."""
     wire, tolerance = Wire(), 4e-6 if dtype == torch.float32 else 1e-14
     failing, fine = (Channel(EXCHANGES[name](), CHAINS[chain]()) for _ in range(2))
     for channel in (failing, fine):
         channel.bind(LAYOUT, dtype, torch.device("cpu"))
     for step in range(3):
-        round = Round(LAYOUT, step, rank=rank, world_size=3, momentum=[rule] * len(LAYOUT.segments))
+        context, rules = Round(LAYOUT, step, rank=rank, world_size=3), [rule] * len(LAYOUT.segments)
         bad, before = (step + 1) % 3, state(failing)
         parts = gradients(100 + 10 * step + rank, dtype, nan=rank == bad)
         with pytest.raises(NonFiniteGradientError) as raised:
-            failing.reduce(parts, replace(round, gradient_norm=norm(parts)), wire)
+            failing.reduce(parts, context, wire, StepSettings(rules, norm(parts)))
         text = f"rank {bad} has a gradient that is not finite, for parameter 'kernel' in step {step}."
         assert str(raised.value).startswith(text), (name, raised.value)
         assert_states(state(failing), before, tolerance)
 
         parts = gradients(10 * step + rank, dtype)
-        round = replace(round, gradient_norm=norm(parts))
-        ours, theirs = (channel.reduce(parts, round, wire).shared for channel in (failing, fine))
-        # In float64, no two elements are so close that round-off could choose between them.
+        settings = StepSettings(rules, norm(parts))
+        ours, theirs = (channel.reduce(parts, context, wire, settings).shared for channel in (failing, fine))
+        # In float64, round-off does not change which elements are the largest.
         if dtype == torch.float64:
             assert type(ours) is type(theirs)
             whole = [each.dense() if isinstance(each, SparseVector) else each for each in (ours, theirs)]
@@ -149,8 +150,8 @@ def _fails_and_goes_on(rank: int, chain: str, name: str, rule: MomentumRule, dty
             assert_states(state(failing), state(fine), 1e-12)
 
 
-# Sketches and blocks have kernels of their own, whose compilation for float64 takes long.
-QUICK = [*((chain, "gather") for chain in CHAINS), ("momentum", "dense"), ("momentum", "recursive doubling")]
+# Sketches and blocks have their own kernels, which take long to compile for float64.
+QUICK = [*((chain, "gather") for chain in CHAINS), ("momentum", "dense")]
 
 
 def _all_fail_and_go_on(rank: int, cases: list[tuple[str, str]]) -> None:
@@ -170,14 +171,14 @@ def test_memories_are_as_before_on_all_ranks(tmp_path: Path, cases: list[tuple[s
 
 
 class Failing(DenseAllReduce):
-    """Raises when all has been exchanged."""
+    """Raises an error after it has communicated."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__()
         self.error: BaseException | None = error
 
-    def run(self, outgoing: Outgoing, round: Round, wire: Wire) -> Exchanged:
-        exchanged = super().run(outgoing, round, wire)
+    def exchange(self, x: Vector, context: Round, wire: Wire) -> Exchanged:
+        exchanged = super().exchange(x, context, wire)
         if self.error is not None:
             raise self.error
         return exchanged
@@ -191,27 +192,27 @@ def _alone(rank: int) -> None:
             channel = Channel(exchange := Failing(error), memories)
             channel.bind(LAYOUT, torch.float32, cpu)
             for step in range(3):
-                round = Round(LAYOUT, step, momentum=[RULES["nesterov"]] * len(LAYOUT.segments))
+                context, settings = Round(LAYOUT, step), StepSettings([RULES["nesterov"]] * len(LAYOUT.segments))
                 before = state(channel)
                 with pytest.raises(type(error)):
-                    channel.reduce(gradients(step, dtype), round, wire)
+                    channel.reduce(gradients(step, dtype), context, wire, settings)
                 assert_states(state(channel), before, 4e-6)
                 exchange.error = None
-                channel.reduce(gradients(step + 1, dtype), round, wire)
+                channel.reduce(gradients(step + 1, dtype), context, wire, settings)
                 exchange.error = error
 
 
 def _explodes(rank: int) -> None:
-    """What stands beside an infinity, or alone, may be so large that an update with it could not be taken back."""
+    """Elements may be so large that an update by them could not be undone, with or without an infinity beside them."""
     wire, cpu = Wire(), torch.device("cpu")
     for rule in RULES.values():
-        rules = [rule] * len(LAYOUT.segments)
+        settings = StepSettings([rule] * len(LAYOUT.segments))
         for large in (1e3, 1e6, 1e20, 3e38):
             channel, never = (Channel(DenseAllReduce(), [MomentumCorrection(), ErrorFeedback(0.9)]) for _ in range(2))
             for each in (channel, never):
                 each.bind(LAYOUT, torch.float32, cpu)
                 for step in (1, 2):
-                    each.reduce(gradients(step, torch.float32), Round(LAYOUT, step, momentum=rules), wire)
+                    each.reduce(gradients(step, torch.float32), Round(LAYOUT, step), wire, settings)
             before = state(channel)
             parts = gradients(4, torch.float32)
             table, kernel, _, bias = parts
@@ -220,13 +221,14 @@ def _explodes(rank: int) -> None:
             bias[1] = large
             kernel[1, 2, 0, 1] = float("inf")
             with pytest.raises(NonFiniteGradientError):
-                channel.reduce(parts, Round(LAYOUT, 3, momentum=rules), wire)
-            # Of 65,536, the most that is taken in before all is known: a few roundings, by the smallest momentum.
+                channel.reduce(parts, Round(LAYOUT, 3), wire, settings)
+            # Values up to 65,536 are taken in before the infinity is found. Undoing them leaves a few rounding
+            # errors, which the division by the momentum enlarges.
             assert_states(state(channel), before, 0.05)
-            # Where it is finite, it is taken in as if it had not been looked over.
+            # If it is finite, it is taken in as if nothing had checked it.
             kernel[1, 2, 0, 1] = 0.5
             shared = [
-                each.reduce(parts, Round(LAYOUT, 4, momentum=rules, gradient_norm=norm), wire).shared
+                each.reduce(parts, Round(LAYOUT, 4), wire, settings._replace(gradient_norm=norm)).shared
                 for each, norm in ((channel, float("nan")), (never, 1.0))
             ]
             torch.testing.assert_close(*shared, rtol=1e-4, atol=0.05)
@@ -237,13 +239,14 @@ def test_an_exploding_gradient_wipes_nothing_out(tmp_path: Path) -> None:
 
 
 class Own(ErrorFeedback):
-    """Of a user's own: takes gradients in by itself, and so cannot be given what is not finite."""
+    """A user's own memory. It takes in gradients by itself, so they must be checked before."""
 
-    def compensate(self, contribution: Contribution, round: Round) -> Contribution:
-        for view, part in zip(self._residual.parts, contribution.parts):
+    def prepare(self, contribution: Contribution, context: Round) -> Contribution:
+        residual = self.held["residual"]
+        for view, part in zip(residual.parts, contribution.parts):
             if part is not None:
                 view.add_(part)
-        return Contribution(self._residual.parts, flat=self._residual.flat)
+        return Contribution(residual.parts, flat=residual.flat)
 
 
 def _owns(rank: int) -> None:
@@ -264,16 +267,17 @@ def test_whatever_the_exchange_raises(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("after", [0, 1, 2])
 def test_an_interrupt_in_the_midst_of_taking_in(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
-    """A signal that comes while a kernel runs is raised when it returns."""
+    """A signal that arrives while a kernel runs is raised when the kernel returns."""
     memories: list[Memory] = [MomentumCorrection(), ErrorFeedback(0.9)]
     channel = Channel(Gather(SparseCodec(TopK(0.1, "tensor"))), memories)
     channel.bind(LAYOUT, torch.float64, torch.device("cpu"))
-    round = Round(LAYOUT, momentum=[RULES["plain"]] * len(LAYOUT.segments))
-    contribution = Contribution(gradients(1, torch.float64))
+    context, settings = Round(LAYOUT), StepSettings([RULES["plain"]] * len(LAYOUT.segments))
+    contribution = Contribution(gradients(1, torch.float64), settings)
     for memory in memories:
-        contribution = memory.compensate(contribution, round)
+        contribution = memory.prepare(contribution, context)
+    sent = SparseVector(torch.arange(9), torch.ones(9, dtype=torch.float64), LAYOUT.size)
     for memory in memories:
-        memory.update(SparseVector(torch.arange(9), torch.ones(9, dtype=torch.float64), LAYOUT.size))
+        memory.commit(Exchanged(sent, sent, contribution.present), context)
     before, kernels, calls = state(channel), type(kernels_for(torch.device("cpu"), torch.float64)), itertools.count()
     update_ = kernels.update_
 
@@ -285,7 +289,7 @@ def test_an_interrupt_in_the_midst_of_taking_in(monkeypatch: pytest.MonkeyPatch,
 
     monkeypatch.setattr(kernels, "update_", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        channel.reduce(gradients(2, torch.float64), round, None)  # type: ignore[arg-type]
+        channel.reduce(gradients(2, torch.float64), context, None, settings)  # type: ignore[arg-type]
     assert next(calls) > after
     assert_states(state(channel), before, 1e-14)
 
@@ -323,39 +327,43 @@ MADE: dict[str, tuple[Callable[[], Method], float, bool]] = {
 """Method, momentum, and whether the embedding's gradient is sparse."""
 
 
-def _memories(synchronizer: Synchronizer) -> list[Any]:
-    return [sync.state_dict(0) for sync in synchronizer.syncs]
+def _memories(engine: Engine) -> list[Any]:
+    return [share.state_dict() for share in engine.registry.optimizers[0].shares.values()]
 
 
 def _two_trainings(rank: int, name: str) -> None:
-    """In lockstep; one of them fails before each step, in another of its syncs each time."""
+    """Two trainings in lockstep. One of them fails before each step, each time in another sync."""
     make, momentum, sparse = MADE[name]
     runs = []
     for module in (Words(sparse), Words(sparse)):
-        synchronizer = Synchronizer(make(), Wire())
-        synchronizer.add_module(module)
+        engine = Engine(make(), Wire())
+        engine.registry.add_module(module)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=momentum)
-        synchronizer.register(optimizer)
-        runs.append((module, synchronizer, optimizer))
+        engine.register(optimizer)
+        runs.append((module, engine, optimizer))
 
     def step(run: Any) -> None:
-        _, synchronizer, optimizer = run
-        with synchronizer.stepping(optimizer):
-            synchronizer.closure(optimizer, lambda: None)()
+        _, engine, optimizer = run
+        with engine.stepping(optimizer):
+            engine.closure(optimizer, lambda: None)()
             optimizer.step()
 
-    module, synchronizer, _ = runs[0]
+    module, engine, _ = runs[0]
     for number, bad in enumerate(("dense.bias", "dense.weight", "table.weight", "dense.bias", "dense.weight")):
-        before = copy.deepcopy(_memories(synchronizer))
+        before = copy.deepcopy(_memories(engine))
         weights = [parameter.detach().clone() for parameter in module.parameters()]
         _set_gradients(module, rank, 100 + number, bad if rank == 1 else None)
         given = [parameter.grad.clone() for parameter in module.parameters()]
         with pytest.raises(NonFiniteGradientError, match=rf"rank 1 has a .*, for parameter '{bad}' in step {number}\."):
             step(runs[0])
-        after = _memories(synchronizer)
+        after = _memories(engine)
+        # Shares are made in the first step, with empty memories.
+        assert len(before) == len(after) * (number > 0)
         for ours, theirs in zip(after, before):
-            # Before the first step there are none yet.
-            assert_states([ours[kind] for kind in theirs], list(theirs.values()), 1e-14)
+            assert_states(list(ours.values()), list(theirs.values()), 1e-14)
+        for part in after if not before else ():
+            held = {kind: tensors for kind, tensors in part.items() if "ErrorFeedback" in kind or "Momentum" in kind}
+            assert all(float(tensor.abs().max()) < 1e-14 for tensors in held.values() for tensor in tensors.values())
         for parameter, gradient, weight in zip(module.parameters(), given, weights, strict=True):
             assert parameter.grad is not None
             same = [each.to_dense() for each in (parameter.grad, gradient)]
@@ -366,9 +374,9 @@ def _two_trainings(rank: int, name: str) -> None:
             step(run)
         for ours, theirs in zip(*(run[0].parameters() for run in runs), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
-    assert any(tensor.any() for parts in _memories(synchronizer) for part in parts.values() for tensor in part.values())
-    for _, synchronizer, _ in runs:
-        synchronizer.close()
+    assert any(tensor.any() for parts in _memories(engine) for part in parts.values() for tensor in part.values())
+    for _, engine, _ in runs:
+        engine.close()
 
 
 def _all_methods(rank: int) -> None:
@@ -378,12 +386,12 @@ def _all_methods(rank: int) -> None:
 
 @pytest.mark.slow
 def test_a_step_is_shared_by_all_syncs_or_by_none(tmp_path: Path) -> None:
-    """An earlier sync, which has exchanged already, takes it back: no gradient is written, and nothing forgotten."""
+    """A sync that has already exchanged undoes that: no gradient is written, and no memory forgets."""
     run_ranks(tmp_path, 2, _all_methods)
 
 
 class GoesOn(Classifier):
-    """Manual optimization that leaves a batch out: since its gradient is not finite on one rank, or by itself."""
+    """Manual optimization that misses one batch: its gradient is not finite on rank 1, or the model skips it."""
 
     automatic_optimization = False
 
@@ -413,7 +421,7 @@ class GoesOn(Classifier):
 
 
 def test_training_may_go_on_after_it(tmp_path: Path) -> None:
-    """A Trainer's, in float64, in which round-off does not choose another element to send."""
+    """Under a Trainer, in float64, where round-off does not change which elements are sent."""
     method = dgc(0.1, warmup_steps=0, clip=0.5)
     runs = []
     for poisoned in (True, False):

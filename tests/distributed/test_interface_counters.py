@@ -1,8 +1,7 @@
 """The ledger explains what the network interface counted.
 
-Ranks run in a network namespace of their own, whose loopback device carries nothing else. Where the machine permits
-none, a warning says so and why, and the ledger is held against the sizes of the tensors alone (here that is always
-checked too).
+Ranks run in a network namespace of their own, whose loopback device carries nothing else. Where the machine does not
+permit that, a warning says so and why. The ledger is always checked against the sizes of tensors too.
 """
 
 import ctypes
@@ -26,22 +25,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks import network
 from benchmarks.network import Counters
-from lightning_sparsecomm.codecs import SparseCodec, TopK
-from lightning_sparsecomm.exchange import (
-    BlockReduce,
-    DenseAllReduce,
-    Exchange,
-    Gather,
-    Outgoing,
-    RecursiveDoubling,
-    SketchedTopK,
-)
-from lightning_sparsecomm.layout import Layout
-from lightning_sparsecomm.method import Method
-from lightning_sparsecomm.methods import dense
-from lightning_sparsecomm.rounds import Round
-from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
-from lightning_sparsecomm.wire import (
+from lightning_sparsecomm.basis.layout import Layout, Vector
+from lightning_sparsecomm.basis.ledger import (
     COMPARISON,
     DDP_BUFFERS,
     DDP_SETUP,
@@ -49,29 +34,35 @@ from lightning_sparsecomm.wire import (
     GRADIENTS,
     LIGHTNING,
     Ledger,
-    Wire,
 )
+from lightning_sparsecomm.basis.rounds import Round
+from lightning_sparsecomm.basis.wire import Wire
+from lightning_sparsecomm.codecs import SparseCodec, TopK
+from lightning_sparsecomm.exchange import BlockReduce, DenseAllReduce, Exchange, Gather, SketchedTopK
+from lightning_sparsecomm.methods import dense
+from lightning_sparsecomm.sharing import Method
+from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
 from tests.distributed.launch import FORK, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("default:the interface's counters")
 
-# The loopback device counts packets without Ethernet's.
+# The loopback device has no Ethernet headers.
 HEADER_BYTES = network.HEADER_BYTES - 14
 
 TOLERANCE = 0.02
 
-# TCP sends again what it fears lost, also on loopback, and also for no reason. Such bytes are no one's: measure anew.
+# TCP retransmits what it takes for lost, even on loopback. No ledger explains such bytes, so we measure again.
 ATTEMPTS = 6
 
 
-# A namespace of one's own -------------------------------------------------------------------------------------------
+# A separate network namespace ---------------------------------------------------------------------------------------
 
 _NEW_USER, _NEW_NETWORK = 0x10000000, 0x40000000
 _GET_FLAGS, _SET_FLAGS, _UP = 0x8913, 0x8914, 0x1
 
 
 def _enter_namespace() -> None:
-    """Moves this process, and those that it forks, into a new network namespace with a loopback device that is up.
+    """Moves this process, and those it forks, into a new network namespace, and starts its loopback device.
 
     Raises:
         OSError: The machine does not permit it.
@@ -79,7 +70,7 @@ def _enter_namespace() -> None:
     unshare = getattr(ctypes.CDLL(None, use_errno=True), "unshare", None)
     if unshare is None:
         raise OSError("this system has no network namespaces")
-    # Root needs no user namespace; others are let into a network namespace only through one.
+    # Root needs no user namespace. Others may make a network namespace only inside one.
     if unshare(_NEW_NETWORK) and unshare(_NEW_USER | _NEW_NETWORK):
         raise OSError(ctypes.get_errno(), f"unshare: {os.strerror(ctypes.get_errno())}")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
@@ -102,7 +93,7 @@ def _namespace_main(results: Any, separate: bool, function: Callable[..., Any], 
 
 
 def _in_process(separate: bool, function: Callable[..., Any], *args: Any) -> tuple[Any, str | None]:
-    """`function(*args)` in a forked process, in a namespace of its own if `separate`; its result, or its failure."""
+    """Runs `function(*args)` in a forked process, with `separate` in a new namespace. Returns its result or failure."""
     results = FORK.Queue()
     process = FORK.Process(target=_namespace_main, args=(results, separate, function, args))
     process.start()
@@ -153,7 +144,7 @@ class Sent(NamedTuple):
 
 
 class Span(NamedTuple):
-    """What a rank sent, and what the interface counted meanwhile for all ranks together."""
+    """What a rank sent, and what the interface counted meanwhile for all ranks."""
 
     sent: Sent
     counted: Counters
@@ -164,7 +155,7 @@ def _payload_bytes(counted: Counters) -> int:
 
 
 def _unexplained(spans: list[Span]) -> float:
-    """What the interface counted and the ledgers of all ranks do not explain, as a fraction of what they say."""
+    """Bytes that the interface counted and no ledger explains, as a fraction of the bytes in all ledgers."""
     world_size = len(spans)
     message_count = sum(
         count * network.messages_of(name, world_size) for span in spans for name, count in span.sent.calls.items()
@@ -178,9 +169,9 @@ def _ledger_bytes(spans: list[Span]) -> float:
 
 
 def _measure(namespaces: bool, function: Callable[..., list[list[Span]]], *args: Any) -> list[list[Span]]:
-    """The spans of all ranks, for each part of `function`, which is run again where TCP's repetitions hide the truth.
+    """The spans of all ranks, for each part of `function`. It runs again where retransmissions spoil the count.
 
-    They only ever add to what is counted, so a run without them, or one that is explained in spite of them, is true.
+    They can only add to it. So a run counts if it has none, or if the ledgers explain it all the same.
     """
     for _ in range(ATTEMPTS):
         parts, failure = _in_process(namespaces, function, *args)
@@ -236,32 +227,31 @@ LAYOUT = Layout(TENSORS)
 
 
 def _vector(rank: int) -> Tensor:
-    """`[ELEMENTS]`, of which only a part is not zero, so that a payload of a fifth of the elements has to be padded."""
+    """`[ELEMENTS]`, mostly zeros: a payload with room for a fifth of the elements has to be padded."""
     vector = torch.zeros(ELEMENTS)
     vector[torch.arange(NON_ZERO) * 10] = torch.randn(NON_ZERO, generator=torch.Generator().manual_seed(rank))
     return vector
 
 
 class Traffic(NamedTuple):
-    """Something that sends, and the bytes that one rank hands over in one round by the sizes of what it sends."""
+    """Something that sends, and the bytes that one rank hands over in a round, computed from the tensors' sizes."""
 
     sender: Callable[[Wire, Tensor], object] | Exchange
     handed_bytes: int
     gathers: bool = False
-    pairs: bool = False
 
     def send(self, wire: Wire, vector: Tensor, step: int) -> None:
         if isinstance(self.sender, Exchange):
-            round = Round(LAYOUT, step, rank=wire.rank, world_size=wire.world_size)
-            self.sender.run(Outgoing(vector, [True] * len(TENSORS)), round, wire)
+            context = Round(LAYOUT, step, rank=wire.rank, world_size=wire.world_size)
+            x = Vector(vector, [True] * len(TENSORS))
+            self.sender.prepare(x, context, wire)
+            self.sender.exchange(x, context, wire)
+            self.sender.commit()
         else:
             self.sender(wire, vector)
 
     def link_bytes(self, world_size: int) -> float:
-        """What all ranks put on the link together in one round."""
-        if self.pairs:
-            # Two swap, three hand over and give back besides, four swap twice each.
-            return {2: 2, 3: 4, 4: 8}[world_size] * self.handed_bytes
+        """The bytes that all ranks together put on the link in one round."""
         factor = world_size if self.gathers else 2
         return factor * (world_size - 1) * self.handed_bytes
 
@@ -270,8 +260,8 @@ def _reduce_in_background(wire: Wire, vector: Tensor) -> None:
     wire.all_reduce_future(vector.clone()).wait()
 
 
-# DenseAllReduce sends one number more for each tensor; a Gather's payload is padded to the bound of a fifth of
-# the elements, with room for one bit for each tensor (1 byte).
+# DenseAllReduce sends one more number for each tensor. A Gather's payload is padded to its bound, a fifth of the
+# elements and one bit for each tensor (1 byte).
 DENSE = ELEMENTS + len(TENSORS)
 PADDED_BYTES = PAYLOAD_HEADER_BYTES + ELEMENT_BYTES * ELEMENTS // 5 + 1
 TRAFFIC = {
@@ -285,15 +275,13 @@ TRAFFIC = {
     "sketched_top_k": Traffic(SketchedTopK(0.1, columns=6000, candidates=2), 4 * (5 * 6000 + 2 + 12_000)),
     # No block of 90 elements is zero.
     "blocks": Traffic(BlockReduce(), 4 * ELEMENTS + (600 + 24 + 2 * 2 + 7) // 8),
-    # All ranks hold the same positions. Before each payload its length.
-    "recursive_doubling": Traffic(RecursiveDoubling(TopK(0.5)), 8 + PAYLOAD_HEADER_BYTES + 8 * NON_ZERO, pairs=True),
 }
-NOT_QUICK = ("sketched_top_k", "blocks", "recursive_doubling")
+NOT_QUICK = ("sketched_top_k", "blocks")
 
 
 def _send_rounds(rank: int, name: str, barrier: Barrier) -> Span:
     traffic, wire, vector = TRAFFIC[name], Wire(), _vector(rank)
-    # Connections are made in a first round.
+    # The first round makes the connections.
     traffic.send(wire, vector, 0)
     sent = Sent.of(wire.ledger)
     barrier.wait(30)
@@ -329,7 +317,7 @@ BROADCAST = bytes(range(256)) * 100
 
 
 class Model(pl.LightningModule):
-    """A million parameters, buffers that DDP broadcasts, and what a user may send besides."""
+    """A million parameters, buffers that DDP broadcasts, and collectives of the user's own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -359,7 +347,7 @@ class Model(pl.LightningModule):
 
 
 class Reader(pl.Callback):
-    """Reads ledgers and counters where all ranks are silent: before fit, when it is set up, and when it has trained."""
+    """Reads ledgers and counters while no rank sends: before fit, after set-up, and after training."""
 
     def __init__(self, ranks: int) -> None:
         self.barrier = FORK.Barrier(ranks)
@@ -382,7 +370,7 @@ class Reader(pl.Callback):
 
 def _fit(tmp_path: Path, strategy: str | Method) -> list[list[Span]]:
     """The spans of the two ranks, for set-up and for training."""
-    # Lightning advises on workers, devices and logging.
+    # Lightning gives advice on workers, devices and logging.
     warnings.simplefilter("ignore")
     reader = Reader(2)
     trainer = pl.Trainer(
@@ -419,13 +407,13 @@ def test_the_rows_explain_a_training_run(tmp_path: Path, namespaces: bool, strat
     tensors = len(list(model.parameters()))
     buffer_bytes = sum(buffer.nbytes for buffer in model.buffers())
     if strategy == "sparsecomm_gradient_dropping_fork":
-        # 16-bit run lengths, room for an escape in every 65,535 zeros, and float32 values.
+        # 16-bit run lengths, room for an escape for every 65,535 zeros, and float32 values.
         elements = round(0.01 * parameters)
         escapes = (parameters - elements) // 65_535
         payload_bytes = PAYLOAD_HEADER_BYTES + 6 * elements + 2 * escapes + (tensors + 7) // 8
         gradient_bytes = payload_bytes
     else:
-        # An all-reduce among two sends as many bytes from each as each hands over.
+        # In an all-reduce of two ranks, each sends as many bytes as it hands over.
         gradient_bytes = FLOAT_BYTES * parameters
     expected = {GRADIENTS: gradient_bytes, DDP_BUFFERS: buffer_bytes / 2}
     if isinstance(strategy, Method):
@@ -433,9 +421,9 @@ def test_the_rows_explain_a_training_run(tmp_path: Path, namespaces: bool, strat
     for before, during in zip(setup, training):
         assert before.sent.link_bytes[DDP_SETUP] == (FLOAT_BYTES * parameters + buffer_bytes) / 2
         rows = {row: count for row, count in during.sent.link_bytes.items() if count}
-        # One gathered tensor, half a broadcast, and a few bytes of Lightning's own in each step.
+        # In each step: a gathered tensor, half a broadcast, and a few bytes of Lightning itself.
         users_bytes = FLOAT_BYTES * LOGGED + len(BROADCAST) / 2
         assert rows.pop(LIGHTNING) == pytest.approx(STEPS * users_bytes, rel=0.01)
-        # Once, when training ends: a digest of all weights, gathered from both.
+        # Once, at the end of training: both ranks gather a digest of all weights.
         assert rows.pop(COMPARISON) == 32
         assert rows == {row: STEPS * count for row, count in expected.items()}

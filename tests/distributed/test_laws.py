@@ -1,4 +1,4 @@
-"""The laws, for every method, in every way of using DDP, on Gloo with two and three processes."""
+"""The laws for each method and each way of using DDP, on Gloo with two and three processes."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -6,13 +6,16 @@ from typing import Any
 
 import pytest
 
-from lightning_sparsecomm.method import Method
+from lightning_sparsecomm.basis.parts import parts_in
+from lightning_sparsecomm.codecs.selectors.candidates import HintedSelector
+from lightning_sparsecomm.exchange import SparseExchange
 from lightning_sparsecomm.methods import dense, dgc, gradient_dropping, s2_reducer, sketched_sgd
+from lightning_sparsecomm.sharing import GradientSync, Method
 from tests import laws
-from tests.distributed.recording import recorded
-from tests.distributed.scenarios import SCENARIOS, fit, without_momentum
+from tests.distributed.recording import Recording, recorded
+from tests.distributed.scenarios import SCENARIOS, Classifier, Scenario, fit, without_momentum
 
-# One of each kind; the others run with the slow tests.
+# One scenario of each kind. The others run with the slow tests.
 KINDS = ("plain", "accumulation", "batch_norm", "adversarial", "several_backwards", "unused_on_one_rank", "bf16_mixed")
 
 
@@ -20,7 +23,7 @@ def quick_and_slow(names: Iterable[str], quick: Sequence[str] = KINDS) -> list[A
     return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in names]
 
 
-# How many ranks there are matters to what is added up, not to how ddp is used.
+# The number of ranks changes sums, but not how ddp is used.
 WITH_THREE = ("plain", "unused_on_one_rank")
 SIZES = [
     pytest.param(*each.values, ranks, marks=each.marks)
@@ -45,7 +48,7 @@ def test_full_density_equals_ddp(tmp_path: Path, name: str, world_size: int) -> 
     laws.replicas_are_equal(ours)
 
     ours = fit(tmp_path / "sparse", scenario, world_size, gradient_dropping(density=1.0))
-    # Buffers too, on every rank: they are broadcast from the first when ddp would.
+    # Buffers too, on every rank: rank 0 broadcasts them whenever ddp would.
     for rank in range(world_size):
         laws.equal_to_round_off(ours[rank], ddp[rank], scenario.tolerance)
     laws.replicas_are_equal(ours)
@@ -59,7 +62,7 @@ METHODS: dict[str, Method] = {
     "sketched_sgd": sketched_sgd(0.05, columns=40, candidates=4, momentum_correction=False, momentum_masking=False),
 }
 
-# Each rank's own gradient is clipped, not the mean, so that two scenarios are another training; by value it is refused.
+# dgc clips each rank's own gradient, and not the mean, so two scenarios train differently. It refuses to clip by value.
 NOT_CLIPPING = [name for name in SCENARIOS if name not in ("clip_norm", "clip_value", "several_backwards")]
 
 
@@ -72,14 +75,14 @@ def test_dgc_at_full_density_equals_ddp(tmp_path: Path, name: str) -> None:
     laws.trained(scenario.model().state_dict(), ours[0])
     laws.replicas_are_equal(ours)
     for rank in range(world_size):
-        # Where one rank has no gradient for a parameter its velocity rests, and ddp's goes on with the others' mean.
+        # A rank without a gradient leaves its velocity alone, while ddp's takes in the mean of the others.
         if name != "unused_on_one_rank":
             laws.equal_to_round_off(ours[rank], ddp[rank], scenario.tolerance)
 
 
 @pytest.mark.parametrize("name", quick_and_slow(name for name in SCENARIOS if name != "clip_value"))
 def test_dgc_obeys_the_laws(tmp_path: Path, name: str) -> None:
-    """Without momentum, what is sent plus the residual is the sum of the rank's gradients, unless clipped."""
+    """Without momentum and clipping, what is sent plus the residual is the sum of the rank's gradients."""
     scenario = SCENARIOS[name]
     ranks = fit(tmp_path, scenario, 3, recorded(dgc(density=0.05, warmup_steps=8)), model=without_momentum(scenario))
     laws.trained(scenario.model().state_dict(), ranks[0])
@@ -108,3 +111,22 @@ def test_sparse_methods_obey_the_laws(tmp_path: Path, name: str, method: str) ->
     laws.shared_is_bit_equal(ranks)
     for rank in ranks:
         laws.sent_plus_residual_is_compensated(rank, memory=-1)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_recorder_hides_nothing(tmp_path: Path, name: str) -> None:
+    """So the laws hold for what users run: overlap, candidates noted by memories, sparse vectors."""
+    plain, noting = METHODS[name], recorded(METHODS[name])
+    for ours, theirs in zip(noting.syncs, plain.syncs, strict=True):
+        assert isinstance(ours, GradientSync) and isinstance(theirs, GradientSync)
+        mine, other = ours.channel.exchange, theirs.channel.exchange
+        assert isinstance(mine, Recording)
+        assert mine.overlaps == other.overlaps
+        assert isinstance(mine, SparseExchange) == isinstance(other, SparseExchange)
+        selectors = [list(parts_in(each, HintedSelector)) for each in (mine, other)]  # type: ignore[type-abstract]
+        assert selectors[0] == selectors[1]
+    scenario = Scenario(Classifier, steps=6)
+    both = [fit(tmp_path / str(index), scenario, 2, method)[0] for index, method in enumerate((noting, plain))]
+    laws.bit_equal(*both)
+    counted = [(ending["ledger"].rows, ending["ledger"].sent_elements) for ending in both]
+    assert counted[0] == counted[1]

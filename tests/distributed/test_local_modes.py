@@ -1,4 +1,4 @@
-"""Replicas that go apart: averaged now and then, one model where they are measured or saved, and one in the end."""
+"""Replicas that drift: averaged now and then, and one model whenever they are validated or saved, and at the end."""
 
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_sparsecomm import ParameterAveraging
-from lightning_sparsecomm.method import Method
 from lightning_sparsecomm.methods import dgc, gradient_dropping
+from lightning_sparsecomm.sharing import Method
 from tests import laws
 from tests.distributed.scenarios import FEATURES, Classifier, Scenario, fit
 
@@ -20,7 +20,7 @@ PARTIAL = {"density": 0.05, "local": "partial"}
 
 
 class Measured(Classifier):
-    """Validates, and notes on each rank the sum of the weights that training and validation see."""
+    """Validates. Each rank notes the sum of the weights in training and in validation."""
 
     def __init__(self) -> None:
         super().__init__(batch_norm=True)
@@ -71,19 +71,19 @@ def test_measuring_and_saving_never_change_training(tmp_path: Path, local: str) 
     watched = measured(tmp_path / "watched", method, saver, **often)
     for ours, theirs in zip(watched, plain, strict=True):
         assert ours["trained"] == theirs["trained"]
-    # Buffers too, but for those of other ranks, to which ddp broadcasts the first's whenever it validates.
+    # Buffers too, on rank 0: on the others, ddp overwrites them with rank 0's whenever it validates.
     laws.bit_equal(watched[0], plain[0])
-    # Apart while they train, but for every fourth step; one while they are measured, and one in the end.
+    # Ranks are equal after every fourth step only. They validate one model, and end with one.
     assert [a == b for a, b in zip(plain[0]["trained"], plain[1]["trained"])] == [i % 4 == 3 for i in range(10)]
     assert watched[0]["validated"] == watched[1]["validated"]
     laws.replicas_are_equal(plain)
-    # The sanity check measures replicas that are equal yet, and averages nothing.
+    # The sanity check finds replicas that are still equal, and averages nothing.
     averages = 10 // 4 + 1
     parameters = 4 * sum(p.numel() for p in Measured().parameters())
     assert plain[0]["parameters_bytes"] == averages * parameters + asked_at_the_end(Measured())
     assert len(watched[0]["validated"]) == 1 + 10
 
-    # What is saved is the average of what both ranks go on with.
+    # A checkpoint holds the average of what both ranks continue with.
     for path in (tmp_path / "saved").glob("*.ckpt"):
         checkpoint = torch.load(path, weights_only=False)
         state, step = checkpoint["state_dict"], checkpoint["global_step"]
@@ -96,7 +96,7 @@ def test_measuring_and_saving_never_change_training(tmp_path: Path, local: str) 
 def test_buffers_are_averaged_if_asked_for(tmp_path: Path) -> None:
     for buffers in (False, True):
         method = gradient_dropping(**PARTIAL, average_every=2, average_buffers=buffers)
-        # Else ddp broadcasts them from the first rank before every forward pass.
+        # Otherwise ddp broadcasts them from rank 0 before every forward pass.
         folder = tmp_path / str(buffers)
         scenario = Scenario(Measured, strategy={"broadcast_buffers": False}, steps=4)
         fit(folder, scenario, 2, method, (Notes(folder),), limit_val_batches=0)
@@ -107,18 +107,18 @@ def test_buffers_are_averaged_if_asked_for(tmp_path: Path) -> None:
 
 
 def test_parameter_averaging_with_any_method(tmp_path: Path) -> None:
-    """In the place of what the method says; replicas that are equal stay equal."""
+    """It replaces the method's own averaging. Replicas that are equal stay equal."""
     apart = gradient_dropping(**PARTIAL, average_every=1000)
     ranks = measured(tmp_path / "apart", apart, ParameterAveraging(every=5))
     assert [a == b for a, b in zip(ranks[0]["trained"], ranks[1]["trained"])] == [i % 5 == 4 for i in range(10)]
     together = measured(tmp_path / "together", dgc(0.1, warmup_steps=0), ParameterAveraging(every=3))
     assert together[0]["trained"] == together[1]["trained"]
-    # Replicas that cannot differ are not averaged again for the end.
+    # Replicas that cannot differ are not averaged again at the end.
     assert together[0]["parameters_bytes"] == 3 * 4 * sum(p.numel() for p in Measured().parameters())
 
 
 def asked_at_the_end(model: pl.LightningModule) -> int:
-    """Bytes by which ranks learn whether anyone has changed a tensor after they were made one: four for each."""
+    """Bytes with which ranks ask, at the end, whether anyone has changed a tensor: four for each."""
     floating = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.is_floating_point()]
     return 4 * len(floating)
 
@@ -146,13 +146,13 @@ def test_each_optimizer_has_its_own_count_of_steps(tmp_path: Path) -> None:
     scenario = Scenario(TwoOptimizers, steps=9)
     method = gradient_dropping(0.2, local="partial", average_every=2)
     ranks = fit(tmp_path, scenario, 2, method)
-    # Six batches: six steps of the first, three of the second; and both once in the end.
+    # Six batches: six steps of the first optimizer, three of the second. Both average once more at the end.
     first, second = (4 * sum(p.numel() for p in part.parameters()) for part in TwoOptimizers().parts)
     assert ranks[0]["ledger"].handed_bytes("parameters") == (3 + 1) * first + (1 + 1) * second
 
 
 class SavesAlone(pl.Callback):
-    """As the first rank does after an error of its own, when the others may never come."""
+    """Saves on rank 0 alone, as it does after an error, when the other ranks may never join."""
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 3 and trainer.is_global_zero:

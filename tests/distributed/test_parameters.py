@@ -1,9 +1,10 @@
-"""Parameters that come late, get no gradient, or lie in memory in another order."""
+"""Parameters that train later, get no gradient, or are not row-major in memory."""
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
@@ -11,22 +12,21 @@ from pytorch_lightning.callbacks import BackboneFinetuning
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from lightning_sparsecomm.channel import Channel
-from lightning_sparsecomm.codecs import SparseCodec, TopK
-from lightning_sparsecomm.exchange import DenseAllReduce, Exchange, Gather
-from lightning_sparsecomm.gradients import write_gradients
-from lightning_sparsecomm.layout import Layout
-from lightning_sparsecomm.local_mode import LOCAL_MODES
-from lightning_sparsecomm.memory import ErrorFeedback
-from lightning_sparsecomm.method import Method
+from lightning_sparsecomm.basis.layout import Layout, Vector
+from lightning_sparsecomm.basis.rounds import Round
+from lightning_sparsecomm.basis.schedules import Schedule
+from lightning_sparsecomm.basis.wire import Wire
+from lightning_sparsecomm.channel import Channel, ErrorFeedback
+from lightning_sparsecomm.codecs import Compressor, PayloadError, SparseCodec, TopK
+from lightning_sparsecomm.exchange import DenseAllReduce, Exchange, Gather, PlainExchange
 from lightning_sparsecomm.methods import dense, gradient_dropping
-from lightning_sparsecomm.rounds import Round
-from lightning_sparsecomm.schedules import Schedule
-from lightning_sparsecomm.wire import Wire
+from lightning_sparsecomm.sharing import GradientSync, Method
+from lightning_sparsecomm.sharing.gradients import write_gradients
+from lightning_sparsecomm.sharing.local_mode import LOCAL_MODES
 from tests import laws
 from tests.distributed.launch import run_ranks
 from tests.distributed.recording import recorded
-from tests.distributed.scenarios import CLASSES, FEATURES, RecordingSGD, Scenario, fit
+from tests.distributed.scenarios import CLASSES, FEATURES, SCENARIOS, RecordingSGD, Scenario, fit
 
 
 class Finetuned(pl.LightningModule):
@@ -44,7 +44,7 @@ class Finetuned(pl.LightningModule):
 
 
 class RecordUnfrozen(BackboneFinetuning):
-    """Also lets the recording optimizer see the gradients of what is unfrozen."""
+    """Also lets the recording optimizer see the gradients of unfrozen parameters."""
 
     def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
         super().finetune_function(pl_module, epoch, optimizer)
@@ -70,12 +70,12 @@ def test_unfrozen_parameters_join_on_all_ranks(tmp_path: Path, method: Method) -
     start = Finetuned().state_dict()
     assert not torch.equal(start["backbone.0.weight"], ranks[0]["weights"]["backbone.0.weight"])
     laws.replicas_are_equal(ranks)
-    if ranks[0]["syncs"][0]:
+    if not isinstance(method, dense):
         laws.shared_is_bit_equal(ranks)
-        residuals = ranks[0]["syncs"][0][0]["state"][0]
+        residuals = ranks[0]["syncs"][0][0]["state"][0]["residual"]
         assert {"backbone.0.weight", "head.weight"} <= residuals.keys()
         if len(ranks[0]["syncs"]) == 1:
-            # The layout has grown since the first steps, so what was sent then is laid out anew.
+            # The layout has grown after the first epoch, and with it what is sent.
             assert {len(sent.dense()) for sent in ranks[0]["syncs"][0][0]["sent"]} == {85, 85 + 208}
 
 
@@ -93,19 +93,19 @@ def _missing(rank: int, exchange: Exchange) -> dict[str, Any]:
         parts: list[Any] = [torch.randn(40, generator=generator), torch.randn(8, 5, generator=generator), None]
         if step in (2, 3) and (rank == 1 or step == 3):
             parts[1] = None
-            before = channel.memories[0].state_dict()["sometimes"].clone()
+            before = channel.memories[0].state_dict()["residual"]["sometimes"].clone()
         for view, part in zip(LAYOUT.views(consumed), parts):
             if part is not None:
                 view += part
-        round = Round(LAYOUT, step, rank=rank, world_size=wire.world_size)
-        exchanged = channel.reduce(parts, round, wire)
+        context = Round(LAYOUT, step, rank=rank, world_size=wire.world_size)
+        exchanged = channel.reduce(parts, context, wire)
         sent = exchanged.sent
         sent_sum += sent if isinstance(sent, Tensor) else sent.dense()
         result["present"].append(list(exchanged.present))
         if parts[1] is None:
-            result["kept"] &= torch.equal(before, channel.memories[0].state_dict()["sometimes"])
+            result["kept"] &= torch.equal(before, channel.memories[0].state_dict()["residual"]["sometimes"])
             assert not (sent if isinstance(sent, Tensor) else sent.dense())[40:80].any()
-    residual = torch.cat([t.flatten() for t in channel.memories[0].state_dict().values()])
+    residual = torch.cat([t.flatten() for t in channel.memories[0].state_dict()["residual"].values()])
     torch.testing.assert_close(sent_sum + residual, consumed, rtol=0, atol=1e-5)
     return result
 
@@ -117,8 +117,109 @@ def test_a_missing_gradient_keeps_its_residual(tmp_path: Path, exchange: Exchang
         assert result["present"] == [[True, step != 3, False] for step in range(6)]
 
 
+class OneScale(Compressor):
+    """A sign for each element and one scale for all. It decodes a zero to the scale."""
+
+    def encode(self, x: Vector, context: Round) -> Tensor:
+        scale = x.values.abs().mean().float().view(1)
+        return torch.cat([scale.view(torch.uint8), (x.values >= 0).to(torch.uint8)])
+
+    def decode(self, payload: Tensor, size: int) -> Tensor:
+        if payload.numel() != 4 + size:
+            raise PayloadError(f"length is {payload.numel()}, expected {4 + size}")
+        return payload[:4].view(torch.float32) * (payload[4:].float() * 2 - 1)
+
+
+class Shifted(Compressor):
+    """Everything, with an error. Longer than an all-reduce of the vector, which `Gather` then makes instead."""
+
+    def encode(self, x: Vector, context: Round) -> Tensor:
+        return (x.values + 0.41).double().view(torch.uint8)
+
+    def decode(self, payload: Tensor, size: int) -> Tensor:
+        if payload.numel() != 8 * size:
+            raise PayloadError(f"length is {payload.numel()}, expected {8 * size}")
+        return payload.view(torch.float64)
+
+
+class Approximation(PlainExchange):
+    """Shares the signs of the mean. As in PowerSGD, memories forget what is shared: one tensor serves as both."""
+
+    def reduce(self, x: Vector, context: Round, wire: Wire) -> tuple[Tensor, Tensor]:
+        mean = wire.all_reduce_(x.values / wire.world_size)
+        shared = mean.abs().mean() * torch.where(mean >= 0, 1.0, -1.0)
+        return shared, shared
+
+
+DENSE: dict[str, Exchange] = {
+    "one scale": Gather(OneScale()),
+    "reduced": Gather(Shifted()),
+    "plain": Approximation(),
+}
+
+
+def _absent(rank: int, exchange: Exchange) -> dict[str, Any]:
+    """Six rounds, in which one rank or another has no gradient for `sometimes`, and none has one for `never`."""
+    wire = Wire()
+    channel = Channel(exchange, [ErrorFeedback()])
+    channel.bind(LAYOUT, torch.float32, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(rank)
+    held = channel.memories[0].state_dict()["residual"]
+    consumed, sent_sum = torch.zeros(LAYOUT.size), torch.zeros(LAYOUT.size)
+    result: dict[str, Any] = {"shared": [], "sent": [], "present": []}
+    for step in range(6):
+        absent = step % 3 == rank or step == 4
+        own = [torch.randn(40, generator=generator), torch.randn(8, 5, generator=generator), None]
+        parts = [own[0], None if absent else own[1], None]
+        before = held["sometimes"].clone()
+        for view, part in zip(LAYOUT.views(consumed), parts):
+            if part is not None:
+                view += part
+        exchanged = channel.reduce(parts, Round(LAYOUT, step, rank=rank, world_size=wire.world_size), wire)
+        shared, sent = (x if isinstance(x, Tensor) else x.dense() for x in (exchanged.shared, exchanged.sent))
+        assert sent[:40].all(), "the compressor sends nothing of its own"
+        if absent:
+            assert not sent[40:80].any()
+            assert torch.equal(held["sometimes"], before)
+        assert not sent[80:].any() and not shared[80:].any()
+        sent_sum += sent
+        result["shared"].append(shared.numpy().copy())
+        result["sent"].append(sent.numpy().copy())
+        result["present"].append(list(exchanged.present))
+    residual = torch.cat([held[segment.name].flatten() for segment in LAYOUT.segments])
+    torch.testing.assert_close(sent_sum + residual, consumed, rtol=0, atol=1e-5)
+    return result
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_a_dense_decoding_sends_nothing_for_a_missing_gradient(tmp_path: Path, name: str) -> None:
+    ranks = run_ranks(tmp_path, 3, _absent, DENSE[name])
+    for step in range(6):
+        # In step 4 no rank has it.
+        assert [rank["present"][step] for rank in ranks] == [[True, step != 4, False]] * 3
+        for rank in ranks:
+            assert rank["shared"][step].tobytes() == ranks[0]["shared"][step].tobytes(), "not bit-equal"
+        assert ranks[0]["shared"][step][40:80].any() == (step != 4)
+        if name != "plain":
+            # A rank without a gradient counts as zero.
+            mean = np.mean([rank["sent"][step] for rank in ranks], axis=0)
+            np.testing.assert_allclose(ranks[0]["shared"][step], mean, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_a_dense_decoding_obeys_the_laws(tmp_path: Path, name: str) -> None:
+    scenario = SCENARIOS["unused_on_one_rank"]
+    method = Method([GradientSync(Channel(DENSE[name], [ErrorFeedback()]))])
+    ranks = fit(tmp_path, scenario, 3, recorded(method))
+    laws.trained(scenario.model().state_dict(), ranks[0])
+    laws.replicas_are_equal(ranks)
+    laws.shared_is_bit_equal(ranks)
+    for rank in ranks:
+        laws.sent_plus_residual_is_compensated(rank)
+
+
 def _missing_weights(rank: int) -> list[Any]:
-    """Adam with weight decay would move a parameter whose gradient is zero, and leaves one alone whose is None."""
+    """Adam with weight decay moves a parameter whose gradient is zero, but not one whose gradient is None."""
     parameters = [nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))]
     if rank == 0:
         parameters[0].grad = torch.ones(4)
@@ -126,8 +227,8 @@ def _missing_weights(rank: int) -> list[Any]:
     channel = Channel(Gather(SparseCodec(TopK(1.0))))
     channel.bind(layout, torch.float32, torch.device("cpu"))
     wire = Wire()
-    round = Round(layout, rank=rank, world_size=wire.world_size)
-    exchanged = channel.reduce([p.grad for p in parameters], round, wire)
+    context = Round(layout, rank=rank, world_size=wire.world_size)
+    exchanged = channel.reduce([p.grad for p in parameters], context, wire)
     write_gradients(
         [("a", parameters[0]), ("b", parameters[1])], exchanged, layout, LOCAL_MODES["none"], wire.world_size
     )
@@ -152,7 +253,7 @@ def test_a_schedule_sees_steps_and_epochs_with_fraction(tmp_path: Path) -> None:
 
 
 class Wrapping(torch.optim.Optimizer):
-    """Keeps another optimizer as Lightning's wrappers do, and is itself what is stepped."""
+    """Wraps another optimizer, as Lightning's wrappers do, and is stepped itself."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -179,7 +280,7 @@ def test_an_optimizer_inside_another_is_exchanged_once(tmp_path: Path) -> None:
 
 
 class ChannelsLast(pl.LightningModule):
-    """Gradients of channels-last weights do not lie in memory in row-major order."""
+    """Gradients of channels-last weights are not row-major in memory."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Precisions without a loss scaler: methods train, replicas stay equal, and memories are float32, or wider."""
+"""Precisions without a loss scaler: methods train, replicas stay equal, and memories are float32 or wider."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from tests import laws
 from tests.distributed.scaled import METHODS, WITHOUT_MEMORY, diaries, finite, same, tensors, with_diary
 from tests.distributed.scenarios import Classifier, Scenario, Training, fit_several
 
-# Of weights and memories, and a dtype that could not hold what memories do.
+# The dtype of weights, that of memories, and one that is too narrow for what memories hold.
 DTYPES = {
     "bf16-mixed": (torch.float32, torch.float32, torch.bfloat16),
     "bf16-true": (torch.bfloat16, torch.float32, torch.bfloat16),
@@ -19,7 +19,7 @@ DTYPES = {
 }
 
 
-# Those whose kernels for float64 other tests compile too; the sketches' take long.
+# Other tests compile the float64 kernels of these too. Those of sketches take long to compile.
 COMPILED = ("dense", "gradient_dropping", "dgc", "federated_averaging")
 
 

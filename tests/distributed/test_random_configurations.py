@@ -1,4 +1,4 @@
-"""Random combinations of model, method, precision, accumulation, clipping and optimizer: none hangs, none drifts."""
+"""Random combinations of model, method, precision, accumulation, clipping and optimizer neither hang nor drift."""
 
 import random
 import signal
@@ -17,14 +17,14 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sparsecomm import ParameterAveraging, SparsityWarmup, methods
-from lightning_sparsecomm.method import Method
+from lightning_sparsecomm.sharing import Method
 from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
 from tests.distributed.launch import QUIET, run_ranks
 from tests.distributed.test_resume import outside_launcher
 
 WORDS, WIDTH, CLASSES, BATCH, STEPS = 30, 8, 4, 4, 6
 SECONDS = 40
-"""The deadline of each configuration, on a busy machine; most take half a second."""
+"""Seconds after which a configuration counts as hanging. Most take half a second."""
 
 
 OPTIMIZERS = [
@@ -40,7 +40,7 @@ OPTIMIZERS = [
 
 
 class Model(pl.LightningModule):
-    """Embeds words, and classifies their mean."""
+    """Classifies the mean of embedded words."""
 
     def __init__(self, drawn: random.Random) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Model(pl.LightningModule):
             self.side.requires_grad_(False)
         self.make_optimizer = drawn.choice(OPTIMIZERS)
         if self.what["sparse"]:
-            # Few of torch's optimizers take sparse gradients, and its clipping does not.
+            # Few of torch's optimizers take sparse gradients, and its clipping takes none.
             self.make_optimizer = OPTIMIZERS[0]
         self.automatic_optimization = not self.what["two"]
 
@@ -103,7 +103,7 @@ class Model(pl.LightningModule):
 
 
 def method_of(drawn: random.Random) -> Method:
-    """Any recipe, with options of its own."""
+    """A recipe with random options."""
     density, every = drawn.choice([1.0, 0.3, 0.05]), drawn.choice([1, 2, 4])
     recipes = [
         lambda: methods.dense(drawn.choice(["same", "bfloat16"])),
@@ -133,8 +133,8 @@ def _precision(drawn: random.Random) -> dict[str, Any]:
 
 
 def _train(number: int, rank: int, world_size: int) -> tuple[str, str, str]:
-    """One configuration: its name, how it ended, and the bits it ended with."""
-    # The same draws on all ranks.
+    """Trains one configuration. Returns its name, how it ended, and the bits of its weights."""
+    # All ranks draw the same.
     drawn = random.Random(number)
     torch.manual_seed(number)
     described = ""
@@ -168,7 +168,7 @@ def _train(number: int, rank: int, world_size: int) -> tuple[str, str, str]:
         data = TensorDataset(x, torch.randint(CLASSES, (len(x),), generator=generator))
         trainer.fit(model, DataLoader(data, batch_size=BATCH), DataLoader(data, batch_size=BATCH, sampler=range(8)))
     except (ValueError, TypeError) as error:
-        # Refused before anything was trained, with words of ours: on all ranks alike.
+        # Refused by us, before anything was trained, and equally on all ranks.
         return described, f"refused: {type(error).__name__}: {error}", ""
     except BaseException:
         return described, "failed: " + traceback.format_exc(limit=-4), ""
@@ -183,7 +183,7 @@ def _configurations(rank: int, world_size: int, numbers: list[int]) -> list[tupl
     outside_launcher(rank, world_size)
     ends = []
     for number in numbers:
-        # Ends the process: a collective that waits for ever does not listen to Python.
+        # Ends the process, since Python code does not run while a collective waits.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(SECONDS)
         with warnings.catch_warnings():
@@ -218,5 +218,5 @@ def test_some(tmp_path: Path) -> None:
 def test_two_hundred(world_size: int, tmp_path: Path) -> None:
     numbers = [number for number in range(201) if number % 3 == world_size - 2]
     trained = sum(_all_end_alike(tmp_path, world_size, numbers[i : i + 10]) for i in range(0, len(numbers), 10))
-    # Most are none that a method refuses.
+    # Methods refuse only a few of them.
     assert trained >= len(numbers) // 2

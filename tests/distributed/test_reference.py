@@ -1,4 +1,4 @@
-"""Step by step on three ranks, a method equals its naive reference, which is written from the paper."""
+"""On three ranks, each step of a method equals a naive reference written from the paper."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_sparsecomm.method import Method
+from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.methods import dgc, gradient_dropping
-from lightning_sparsecomm.synchronizer import Synchronizer
-from lightning_sparsecomm.wire import Wire
+from lightning_sparsecomm.run.engine import Engine
+from lightning_sparsecomm.sharing import Method
 from tests.distributed.launch import run_ranks
 from tests.reference.dgc import DeepGradientCompression
 from tests.reference.gradient_dropping import GradientDropping
@@ -33,14 +33,14 @@ def starting_weights() -> np.ndarray:
 
 
 def gradients_of(rank: int) -> list[np.ndarray]:
-    """A rank's own gradients, of very different scales, at each step."""
+    """A rank's own gradients in each step. Their scales differ widely."""
     random = np.random.default_rng(rank)
     scales = np.repeat([1.0, 0.01, 30.0, 0.1], SIZES)
     return [(random.standard_normal(sum(SIZES)) * scales).astype(np.float32) for _ in range(STEPS)]
 
 
 class Trained(NamedTuple):
-    """What a rank has after each step: the gradient its optimizer saw, its memories, its weights."""
+    """After each step: the gradient that a rank's optimizer saw, its memories, and its weights."""
 
     seen: list[np.ndarray]
     memories: list[list[np.ndarray]]
@@ -54,9 +54,9 @@ def _train(
     start = torch.from_numpy(starting_weights())
     for parameter, part in zip(module.parameters(), start.split(SIZES)):
         parameter.data.copy_(part.view(parameter.shape))
-    synchronizer = Synchronizer(method, Wire())
-    synchronizer.add_module(module)
-    synchronizer.check()
+    engine = Engine(method, Wire())
+    engine.registry.add_module(module)
+    engine.registry.check()
     optimizer = (torch.optim.Adam if adam else torch.optim.SGD)(module.parameters(), **options)
     trained = Trained([], [], [])
     for step, gradient in enumerate(gradients_of(rank)):
@@ -64,14 +64,16 @@ def _train(
             parameter.grad = part.clone().view(parameter.shape)
         if momenta is not None:
             optimizer.param_groups[0]["momentum"] = momenta[step]
-        with synchronizer.stepping(optimizer):
-            synchronizer.synchronize(optimizer)
+        with engine.stepping(optimizer):
+            engine.synchronize(optimizer)
             trained.seen.append(flat(p.grad for p in module.parameters()))
             optimizer.step()
-        states = synchronizer.syncs[0].state_dict(0).values()
+        (tracked,) = engine.registry.optimizers
+        # The sync that comes first is the compressed one.
+        states = next(iter(tracked.shares.values())).state_dict().values()
         trained.memories.append([flat(state.values()) for state in states])
         trained.weights.append(flat(p.detach() for p in module.parameters()))
-    synchronizer.close()
+    engine.close()
     return trained
 
 
@@ -124,7 +126,7 @@ def test_a_rank_alone_keeps_its_own_gradient(tmp_path: Path, local: str, density
 @pytest.mark.parametrize("local", ["sum", "partial", "error"])
 @pytest.mark.parametrize("state", [False, True])
 def test_replicas_are_averaged_with_adam(tmp_path: Path, local: str, state: bool) -> None:
-    """Adam written out, on the gradients that the optimizer saw; every 7 steps weights, and state too, are averaged."""
+    """Against Adam written out. Every 7 steps weights are averaged, and with `state` the optimizer's state too."""
     method = gradient_dropping(0.05, local=local, average_every=7, average_optimizer_state=state)
     ranks = run_ranks(tmp_path, WORLD_SIZE, _train, method, {"lr": 0.01}, None, True)
     reference = GradientDropping(WORLD_SIZE, SIZES, 0.05, True, False, local)

@@ -1,4 +1,4 @@
-"""Weights that ranks should share are compared, to the bit: when training ends, and every so many steps if asked."""
+"""Weights that ranks should share are compared, to the bit, at the end of training and every few steps if asked."""
 
 import copy
 import re
@@ -12,19 +12,21 @@ from lightning_fabric import Fabric
 from torch import nn
 
 from lightning_sparsecomm import ReplicaError
-from lightning_sparsecomm.method import Method
+from lightning_sparsecomm.basis.ledger import COMPARISON, OURS
+from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.methods import RECIPES, dense, dgc, federated_averaging, gradient_dropping, sbc, split
+from lightning_sparsecomm.run.engine import Engine
+from lightning_sparsecomm.sharing import Method
+from lightning_sparsecomm.sharing.delta import DeltaShare
 from lightning_sparsecomm.strategies.lightning_fabric import SparseCommStrategy as FabricStrategy
 from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
-from lightning_sparsecomm.synchronizer import Synchronizer
-from lightning_sparsecomm.wire import COMPARISON, OURS, Wire
 from tests.distributed.launch import run_ranks
-from tests.test_errors import Model, refusals
-from tests.test_errors import fit as train
+from tests.frontends.fitting import Model, refusals
+from tests.frontends.fitting import fit as train
 
 
 class Network(nn.Module):
-    """Of several dtypes, shapes and memory formats."""
+    """Parameters of several dtypes, shapes and memory formats."""
 
     def __init__(self, ignored: bool = False) -> None:
         super().__init__()
@@ -38,37 +40,39 @@ class Network(nn.Module):
 
 
 class Run:
-    """One rank's training; gradients are each rank's own."""
+    """One rank's training. Each rank draws gradients of its own."""
 
     def __init__(self, rank: int, method: Method, every: int | None = None, ignored: bool = False) -> None:
         self.module = Network(ignored)
-        self.synchronizer = Synchronizer(copy.deepcopy(method), Wire(), check_replicas_every=every)
-        self.synchronizer.add_module(self.module)
-        self.synchronizer.agree()
+        self.engine = Engine(copy.deepcopy(method), Wire(), check_replicas_every=every)
+        self.engine.registry.add_module(self.module)
+        self.engine.agreement.on_setup()
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1)
-        self.synchronizer.register(self.optimizer)
+        self.engine.register(self.optimizer)
         self.generator = torch.Generator().manual_seed(rank)
 
     def step(self) -> None:
         for parameter in self.module.parameters():
             parameter.grad = torch.randn(parameter.shape, generator=self.generator).to(parameter)
-            if self.synchronizer.buckets is not None:
-                # In the place of DDP's hook.
+            if self.engine.hook is not None:
+                # Instead of DDP's hook.
                 Wire().all_reduce_(parameter.grad)
-        with self.synchronizer.stepping(self.optimizer):
-            self.synchronizer.closure(self.optimizer, lambda: None)()
+        with self.engine.stepping(self.optimizer):
+            self.engine.closure(self.optimizer, lambda: None)()
             self.optimizer.step()
 
     def change(self, name: str) -> None:
         kind, _, name = name.rpartition(" ")
         tensor = self.module.get_parameter(name).detach()
         if kind == "anchor":
-            tensor = next(iter(self.synchronizer.syncs[0]._locals.values())).anchors[name].detach()  # type: ignore[attr-defined]
+            (share,) = self.engine.registry.optimizers[0].shares.values()
+            assert isinstance(share, DeltaShare)
+            tensor = share.anchors[name].detach()
         tensor[(-1,) * tensor.dim()] += 1
 
     def compared(self) -> int:
-        """How often, at 32 bytes each."""
-        rows = self.synchronizer.wire.ledger.rows.get(COMPARISON, {})
+        """How often weights were compared, at 32 bytes each."""
+        rows = self.engine.wire.ledger.rows.get(COMPARISON, {})
         assert all(traffic.handed_bytes == 32 * traffic.calls for traffic in rows.values())
         return sum(traffic.calls for traffic in rows.values())
 
@@ -77,14 +81,14 @@ def local(average_every: int | None) -> Method:
     return gradient_dropping(0.5, local="partial", average_every=average_every)
 
 
-# Method, every how many steps, what is changed, on which of three ranks, after which step, and after which it is seen.
+# Method, check_replicas_every, what is changed, on which of three ranks, after which step, and after which it is found.
 CAUGHT: list[tuple[Method, int, str, tuple[int, ...], int, int]] = [
     (dgc(0.5, warmup_steps=0), 1, "first.weight", (1,), 2, 3),
     (dgc(0.5, warmup_steps=0), 5, "first.bias", (0,), 2, 5),
     (gradient_dropping(0.5), 2, "last.weight", (1, 2), 4, 6),
     (dense(), 3, "scale", (2,), 0, 3),
     (federated_averaging(every=4), 3, "anchor last.weight", (1,), 2, 3),
-    # Its own weights are each rank's own until the exchange, which makes them one again.
+    # Until the exchange makes them equal again, a rank may change its own weights.
     (federated_averaging(every=4), 3, "last.weight", (1,), 2, 0),
     (local(4), 3, "last.weight", (1,), 2, 0),
 ]
@@ -105,7 +109,7 @@ def _catch(rank: int) -> list[str]:
                 message = f"{step + 1}: {error}"
                 break
         messages.append(message)
-        run.synchronizer.close()
+        run.engine.close()
     return messages
 
 
@@ -116,7 +120,7 @@ def test_a_change_on_some_ranks_is_caught(tmp_path: Path) -> None:
     for message, (_, _, name, ranks, _, seen) in zip(results[0], CAUGHT, strict=True):
         words = (
             rf"{seen}: parameter '{name.split()[-1]}' after optimizer step {seen} must be equal on all ranks;"
-            rf" got {digest} on rank{WHO[ranks].format(digest)}\. Look for what changes it on some ranks only, .*"
+            rf" got {digest} on rank{WHO[ranks].format(digest)}\. Look for .* on some ranks only.*"
         )
         assert re.fullmatch(words, message) if seen else not message, message
 
@@ -125,7 +129,7 @@ EQUAL: dict[str, tuple[Method, int, int]] = {name: (recipe(), 1, 12) for name, r
 EQUAL |= {
     "every third": (dgc(0.5, warmup_steps=0), 3, 4),
     "two methods": (split(["first.*"], sbc(0.5, every=2), gradient_dropping(0.5)), 1, 12),
-    # Steps 4, 8 and 12 are averaged: the first average after each third, or sixth, step is compared.
+    # Averages follow steps 4, 8 and 12. The first one after every third, or sixth, step is compared.
     "average after third": (local(4), 3, 3),
     "average after sixth": (local(4), 6, 2),
     "never averaged": (split(["nothing"], dense(), local(100)), 1, 12),
@@ -139,10 +143,10 @@ def _stay_equal(rank: int) -> dict[str, list[int]]:
         for _ in range(12):
             run.step()
         during = run.compared()
-        run.synchronizer.settle()
+        run.engine.settle()
         counts[name] = [during, run.compared() - during]
         assert COMPARISON not in OURS
-        run.synchronizer.close()
+        run.engine.close()
     return counts
 
 
@@ -165,15 +169,15 @@ def _by_default(rank: int) -> str:
     run.step()
     assert run.compared() == 0
     with pytest.raises(ReplicaError) as raised:
-        run.synchronizer.settle()
-    run.synchronizer.close()
-    # DDP is told to leave this one alone.
+        run.engine.settle()
+    run.engine.close()
+    # DDP is told to ignore this one.
     run = Run(rank, gradient_dropping(0.5), 1, ignored=True)
     run.step()
     run.change("scale")
-    run.synchronizer.settle()
+    run.engine.settle()
     assert run.compared() == 2
-    run.synchronizer.close()
+    run.engine.close()
     return str(raised.value)
 
 
@@ -212,7 +216,7 @@ def test_fabric(tmp_path: Path) -> None:
 
 
 class Meddles(pl.Callback):
-    """Changes a weight on the second rank after the second step, or ends training after the third."""
+    """Changes a weight on rank 1 after the second step, and may raise an error after the third."""
 
     def __init__(self, folder: Path, meddles: bool = True, raises: bool = False) -> None:
         self.folder, self.meddles, self.raises = folder, meddles, raises
@@ -235,8 +239,8 @@ class Meddles(pl.Callback):
         self._note(trainer, module)
 
 
-# Check every so many steps, whether an error comes first, after which step the difference is seen, and how many gathers
-# that takes: one each time, and two more where something differs.
+# check_replicas_every, whether an error comes first, the step after which the difference is found, and how many gathers
+# that takes: one for each check, and two more where something differs.
 @pytest.mark.parametrize(
     ("every", "raises", "seen", "calls"),
     [(None, False, 4, 3), (1, False, 3, 2 + 3), (3, False, 3, 3), (4, True, None, 0)],

@@ -1,4 +1,4 @@
-"""A run that is stopped and resumed is the run that was never stopped: weights, memories, counts, to the bit."""
+"""A run that is stopped and resumed equals one that never stopped: weights, memories and counts, to the bit."""
 
 import copy
 import os
@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sparsecomm import ParameterAveraging, SparsityWarmup, methods
-from lightning_sparsecomm.method import Method
+from lightning_sparsecomm.sharing import Method
 from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
 from tests.distributed.launch import QUIET, run_ranks
 
@@ -26,12 +26,12 @@ FEATURES, CLASSES, BATCH, BATCHES = 12, 5, 4, 6
 
 
 class Network(pl.LightningModule):
-    """Buffers, a parameter that only rank 0 uses, a learning rate schedule, and any optimizer."""
+    """Has buffers, a parameter that only rank 0 uses, a learning rate schedule, and any optimizer."""
 
     def __init__(self, adam: bool = False, two: bool = False, nesterov: bool = False, norm: bool = True) -> None:
         super().__init__()
         self.adam, self.two, self.nesterov = adam, two, nesterov
-        # In manual optimization ddp leaves buffers to each rank, and a checkpoint has rank 0's.
+        # In manual optimization ddp does not broadcast buffers, and a checkpoint holds those of rank 0.
         middle = nn.BatchNorm1d(16) if norm and not two else nn.Identity()
         self.body = nn.Sequential(nn.Linear(FEATURES, 16), middle, nn.ReLU())
         self.head = nn.Linear(16, CLASSES)
@@ -71,7 +71,7 @@ class Network(pl.LightningModule):
 
 
 class Watch(pl.Callback):
-    """Takes what a rank holds at the end of the last epoch, before the end of training changes it."""
+    """Notes what a rank holds at the end of the last epoch, before the end of training changes it."""
 
     def __init__(self) -> None:
         self.scales: list[float] = []
@@ -87,11 +87,11 @@ class Watch(pl.Callback):
             "weights": copy.deepcopy(pl_module.state_dict()),
             "optimizers": [copy.deepcopy(optimizer.state_dict()["state"]) for optimizer in trainer.optimizers],
         }
-        # dense() holds nothing, and writes no files.
-        if isinstance(strategy, SparseCommStrategy) and strategy.synchronizer.buckets is None:
-            state = copy.deepcopy(strategy.synchronizer.state_dict())
+        # dense() has no state and writes no files.
+        if isinstance(strategy, SparseCommStrategy) and strategy.engine.hook is None:
+            state = copy.deepcopy(strategy.engine.state.state_dict())
             del state["ledger"]["exchange_seconds"]
-            # What is not the method's is made anew by a run that is resumed.
+            # A resumed run repeats what is not the method's, such as its set-up.
             rows = state["ledger"]["rows"]
             state["ledger"]["rows"] = {row: rows[row] for row in rows if row in ("gradients", "weight updates")}
             self.seen["state"] = state
@@ -99,7 +99,7 @@ class Watch(pl.Callback):
 
 
 def outside_launcher(rank: int, world_size: int) -> None:
-    """Lightning finds the processes made, and joined."""
+    """Tells Lightning that the processes have been started already."""
     os.environ.update(LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
 
 
@@ -113,7 +113,7 @@ def train(
     callbacks: tuple[pl.Callback, ...] = (),
     **options: Any,
 ) -> tuple[pl.Trainer, Watch]:
-    """Trains in processes that are there already; one checkpoint is kept for each epoch, of two."""
+    """Trains in processes that are running already. Keeps a checkpoint for each epoch."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(BATCH * world_size * BATCHES, FEATURES, generator=generator)
     y = torch.randint(CLASSES, (len(x),), generator=generator)
@@ -146,7 +146,7 @@ def train(
 
 
 def differences(one: Any, other: Any, where: str = "") -> list[str]:
-    """Where two nested values are not equal to the bit."""
+    """The places where two nested values are not equal to the bit."""
     if isinstance(one, Tensor):
         same = one.dtype == other.dtype and one.shape == other.shape
         equal = same and one.contiguous().numpy().tobytes() == other.contiguous().numpy().tobytes()
@@ -186,7 +186,7 @@ CASES: dict[str, tuple[Callable[[], Method], dict[str, Any], Callable[[], tuple[
     "sketched_sgd": (lambda: methods.sketched_sgd(density=0.02, columns=40, candidates=2), {}, tuple),
     "s2_reducer": (lambda: methods.s2_reducer(block_size=8), {"adam": True}, tuple),
     "split": (lambda: methods.split(["head.*"], methods.gradient_dropping(0.1), methods.sbc(0.05, every=4)), {}, tuple),
-    # Callbacks that average each rank's own weights over time.
+    # With callbacks that average each rank's own weights over time.
     "sbc, moving average": (
         lambda: methods.sbc(0.02, every=4),
         {"adam": True, "norm": False},
@@ -201,7 +201,7 @@ CASES: dict[str, tuple[Callable[[], Method], dict[str, Any], Callable[[], tuple[
 
 
 def loss_scaler() -> dict[str, Any]:
-    """Doubles the scale every other step, until it overflows on one rank or another."""
+    """A scaler that doubles its scale every other step, until some rank overflows."""
     return {"plugins": [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", 2.0**16, growth_interval=2))]}
 
 
@@ -249,7 +249,7 @@ def _ended_and_resumed(rank: int, folder: Path, names: list[str]) -> dict[str, l
 
 
 def test_a_run_that_is_resumed_with_nothing_left_to_do_ends_all_the_same(tmp_path: Path) -> None:
-    """As a job that is started again after it has ended: Lightning trains nothing, and calls no hook at the end."""
+    """Like a job that is started again after it has ended. Lightning trains nothing, and calls no hook at the end."""
     names = ["sbc", "sbc, two optimizers", "federated_averaging", "diloco", "split", "local gradients, partial"]
     for rank in run_ranks(tmp_path, 2, _ended_and_resumed, tmp_path, names, timeout=110):
         assert rank == {name: [] for name in names}

@@ -1,4 +1,4 @@
-"""Step by step on three ranks, Sketched-SGD and S2 Reducer equal naive references, written from the papers."""
+"""On three ranks, each step of Sketched-SGD and S2 Reducer equals a naive reference written from the papers."""
 
 from pathlib import Path
 from typing import Any
@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from lightning_sparsecomm.layout import Layout
+from lightning_sparsecomm.basis.layout import Layout
+from lightning_sparsecomm.basis.rounds import Round
 from lightning_sparsecomm.methods import s2_reducer, sketched_sgd
-from lightning_sparsecomm.rounds import Round
 from tests.distributed.launch import run_ranks
 from tests.distributed.test_reference import (
     SHAPES,
@@ -54,7 +54,7 @@ class Sketch:
         (3, 60, 4, {}, 0.9),
         (4, 30, 2, {"density": 0.1}, 0.9),
         (1, 20, 3, {"momentum_masking": False, "density": 0.02}, 0.5),
-        # Large enough to miss nothing, and with all elements for candidates.
+        # Large enough to miss nothing, and with all elements as candidates.
         (5, 3000, 1000, {"always_sketch": True}, 0.9),
     ],
 )

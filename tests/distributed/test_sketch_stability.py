@@ -1,4 +1,4 @@
-"""A sketch's error is noise that passes; fed back, it grows from step to step."""
+"""A sketch's error does not build up unless it is fed back. Then it grows from step to step."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -7,43 +7,42 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_sparsecomm.channel import Channel
+from lightning_sparsecomm.basis.layout import Vector
+from lightning_sparsecomm.basis.rounds import Round
+from lightning_sparsecomm.basis.wire import Wire
+from lightning_sparsecomm.channel import Channel, ErrorFeedback
 from lightning_sparsecomm.codecs import TopBlocks
-from lightning_sparsecomm.exchange import BlockReduce, Exchanged, Outgoing
-from lightning_sparsecomm.memory import ErrorFeedback
-from lightning_sparsecomm.method import Method
-from lightning_sparsecomm.rounds import Round
-from lightning_sparsecomm.sync import GradientSync
-from lightning_sparsecomm.synchronizer import Synchronizer
-from lightning_sparsecomm.wire import Wire
+from lightning_sparsecomm.exchange import BlockReduce, Exchanged
+from lightning_sparsecomm.run.engine import Engine
+from lightning_sparsecomm.sharing import GradientSync, Method
 from tests.distributed.launch import run_ranks
 
 STEPS = 300
 
 
 class FeedsBack(BlockReduce):
-    """As one must not do it: the memory forgets the estimate, and keeps what the sketch got wrong."""
+    """The wrong way: memories forget the estimate, and so keep the sketch's error."""
 
-    def run(self, outgoing: Outgoing, round: Round, wire: Wire) -> Exchanged:
-        exchanged = super().run(outgoing, round, wire)
+    def exchange(self, x: Vector, context: Round, wire: Wire) -> Exchanged:
+        exchanged = super().exchange(x, context, wire)
         return exchanged._replace(sent=exchanged.shared)
 
 
 class Course(NamedTuple):
-    """Of 300 steps: the distance from the minimum, and the residual's norm."""
+    """In each step, the distance from the minimum and the norm of the residual."""
 
     distance: list[float]
     residual: list[float]
 
 
 def _descend(rank: int, exchange: BlockReduce) -> Course:
-    """Gradient descent on a quadratic with gradient noise; a matrix, and a table of which a step touches few rows."""
+    """Noisy gradient descent on a quadratic of a matrix and of a table, of which each step touches few rows."""
     generator = torch.Generator().manual_seed(rank)
     module = nn.Module()
     module.weight = nn.Parameter(torch.full((16, 40), 1.0))
     module.table = nn.Parameter(torch.full((100, 16), 1.0))
-    synchronizer = Synchronizer(Method([GradientSync(Channel(exchange, [ErrorFeedback()]))]), Wire())
-    synchronizer.add_module(module)
+    engine = Engine(Method([GradientSync(Channel(exchange, [ErrorFeedback()]))]), Wire())
+    engine.registry.add_module(module)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
     course = Course([], [])
     for _ in range(STEPS):
@@ -52,14 +51,14 @@ def _descend(rank: int, exchange: BlockReduce) -> Course:
         for parameter, mask in ((module.weight, 1.0), (module.table, touched)):
             noise = 0.1 * torch.randn(parameter.shape, generator=generator)
             parameter.grad = mask * (parameter.detach() + noise)
-        with synchronizer.stepping(optimizer):
-            synchronizer.synchronize(optimizer)
+        with engine.stepping(optimizer):
+            engine.synchronize(optimizer)
             optimizer.step()
         course.distance.append(float(torch.cat([p.detach().flatten() for p in module.parameters()]).norm()))
-        course.residual.append(synchronizer.residual_norm())
+        course.residual.append(engine.residual_norm())
         if course.residual[-1] > 1e6:
             break
-    synchronizer.close()
+    engine.close()
     return course
 
 

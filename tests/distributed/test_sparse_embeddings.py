@@ -1,4 +1,4 @@
-"""Embeddings whose gradients are sparse tensors: exact without a sketch, and sparse for the optimizer."""
+"""Embeddings with sparse gradients: exchanged exactly without a sketch, and still sparse for the optimizer."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from lightning_sparsecomm.method import Method
 from lightning_sparsecomm.methods import (
     dense,
     dgc,
@@ -20,6 +19,7 @@ from lightning_sparsecomm.methods import (
     sketched_sgd,
     split,
 )
+from lightning_sparsecomm.sharing import Method
 from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
 from tests import laws
 from tests.distributed.recording import recorded
@@ -30,7 +30,7 @@ EXACT = s2_reducer(block_density=1.0, sketch_ratio=None)
 
 
 class Bag(pl.LightningModule):
-    """Words drawn from the batch's numbers. With two optimizers, the table has one of its own."""
+    """Takes words from the batch's numbers. With optimizer "two", the tables have an optimizer of their own."""
 
     def __init__(self, sparse: bool, optimizer: str = "sgd", unused: bool = False) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ def test_one_method_for_tables_and_another_for_the_rest(tmp_path: Path, rest: Me
 
 
 def test_momentum_is_taken_over_for_both_parts(tmp_path: Path) -> None:
-    """Tables with dense gradients, in one optimizer with the weights whose momentum dgc corrects."""
+    """Tables with dense gradients share an optimizer with weights whose momentum dgc corrects."""
 
     class WithMomentum(Bag):
         def configure_optimizers(self) -> Any:
@@ -116,7 +116,7 @@ def test_momentum_is_taken_over_for_both_parts(tmp_path: Path) -> None:
 
 
 def test_a_table_that_one_rank_does_not_use(tmp_path: Path) -> None:
-    """DDP's reducer does not know of sparse gradients that are missing; dense ones give the same training."""
+    """Compared with dense gradients, which train alike: DDP's reducer cannot handle missing sparse ones."""
     ddp = fit(tmp_path / "ddp", scenario(False, unused=True), 2)
     ours = fit(tmp_path / "ours", scenario(True, unused=True), 2, recorded(EXACT))
     laws.replicas_are_equal(ours)
@@ -127,7 +127,7 @@ def test_a_table_that_one_rank_does_not_use(tmp_path: Path) -> None:
 def test_bytes_count_against_what_ddp_gathers(tmp_path: Path) -> None:
     ranks = fit(tmp_path, scenario(True), 2, EXACT)
     ledger = ranks[0]["ledger"]
-    # The head, in an all-reduce; rows of two tables, as index and values.
+    # The head goes through an all-reduce. Rows of the two tables are gathered, each with an index.
     assert ledger.ddp_bytes == 20 * 4 * (CLASSES * (WIDTH + 4) + CLASSES)
     rows, rest = divmod(ledger.ddp_gathered_bytes, 1)
     assert rest == 0
@@ -150,7 +150,7 @@ def test_methods_that_cannot_take_them_say_what_can(method: Method) -> None:
 
 
 class Frozen(Bag):
-    """Its tables may begin to train later, which no rank knows before."""
+    """Its tables may begin to train later."""
 
     def __init__(self, sparse: bool, thaw_at: int | None = None) -> None:
         super().__init__(sparse)
@@ -190,7 +190,7 @@ def test_what_is_left_out_goes_whole_and_stays_sparse(tmp_path: Path) -> None:
 
 
 def test_clipping_is_taken_over_for_both_parts(tmp_path: Path) -> None:
-    """dgc clips each rank's own gradient, so the Trainer does not clip: then its companion must clip too."""
+    """dgc clips each rank's own gradient instead of the Trainer, so the other sync must clip too."""
     start = Bag(False).state_dict()
     method = split(["table.*", "tags.*"], EXACT, dgc(1.0, warmup_steps=0, momentum_masking=False))
     clipped = Scenario(lambda: Bag(False), {"gradient_clip_val": 1e-5}, steps=5)
@@ -230,9 +230,9 @@ def test_splits_of_splits(tmp_path: Path, method: Method) -> None:
     [
         (
             lambda: split("table.*", EXACT, dense()),
-            r"parameters must be a list of patterns.*got 'table.\*'. Use \['emb",
+            r"parameters must be a list of one or more patterns of names; got 'table.\*'. Use \['emb",
         ),
-        (lambda: split([], EXACT, dense()), r"parameters must be a list of patterns of names, not empty; got \[\]"),
+        (lambda: split([], EXACT, dense()), r"parameters must be a list of one or more patterns of names; got \[\]"),
         (lambda: split(["table.*"], "dgc", dense()), "method must be a Method, such as methods.dgc.*got 'dgc'"),
         (lambda: split(["table.*"], dense(), dense), "rest must be a Method"),
     ],

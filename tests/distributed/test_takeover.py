@@ -1,4 +1,4 @@
-"""What dgc does in the place of torch's SGD, at full density: the same as SGD under ddp, whatever its options."""
+"""At full density, dgc replaces the momentum of torch's SGD exactly, whatever its options: as SGD under ddp."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR
 
+from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.methods import dgc, gradient_dropping
-from lightning_sparsecomm.synchronizer import Synchronizer
-from lightning_sparsecomm.wire import Wire
+from lightning_sparsecomm.run.engine import Engine
 from tests import laws
 from tests.distributed.launch import run_ranks
 from tests.distributed.scenarios import Classifier, Scenario, fit
@@ -21,7 +21,7 @@ FULL = {"density": 1.0, "warmup_steps": 0, "momentum_masking": False}
 
 
 class Configured(Classifier):
-    """With an optimizer of one's own, and the groups' momentum noted where users see it: in their hooks."""
+    """Has any optimizer, and notes the groups' momentum in hooks, where users would see it."""
 
     def __init__(self, configure: Callable[[nn.Module], Any]) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def cyclic(module: nn.Module) -> Any:
 
 
 class Descent(torch.optim.SGD):
-    """Overrides step(), so that two functions of that name carry torch's hooks."""
+    """Overrides step(), so that torch's hooks run for both its step() and SGD's."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         return super().step(closure)
@@ -82,7 +82,7 @@ OPTIMIZERS = {
 }
 
 
-# Each is a part of one of the others.
+# Each of these is covered by another case.
 SIMPLE = ("plain", "momentum", "dampening", "nesterov", "decay", "decay_only", "foreach")
 
 
@@ -107,14 +107,14 @@ class Seen(pl.Callback):
 
 
 def test_users_see_their_own_momentum(tmp_path: Path) -> None:
-    """Whoever looks at the groups outside of step() finds what the user put there."""
+    """Outside of step(), the groups hold what the user put there."""
     scenario = Scenario(lambda: Configured(sgd(momentum=0.9)), steps=3)
     fit(tmp_path, scenario, 2, dgc(**FULL), callbacks=(Seen(tmp_path),))
     assert torch.load(tmp_path / "seen-0.pt") == [0.9] * 6
 
 
 class Resumed(Configured):
-    """Starts with the momentum buffers that five steps under ddp left behind."""
+    """Starts with momentum buffers, as after loading a checkpoint of ddp."""
 
     def __init__(self, configure: Callable[[nn.Module], Any], buffers: list[Tensor]) -> None:
         super().__init__(configure)
@@ -136,7 +136,7 @@ def test_momentum_of_a_ddp_run_goes_on(tmp_path: Path, name: str) -> None:
 
 
 class Failing(torch.optim.SGD):
-    """Fails inside of its third step, after the closure."""
+    """Raises inside its third step, after the closure."""
 
     steps = 0
 
@@ -155,27 +155,27 @@ def test_an_error_inside_of_step_gives_momentum_back(tmp_path: Path) -> None:
 
 def _fail(rank: int) -> list[Any]:
     module = nn.Linear(2, 2)
-    synchronizer = Synchronizer(dgc(**FULL), Wire())
-    synchronizer.add_module(module)
+    engine = Engine(dgc(**FULL), Wire())
+    engine.registry.add_module(module)
     optimizer = Failing(module.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
     found: list[Any] = []
     for _ in range(3):
-        with synchronizer.backward():
+        with engine.guards.backward():
             module(torch.ones(1, 2)).sum().backward()
         try:
-            with synchronizer.stepping(optimizer):
-                synchronizer.synchronize(optimizer)
+            with engine.stepping(optimizer):
+                engine.synchronize(optimizer)
                 optimizer.step()
         except ZeroDivisionError as error:
             found.append(str(error))
         found += [optimizer.param_groups[0]["momentum"], optimizer.param_groups[0]["weight_decay"]]
         optimizer.zero_grad()
-    synchronizer.close()
+    engine.close()
     return found
 
 
 class Evaluating(torch.optim.SGD):
-    """Gives SGD's step() a closure of its own, where it may have got none."""
+    """Always gives SGD's step() a closure, also where it was given none."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         return super().step(lambda: None if closure is None else closure())
@@ -187,28 +187,28 @@ def test_a_step_within_a_step_is_one(tmp_path: Path) -> None:
 
 
 def _step_within_step(rank: int) -> list[list[float]]:
-    # From its first object on, SGD's own step() calls hooks too.
+    # Once an SGD has been made, SGD's own step() runs hooks too.
     torch.optim.SGD([torch.zeros(1)], lr=0.1)
     module = nn.Linear(2, 2)
-    synchronizer = Synchronizer(dgc(**FULL), Wire())
-    synchronizer.add_module(module)
+    engine = Engine(dgc(**FULL), Wire())
+    engine.registry.add_module(module)
     optimizer = Evaluating(module.parameters(), lr=0.1, momentum=0.9)
     found: list[list[float]] = []
     for closure in ([], [lambda: None]):
-        with synchronizer.backward():
+        with engine.guards.backward():
             module(torch.ones(1, 2)).sum().backward()
-        with synchronizer.stepping(optimizer):
-            synchronizer.synchronize(optimizer)
+        with engine.stepping(optimizer):
+            engine.synchronize(optimizer)
             optimizer.step(*closure)
             within = optimizer.param_groups[0]["momentum"]
         found.append([within, optimizer.param_groups[0]["momentum"]])
         optimizer.zero_grad()
-    synchronizer.close()
+    engine.close()
     return found
 
 
 class Moments(pl.Callback):
-    """How much of the optimizer's own momentum is zero after the last step's exchange, and how much was shared."""
+    """Notes whether momentum is zero wherever the last gradient is not, and how much of it is not zero."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

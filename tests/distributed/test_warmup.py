@@ -1,4 +1,4 @@
-"""SparsityWarmup drives the density of any method, and callbacks that change the strategy need one of ours."""
+"""SparsityWarmup sets the density of any method. Callbacks that change the strategy refuse all but ours."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +16,7 @@ PARAMETERS = sum(p.numel() for p in Classifier().parameters())
 
 
 class Densities(pl.Callback):
-    """How many elements are sent in each step."""
+    """Notes how many elements are sent in each step."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -56,7 +56,7 @@ def test_density_of_any_method(warmup: dict[str, Any], stages: list[float], tmp_
     ids=lambda method: type(method).__name__,
 )
 def test_density_of_every_method(method: Method, tmp_path: Path) -> None:
-    """A tenth without, everything with: of one sign, where that is what is sent."""
+    """A tenth without the warm-up, everything with it, or everything of one sign where a method sends one sign only."""
     fit(tmp_path, Scenario(Classifier, steps=4), 2, method, (SparsityWarmup(steps=2, shape=[1.0]), Densities(tmp_path)))
     sent = torch.load(tmp_path / "sent.pt")
     assert min(sent[:2]) > 0.4 * PARAMETERS
@@ -64,7 +64,7 @@ def test_density_of_every_method(method: Method, tmp_path: Path) -> None:
 
 
 def test_the_methods_own_warmup_by_epochs(tmp_path: Path) -> None:
-    """Ten steps an epoch: one stage for each."""
+    """With ten steps an epoch, each epoch is one stage."""
     method = dgc(0.04, warmup_epochs=1, scope="model")
     fit(tmp_path, Scenario(Classifier, steps=20), 2, method, (Densities(tmp_path),))
     biases = sum(p.numel() for p in Classifier().parameters() if p.dim() < 2)
@@ -74,5 +74,7 @@ def test_the_methods_own_warmup_by_epochs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("callback", [SparsityWarmup(steps=3), ParameterAveraging(every=3)])
 def test_callbacks_need_the_strategy(callback: Any, tmp_path: Path) -> None:
-    with pytest.raises(Exception, match=f"{type(callback).__name__} changes what a sparsecomm strategy does"):
+    with pytest.raises(
+        Exception, match=f"must be a sparsecomm strategy with the callback {type(callback).__name__}; got DDP"
+    ):
         fit(tmp_path, Scenario(Classifier, steps=3), 2, None, (callback,))

@@ -1,4 +1,4 @@
-"""Count sketches from docs/formats.md, one element after the other, in Python's integers."""
+"""Count sketches as docs/formats.md defines them, element by element, in Python integers."""
 
 import numpy as np
 
@@ -25,7 +25,7 @@ def place(position: int, row: int, columns: int, seed: int) -> tuple[int, bool]:
 
 
 def insert(table: np.ndarray, positions: list[int], values: np.ndarray, seed: int) -> None:
-    """Into every row of the table, in the order given and in its precision."""
+    """Adds values to every row of the table, in the order given and in the table's precision."""
     for row in range(table.shape[0]):
         for position, value in zip(positions, values):
             column, negated = place(position, row, table.shape[1], seed)
@@ -33,7 +33,7 @@ def insert(table: np.ndarray, positions: list[int], values: np.ndarray, seed: in
 
 
 def query(table: np.ndarray, positions: list[int], seed: int) -> np.ndarray:
-    """Medians over the rows: the middle one, or half the sum of the middle two."""
+    """Medians over the rows. Of an even number of rows, half the sum of the middle two."""
     rows, columns = table.shape
     estimates = []
     for position in positions:

@@ -1,7 +1,7 @@
-"""Deep Gradient Compression in plain NumPy, with all ranks in one process: the paper's algorithm, for DDP's gradients.
+"""Deep Gradient Compression in plain NumPy, all ranks in one process: the paper's algorithm, for DDP's gradients.
 
 Section 3.2 (momentum correction, local clipping), 3.3 (masking), appendix B (Nesterov). Momentum, dampening and weight
-decay are written as torch.optim.SGD documents them; decay, which is not sent, has a momentum of its own.
+decay follow the documentation of torch.optim.SGD. Decay is not sent, and has a momentum of its own.
 """
 
 import numpy as np
@@ -41,7 +41,7 @@ class DeepGradientCompression:
         nesterov: bool = False,
         weight_decay: float = 0.0,
     ) -> None:
-        """One optimizer step; `gradients[rank][tensor]`."""
+        """One optimizer step. Gradients are `gradients[rank][tensor]`."""
         f = np.float32
         gain = f(1 - dampening) if self.begun else f(1)
         m = f(momentum)

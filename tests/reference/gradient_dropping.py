@@ -1,7 +1,7 @@
-"""Gradient Dropping as the paper writes it, in plain NumPy, with all ranks in one process.
+"""Gradient Dropping as in the paper, in plain NumPy, all ranks in one process.
 
 Aji & Heafield 2017, algorithm 1; Combining Global Sparse Gradients with Local Gradients, sections 2 and 3. The papers
-sum over ranks; divided by their number, as DDP does.
+sum over ranks; we divide by their number, as DDP does.
 """
 
 import itertools
@@ -24,7 +24,7 @@ class GradientDropping:
         self.density, self.half, self.local = density, half, local
 
     def step(self, gradients: list[Vector]) -> list[Vector]:
-        """C/W of each rank for each rank's own gradient; the residuals move on."""
+        """What each rank's optimizer sees, for each rank's own gradient. Updates the residuals."""
         ranks = np.float32(len(gradients))
         total = np.zeros_like(gradients[0])
         sents, rests = [], []
@@ -32,7 +32,7 @@ class GradientDropping:
             residual += gradient
             sent = np.zeros_like(residual)
             for piece in self.pieces:
-                # No two magnitudes are equal here, so the seed that breaks ties does not matter.
+                # No two magnitudes are equal here, so the seed that breaks ties has no effect.
                 chosen = top_k(residual[piece], k_of(self.density, len(residual[piece])), seed=0)
                 sent[piece][chosen] = residual[piece][chosen]
             if self.half:

@@ -1,7 +1,6 @@
-"""Optimizers in plain NumPy, as torch.optim documents them: for local steps, and SGD for the outer step too.
+"""Optimizers in plain NumPy, as torch.optim documents them. They make local steps, and SGD also the outer step.
 
-Each belongs to one rank and one vector of weights. `mask` is momentum masking: momentum becomes 0 where something was
-sent.
+Each belongs to one rank and one vector of weights. `mask` sets momentum to 0 where something was sent.
 """
 
 import math
@@ -26,13 +25,13 @@ class SGD:
         return weights - self.lr * update
 
     def mask(self, sent: Vector) -> None:
-        """Where `sent` is not 0, momentum becomes 0."""
+        """Sets momentum to 0 where `sent` is not 0."""
         if self.buffer is not None:
             self.buffer[sent != 0] = 0
 
 
 class Adam:
-    """Without weight decay. Only the first moment is momentum, and masked."""
+    """Without weight decay. `mask` affects the first moment only."""
 
     def __init__(self, lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8) -> None:
         self.lr, self.betas, self.eps = lr, betas, eps
@@ -52,5 +51,5 @@ class Adam:
         return weights - self.lr / (1 - fading**self.steps) * self.first / root
 
     def mask(self, sent: Vector) -> None:
-        """Where `sent` is not 0, the first moment becomes 0."""
+        """Sets the first moment to 0 where `sent` is not 0."""
         self.first[sent != 0] = 0

@@ -1,4 +1,4 @@
-"""The formats of docs/formats.md, written a second time, with struct alone; and the golden payloads made from it."""
+"""The formats of docs/formats.md, implemented again with struct alone, and the golden payloads made from them."""
 
 import json
 import math
@@ -13,12 +13,12 @@ import numpy as np
 from tests.reference.selection import k_of, top_k
 
 GOLDEN = Path(__file__).parent.parent / "golden"
-GROUP = 3  # of golden payloads in TwoBit
+GROUP = 3  # The group size of golden TwoBit payloads.
 VALUE_FORMATS = {"Float32": (1, "f", 3.4028234663852886e38), "Float16": (2, "e", 65504.0), "Float64": (3, "d", 1.8e308)}
 
 
 class GoldenCase(NamedTuple):
-    """One entry of payloads.json: what goes into a payload."""
+    """One entry of payloads.json: the inputs of a payload."""
 
     name: str
     tensors: list[tuple[str, list[int]]]
@@ -32,7 +32,7 @@ class GoldenCase(NamedTuple):
     zeros_before: int = 0
 
     def vector(self) -> np.ndarray:
-        """`x` behind so many zeros."""
+        """`x`, after `zeros_before` zeros."""
         return np.array([0.0] * self.zeros_before + self.x, dtype=self.dtype)
 
 
@@ -47,14 +47,14 @@ def golden_bytes(name: str) -> bytes:
 
 
 def record(case: GoldenCase) -> None:
-    """Writes a golden payload anew, 16 bytes a line."""
+    """Writes a golden payload, 16 bytes a line."""
     data = reference_payload(case)
     lines = [data[i : i + 16].hex(" ") for i in range(0, len(data), 16)]
     (GOLDEN / f"{case.name}.hex").write_text("\n".join(lines) + "\n")
 
 
 def reference_payload(case: GoldenCase) -> bytes:
-    """The payload for a case's inputs. None of them has a tie at the threshold."""
+    """The payload of a case. No case has a tie at the threshold."""
     x = case.vector()
     indices = top_k(x, k_of(case.density, len(x)), 0)
     sizes = [math.prod(shape) for _, shape in case.tensors]
@@ -75,9 +75,9 @@ def sparse_body(
     index_codec: str = "Raw32",
     segments: Sequence[int] = (),
 ) -> bytes:
-    """A sparse body. `segments` are their sizes, for SharedMean."""
+    """A sparse body. `segments` are the sizes of segments, for SharedMean."""
     if index_codec == "Auto":
-        # Of the shortest the first.
+        # The first of the shortest sections.
         sections = {
             name: index_section(indices, size, name)[2] for name in ("RunLength16", "Raw32", "Bitmap", "Golomb")
         }
@@ -144,7 +144,7 @@ def value_section(
 
 
 def leb128(number: int) -> bytes:
-    """Seven bits a byte, lowest first; the eighth says that more follow."""
+    """Seven bits a byte, lowest first. The eighth bit says whether more bytes follow."""
     return bytes([number]) if number < 128 else bytes([number % 128 + 128]) + leb128(number // 128)
 
 

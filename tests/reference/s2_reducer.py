@@ -1,7 +1,7 @@
-"""S2 Reducer in plain NumPy, with all ranks in one process: the paper's algorithm 1, for DDP's gradients.
+"""S2 Reducer in plain NumPy, all ranks in one process: the paper's algorithm 1, for DDP's gradients.
 
-Ge et al. 2022, sections 2.2 (blocks) and 3.1 (bitmap and sketch). Divided by the number of ranks, as DDP does. Blocks
-that wait keep their exact values; what a sketch gets wrong is not fed back. The count sketch is the caller's.
+Ge et al. 2022, sections 2.2 (blocks) and 3.1 (bitmap and sketch). We divide by the number of ranks, as DDP does. Blocks
+that wait keep their exact values, and a sketch's error is not fed back. The caller supplies the count sketch.
 """
 
 import math
@@ -19,9 +19,9 @@ Query = Callable[[Table, int], Vector]
 
 
 class S2Reducer:
-    """Each rank's gradient is one vector, tensors of `shapes` one after the other. Those of one dimension go whole.
+    """Each rank's gradient is one vector: its tensors, of `shapes`, in order. Those of one dimension are sent whole.
 
-    After `pack`, `taken[rank]` are the numbers of the blocks that this rank gives, and `union` those that anyone gives.
+    After `pack`, `taken[rank]` lists the blocks that the rank sends, and `union` those that any rank sends.
     """
 
     def __init__(self, ranks: int, shapes: list[tuple[int, ...]], block_density: float, block_size: int) -> None:
@@ -45,7 +45,7 @@ class S2Reducer:
         self.union: list[int] = []
 
     def step(self, gradients: list[Vector], insert: Insert | None = None, query: Query | None = None) -> Vector:
-        """One round: the mean over ranks of what they gave, exact without a sketch. `query` gets the table and n."""
+        """One round: the mean over ranks of what they sent, exact without a sketch. `query` takes the table and n."""
         packed = self.pack(gradients)
         if insert is None or query is None:
             total = sum(packed[1:]) + packed[0]
@@ -64,7 +64,7 @@ class S2Reducer:
         return shared
 
     def pack(self, gradients: list[Vector]) -> list[Vector]:
-        """Each rank's blocks of the union in order, zeros for those that it does not give; residuals move on."""
+        """Each rank's blocks of the union, in order, zero where it sends none. Updates the residuals."""
         self.taken, given = [], []
         for residual, gradient in zip(self.residuals, gradients):
             v = residual + gradient
@@ -82,17 +82,17 @@ class S2Reducer:
         return [np.concatenate([np.zeros(0), *(sent[self.blocks[b]] for b in self.union)]) for sent in given]
 
     def chosen(self, v: Vector, tensor: list[int]) -> list[int]:
-        """Of one tensor's blocks: all that are not zero where they are fewer than half, else the K of largest norm."""
+        """A tensor's blocks to send: all non-zero ones if they are fewer than half, else the K of largest norm."""
         norms = {b: float(np.sqrt(np.sum(v[self.blocks[b]].astype(np.float64) ** 2))) for b in tensor}
         nonzero = [b for b in tensor if norms[b] > 0]
         if 2 * len(nonzero) < len(tensor):
             return nonzero
-        # No two norms are equal here, so no rule that breaks ties matters.
+        # No two norms are equal here, so ties need no rule.
         return sorted(nonzero, key=lambda b: norms[b], reverse=True)[: k_of(self.block_density, len(tensor))]
 
 
 def blocks_of(shape: tuple[int, ...], block_size: int) -> list[slice]:
-    """Every row (what shares its first index) in runs of at most `block_size` elements."""
+    """Splits every row (equal first index) into blocks of at most `block_size` elements."""
     row = math.prod(shape[1:])
     return [
         slice(i * row + start, i * row + min(row, start + block_size))

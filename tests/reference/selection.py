@@ -1,4 +1,4 @@
-"""The k largest elements, from the definition and with a plain sort."""
+"""The k largest elements, by definition and with a plain sort."""
 
 import numpy as np
 
@@ -9,9 +9,10 @@ def k_of(density: float, size: int) -> int:
 
 
 def top_k(x: np.ndarray, k: int, seed: int) -> list[int]:
-    """Exactly min(k, non-zeros) positions, largest magnitude first, zeros never; in order of position.
+    """The positions, in order, of the min(k, non-zeros) elements of largest magnitude. A zero is never among them.
 
-    Of T elements tied for the last m places, in order of position, those numbered (seed + floor(j T / m)) mod T.
+    Where T elements tie for the last m places, it takes those numbered (seed + floor(j T / m)) mod T, for j below m, in
+    order of position.
     """
     magnitudes = [abs(float(value)) for value in x]
     nonzero = [i for i, magnitude in enumerate(magnitudes) if magnitude != 0]

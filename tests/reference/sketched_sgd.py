@@ -1,7 +1,7 @@
-"""Sketched-SGD in plain NumPy, with all ranks in one process: the paper's algorithm 3, for DDP's gradients.
+"""Sketched-SGD in plain NumPy, all ranks in one process: the paper's algorithm 3, for DDP's gradients.
 
 Ivkin et al. 2019, section 5.1: momentum correction, momentum factor masking, a second round for exact values, biases
-dense. Divided by the number of ranks, as DDP does. The count sketch is the caller's.
+dense. We divide by the number of ranks, as DDP does. The caller supplies the count sketch.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ Query = Callable[[Table], Vector]
 class SketchedSGD:
     """Each tensor is a vector; `dense` says which of them are sent whole. The others are one vector, in order.
 
-    `candidates` is P: that many coordinates are asked for, for each one that is kept.
+    `candidates` is P: how many coordinates are asked for, for each one that is kept.
     """
 
     def __init__(
@@ -44,9 +44,9 @@ class SketchedSGD:
     def step(
         self, gradients: list[list[Vector]], lr: float, momentum: float, insert: Insert, query: Query, seed: int = 0
     ) -> list[int]:
-        """One optimizer step; `gradients[rank][tensor]`. The positions that were kept, in order.
+        """One optimizer step. Gradients are `gradients[rank][tensor]`. Returns the positions that were kept, in order.
 
-        Estimates tie where elements share their columns; the seed settles who is asked for.
+        Estimates tie where elements share their columns. The seed decides which of them are asked for.
         """
         f = self.residuals[0].dtype.type
         for rank, own in enumerate(gradients):
@@ -79,5 +79,5 @@ class SketchedSGD:
 
 
 def true_top_k(residuals: list[Vector], k: int) -> list[int]:
-    """The oracle: the k largest of the dense mean of all ranks' v, which a sketch without collisions would find."""
+    """The k largest elements of the mean of all residuals: what a sketch without collisions would find."""
     return top_k(np.mean(residuals, axis=0), k, seed=0)

@@ -1,7 +1,7 @@
-"""Sparse Binary Compression as the paper writes it, in plain NumPy, with all ranks in one process.
+"""Sparse Binary Compression as in the paper, in plain NumPy, all ranks in one process.
 
-Sattler et al. 2018: algorithm 1 (rounds), 2 (binarization), 3 and 4 (Golomb coding of positions, and back). The local
-steps between rounds are the caller's.
+Sattler et al. 2018: algorithm 1 (rounds), 2 (binarization), 3 and 4 (Golomb coding of positions, and back). The caller
+makes the local steps between rounds.
 """
 
 import itertools
@@ -19,10 +19,10 @@ GOLDEN_RATIO = (math.sqrt(5) + 1) / 2
 
 
 class SparseBinaryCompression:
-    """Each rank's weights are one vector, tensors of `sizes` one after the other; `anchor` is what all ranks share.
+    """Each rank's weights are one vector: its tensors, of `sizes`, in order. All ranks share `anchor`.
 
-    With `decay` below 1, a residual fades before it is added to what is new. With `outer`, the mean of what ranks sent
-    is taken for a negative gradient.
+    The residual is multiplied by `decay` before it is added. With `outer`, the mean of what ranks sent is the negative
+    gradient of an outer step.
     """
 
     def __init__(
@@ -41,11 +41,11 @@ class SparseBinaryCompression:
         self.density, self.every, self.decay, self.outer = density, every, decay, outer
 
     def due(self, step: int) -> bool:
-        """Whether ranks communicate after local step `step`, the first being 1."""
+        """Whether ranks communicate after local step `step`, counted from 1."""
         return step % self.every == 0
 
     def exchange(self, weights: list[Vector]) -> list[Vector]:
-        """One round: each rank's ΔW* for its weights after the local steps. Ranks then go on from `anchor`."""
+        """One round: each rank's ΔW*, from its weights after the local steps. Ranks continue from `anchor`."""
         sents = []
         for rank, own in enumerate(weights):
             delta = (own - self.anchor) + self.decay * self.residuals[rank]
@@ -66,9 +66,9 @@ class SparseBinaryCompression:
 
 
 def binarized(delta: Vector, density: float) -> Vector:
-    """Algorithm 2 for one tensor: zeros, and at the positions sent the one value that stands for all."""
+    """Algorithm 2 for one tensor: one value at all positions that are sent, and zeros elsewhere."""
     k = k_of(density, len(delta))
-    # No two magnitudes are equal here, so the seed that breaks ties does not matter.
+    # No two magnitudes are equal here, so the seed that breaks ties has no effect.
     positive = top_k(np.maximum(delta, 0), k, seed=0)
     negative = top_k(np.maximum(-delta, 0), k, seed=0)
     above, below = mean_of(delta[positive]), mean_of(-delta[negative])
@@ -81,19 +81,19 @@ def binarized(delta: Vector, density: float) -> Vector:
 
 
 def mean_of(values: Vector) -> np.float32:
-    """In float64, rounded to float32; 0 of nothing."""
+    """The mean in float64, rounded to float32. It is 0 for no values."""
     return np.float32(values.astype(np.float64).mean()) if len(values) else np.float32(0)
 
 
 def golomb_parameter(density: float) -> int:
-    """b* of algorithm 3: how many bits of a gap are written in binary."""
+    """b* of algorithm 3: the number of bits of a gap's remainder."""
     if density == 1:
         return 0
     return max(0, 1 + math.floor(math.log2(math.log(GOLDEN_RATIO - 1) / math.log(1 - density))))
 
 
 def golomb_encode(positions: list[int], b: int) -> str:
-    """Algorithm 3, as '0' and '1': for each gap, quotient in ones, a zero, remainder in `b` bits, highest first."""
+    """Algorithm 3, as '0' and '1'. For each gap: quotient in ones, a zero, remainder in `b` bits, highest first."""
     bits, previous = "", -1
     for position in positions:
         quotient, remainder = divmod(position - previous - 1, 2**b)

@@ -1,7 +1,8 @@
 """Strategy, method and every part from YAML and the command line, in both packages' LightningCLI."""
 
-import copy
 import importlib
+import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,13 @@ from lightning_sparsecomm import (
     Method,
     ParameterAveraging,
     SparsityWarmup,
-    _lightning,
     methods,
 )
-from lightning_sparsecomm.averaging import Averaging
+from lightning_sparsecomm.basis import DensityWarmup, Stages, Warmup, Wire
 from lightning_sparsecomm.codecs import Float16, SparseCodec, TopK
 from lightning_sparsecomm.exchange import DenseAllReduce, Gather
 from lightning_sparsecomm.methods import default, dense, dgc, gradient_dropping
-from lightning_sparsecomm.schedules import DensityWarmup, Stages, Warmup
+from lightning_sparsecomm.sharing import Averaging
 
 # LightningCLI 2.6 calls what jsonargparse 4.53 has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
@@ -38,8 +38,10 @@ Cli = Callable[..., Any]
 
 @pytest.fixture(params=PACKAGES)
 def package(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The package that the user is said to have imported first."""
-    monkeypatch.setattr(_lightning, "_IMPORTED_BEFORE_US", (request.param,))
+    """The package whose CLI runs: the other one's has not been imported."""
+    for other in PACKAGES:
+        if other != request.param:
+            monkeypatch.delitem(sys.modules, f"{other}.cli", raising=False)
     return request.param
 
 
@@ -184,13 +186,13 @@ def test_schedule(cli: Cli) -> None:
     assert repr(cli(config).trainer.strategy.method) == expected
     config = with_strategy(method=part("methods.gradient_dropping"))
     density = f"{METHOD}.density"
-    name = "lightning_sparsecomm.schedules.DensityWarmup"
+    name = "lightning_sparsecomm.basis.schedules.DensityWarmup"
     trainer = cli(config, f"{density}={name}", f"{density}.density=0.05", f"{density}.steps=7").trainer
     assert repr(trainer.strategy.method) == expected
 
 
 @in_one_package
-def test_an_outer_optimizer_and_a_schedule_of_exchanges(cli: Cli) -> None:
+def test_an_outer_optimizer_and_a_schedule_of_exchanges(cli: Cli, wire: Wire) -> None:
     outer = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.7, "momentum": 0.9, "nesterov": True}}
     every = part("schedules.Stages", numbers=[1, 10], steps=[0, 100])
     channel = part("Channel", exchange=part("exchange.DenseAllReduce"))
@@ -200,10 +202,12 @@ def test_an_outer_optimizer_and_a_schedule_of_exchanges(cli: Cli) -> None:
     made = sync.outer([nn.Parameter(torch.zeros(3))])
     assert isinstance(made, torch.optim.SGD)
     assert [made.defaults[name] for name in ("lr", "momentum", "nesterov")] == [0.7, 0.9, True]
-    # What jsonargparse gives refers to its context, in which there are locks once Lightning has started processes.
-    copied = copy.deepcopy(sync)
-    assert copied.outer is sync.outer
-    assert copied.channel is not sync.channel
+    # What jsonargparse gives refers to its context, which holds locks once Lightning has started processes. So it is
+    # never copied; the channel is.
+    weight = nn.Parameter(torch.zeros(3))
+    share = sync.start(torch.optim.SGD([weight], lr=0.1), [("weight", weight)], wire)
+    assert share.sync.outer is sync.outer
+    assert share.channel is not sync.channel
 
 
 SCHEDULE = part("schedules.DensityWarmup", density=0.1, steps=1000)
@@ -288,12 +292,26 @@ def words(text: str) -> str:
     return " ".join(text.split())
 
 
-def test_help_of_the_strategy(cli: Cli, capsys: pytest.CaptureFixture[str]) -> None:
+def summary_of(part: Any) -> str:
+    """The first line of a docstring."""
+    summary: str = words(part.__doc__.split("\n\n")[0]).rstrip(".")
+    assert summary
+    return summary
+
+
+def described(part: Any, name: str) -> str:
+    """What a docstring says of an argument, up to the next one."""
+    found = re.search(rf"\n {{8}}{name}: (.*?)(?=\n {{0,8}}\S|\n\n|$)", part.__doc__, re.DOTALL)
+    assert found is not None, f"{part.__name__} does not describe {name}"
+    return words(found[1])
+
+
+def test_help_of_the_strategy(cli: Cli, package: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = words(exit_of(capsys, lambda: cli("--trainer.strategy.help=lightning_sparsecomm.SparseCommStrategy"), 0))
-    assert "Trains by DDP, with the gradients synchronized by a method" in text
-    assert "How gradients are synchronized; by default `methods.dgc()` for SGD, and for other optimizers" in text
-    assert "Seed of the method's own randomness, if it has any; equal on all ranks." in text
-    assert "Optimizer steps between two comparisons of the trained weights between ranks" in text
+    strategy = importlib.import_module(f"lightning_sparsecomm.strategies.{package}").SparseCommStrategy
+    assert summary_of(strategy) in text
+    for name in ("method", "seed", "check_replicas_every"):
+        assert described(strategy, name) in text
     assert "--trainer.strategy.find_unused_parameters FIND_UNUSED_PARAMETERS Traverse the autograd graph" in text
     assert "--trainer.strategy.start_method {popen,spawn,fork,forkserver}" in text
     for method in ("dense", "gradient_dropping"):
@@ -305,10 +323,10 @@ def test_help_of_a_method(cli: Cli, capsys: pytest.CaptureFixture[str]) -> None:
     text = words(
         exit_of(capsys, lambda: cli(STRATEGY, f"{METHOD}.help=lightning_sparsecomm.methods.gradient_dropping"), 0)
     )
-    assert "The largest elements of gradient plus residual are sent; the rest waits in the residual" in text
-    assert "--method.density DENSITY Fraction of elements sent, in (0, 1], or a schedule of it." in text
-    assert "--method.values {float32,float16} Dtype of the values on the wire." in text
-    assert 'sent dense in the same step, such as "*.bias".' in text
+    assert summary_of(gradient_dropping) in text
+    assert f"--method.density DENSITY {described(gradient_dropping, 'density')}" in text
+    assert f"--method.values {{float32,float16}} {described(gradient_dropping, 'values')}" in text
+    assert described(gradient_dropping, "exclude") in text
 
 
 @in_one_package
@@ -317,15 +335,18 @@ def test_help_of_a_method(cli: Cli, capsys: pytest.CaptureFixture[str]) -> None:
     [
         (
             [f"{METHOD}=lightning_sparsecomm.Method", f"{METHOD}.syncs.help=lightning_sparsecomm.GradientSync"],
-            "Patterns of the parameters that go through it.",
+            described(GradientSync, "parameters"),
         ),
-        (["--trainer.callbacks.help=lightning_sparsecomm.CompressionMonitor"], "Whether the ratio is shown on the"),
+        (
+            ["--trainer.callbacks.help=lightning_sparsecomm.CompressionMonitor"],
+            described(CompressionMonitor, "progress_bar"),
+        ),
         (
             [
                 f"{METHOD}=lightning_sparsecomm.methods.gradient_dropping",
-                f"{METHOD}.density.help=lightning_sparsecomm.schedules.DensityWarmup",
+                f"{METHOD}.density.help=lightning_sparsecomm.basis.schedules.DensityWarmup",
             ],
-            "Fraction of elements sent once warm, in (0, 1].",
+            described(DensityWarmup, "density"),
         ),
     ],
 )

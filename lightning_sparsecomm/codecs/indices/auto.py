@@ -1,4 +1,4 @@
-"""Positions in whichever codec writes them shortest."""
+"""The shortest index codec for the positions at hand."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,10 +13,11 @@ from lightning_sparsecomm.codecs.indices.words import Raw32, RunLength16
 
 @dataclass(frozen=True)
 class Auto(IndexCoding):
-    """The shortest of Raw32, RunLength16, Golomb and Bitmap for these very positions: their lengths are computed, which
-    is quick, and one of them is written. The payload names it, so this is no codec of its own.
+    """The shortest of Raw32, RunLength16, Golomb and Bitmap for the positions at hand.
 
-    Of several that are as short, the one that decodes quickest: the first of RunLength16, Raw32, Bitmap, Golomb.
+    It computes each codec's length, which is fast, and writes only the shortest. Of equally short ones, it takes the
+    fastest to decode: the first of RunLength16, Raw32, Bitmap, Golomb. The payload names the chosen codec, so `Auto`
+    itself has no code.
     """
 
     _codecs: ClassVar[tuple[IndexCodec, ...]] = (RunLength16(), Raw32(), Bitmap(), Golomb())
@@ -28,8 +29,8 @@ class Auto(IndexCoding):
         return min(self._codecs, key=lambda codec: codec.section_bytes(indices, size))
 
     def bound_bytes(self, count: int, size: int) -> int | None:
-        # Golomb's bits for b = 0 are a bitmap's up to the last position. For b > 0 they are fewer than any bound, and
-        # padding them to that would undo the choice.
+        # For b = 0, Golomb writes the bitmap up to the last position. For b > 0, it writes less than any bound, and
+        # padding to the bound would undo the choice.
         if size > 1 and count > 0 and (count == size or Golomb().parameter(count, size)):
             return None
         return min(bound for codec in self._codecs if (bound := codec.bound_bytes(count, size)) is not None)

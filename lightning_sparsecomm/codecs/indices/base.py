@@ -1,41 +1,36 @@
-"""What turns positions into bytes and back, and what chooses it."""
+"""The base classes of index codecs and of their choice, and the codecs' registry."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
-from lightning_sparsecomm.codecs.payload import PayloadError
+from lightning_sparsecomm.codecs.payload import PayloadError, wrong_section
+from lightning_sparsecomm.codecs.registry import Codec, register
 
 
 class IndexCoding(ABC):
-    """How positions are written: in one codec, or in the one that suits them. Frozen and pure."""
+    """Chooses the index codec for given positions: always the same one, or the one that suits them. Frozen and pure."""
 
     @abstractmethod
     def codecs(self) -> Sequence["IndexCodec"]:
-        """All that may be chosen."""
+        """All codecs that `chosen` can return."""
 
     @abstractmethod
     def chosen(self, indices: Tensor, size: int) -> "IndexCodec":
-        """The codec for these very positions, of which the payload then holds the code; arguments as for `encode`."""
+        """The codec for these positions, which the payload names. Arguments as for `IndexCodec.encode`."""
 
     @abstractmethod
     def bound_bytes(self, count: int, size: int) -> int | None:
-        """The length that no section for at most `count` positions exceeds; None where that is much above the usual."""
+        """The greatest length of a section for at most `count` of `size` positions; None if far above the usual."""
 
 
-class IndexCodec(IndexCoding):
-    """Sorted positions to bytes and back, exactly. Frozen and pure.
+class IndexCodec(Codec, IndexCoding):
+    """Encodes sorted positions exactly; see `Codec` and `register_index_codec`."""
 
-    Attributes:
-        code: The byte that names the codec in a payload.
-        parameters: What the byte beside it may be.
-    """
-
-    code: ClassVar[int]
-    parameters: ClassVar[range] = range(1)
+    _parameter_field: ClassVar[str] = "index codec parameter at byte 2"
 
     def codecs(self) -> Sequence["IndexCodec"]:
         return (self,)
@@ -44,19 +39,19 @@ class IndexCodec(IndexCoding):
         return self
 
     def parameter(self, count: int, size: int) -> int:
-        """What `decode` must know of how `encode` writes `count` of `size` positions: one of `parameters`."""
+        """The byte that tells `decode` how `encode` writes `count` of `size` positions: one of `parameters`."""
         return 0
 
     @abstractmethod
     def section_bytes(self, indices: Tensor, size: int) -> int:
-        """The length of what `encode` writes; quicker than writing it."""
+        """The length of the section that `encode` returns, computed without writing it."""
 
     @abstractmethod
     def encode(self, indices: Tensor, size: int) -> Tensor:
         """The index section of a payload.
 
         Args:
-            indices: `[k]` int64, strictly increasing, each in `[0, size)`.
+            indices: `[k]` int64, strictly increasing, each in `[0, size)`. Not changed.
             size: Length of the vector that they point into.
 
         Returns:
@@ -69,40 +64,86 @@ class IndexCodec(IndexCoding):
 
         Args:
             section: `[bytes]` uint8, from any source.
-            count: How many positions it holds, at most `size`. Trusted to be affordable: a full selection of `count`
-                positions comes from no bytes at all.
+            count: How many positions it holds, at most `size`. A full selection has no bytes, so the caller makes sure
+                that there is memory for so many.
             size: Length of the vector that they point into.
-            parameter: The sender's `parameter`, from any source.
+            parameter: The sender's `parameter`, from any source; see `check_parameter`.
 
         Returns:
-            `[count]` int64, strictly increasing, each in `[0, size)`; memory of its own.
+            `[count]` int64, strictly increasing, each in `[0, size)`. Shares no memory with the section.
 
         Raises:
-            PayloadError: The section is not what `encode` writes for any such positions.
+            PayloadError: `encode` writes such a section for no `count` of `size` positions.
         """
 
-    def check_parameter(self, parameter: int) -> None:
-        """Refuses a parameter that `encode` never writes.
 
-        Raises:
-            PayloadError: It is not one of `parameters`.
-        """
-        if parameter not in self.parameters:
-            last = self.parameters[-1]
-            raise PayloadError(
-                f"sparse body: index codec parameter at byte 2 is {parameter}, expected"
-                f" {f'0 to {last}' if last else 0} for {type(self).__name__}."
-            )
+INDEX_CODECS: dict[int, IndexCodec] = {}
+"""The codec that decodes an index section, by its code in the payload. `register_index_codec` adds to it."""
+
+_Class = TypeVar("_Class", bound=type[IndexCodec])
 
 
-def everything(name: str, section: Tensor, size: int) -> Tensor:
-    """All positions, which any codec writes as no bytes.
+def register_index_codec(codec_class: _Class) -> _Class:
+    """Class decorator: lets receivers decode what a codec of this class encodes.
+
+    A payload names its index codec by one byte. Codes 128 to 255 are free for codecs of your own; lower ones are this
+    package's, now or later. Every rank must register the same codecs. A class defined again under the same name, as in
+    notebooks and reloaded modules, replaces the earlier one.
+
+    >>> from dataclasses import dataclass
+    >>> from lightning_sparsecomm.codecs import Raw32
+    >>> @register_index_codec
+    ... @dataclass(frozen=True)
+    ... class FromTheEnd(Raw32):
+    ...     code: ClassVar[int] = 128
+    ...     def encode(self, indices: Tensor, size: int) -> Tensor:
+    ...         return super().encode((size - 1 - indices).flip(0), size)
+    ...     def decode(self, section: Tensor, count: int, size: int, parameter: int) -> Tensor:
+    ...         return (size - 1 - super().decode(section, count, size, parameter)).flip(0)
+    >>> INDEX_CODECS.pop(128)  # This example leaves nothing behind; yours would stay registered.
+    FromTheEnd()
 
     Raises:
-        PayloadError: There are bytes.
+        TypeError: The class is not a subclass of `IndexCodec`, has no `code`, or cannot be made without arguments.
+        ValueError: `code` is not from 1 to 255, or belongs to another class.
     """
-    if section.numel():
-        raise PayloadError(
-            f"{name} index section: has {section.numel()} bytes, expected 0 for {size} of {size} positions."
-        )
-    return torch.arange(size, device=section.device)
+    register(codec_class, IndexCodec, INDEX_CODECS)
+    return codec_class
+
+
+class PartialCodec(IndexCodec):
+    """An index codec that writes a part of all positions, and no bytes for a full selection."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def part_bytes(self, indices: Tensor, size: int) -> int:
+        """`section_bytes`, if not all positions are selected."""
+
+    @abstractmethod
+    def write_part(self, indices: Tensor, size: int) -> Tensor:
+        """`encode`, if not all positions are selected."""
+
+    @abstractmethod
+    def read_part(self, section: Tensor, count: int, size: int, parameter: int) -> Tensor:
+        """`decode`, if not all positions are selected; `parameter` has been checked."""
+
+    def section_bytes(self, indices: Tensor, size: int) -> int:
+        return self.part_bytes(indices, size) if indices.numel() < size else 0
+
+    def encode(self, indices: Tensor, size: int) -> Tensor:
+        return self.write_part(indices, size) if indices.numel() < size else indices.new_empty(0, dtype=torch.uint8)
+
+    def decode(self, section: Tensor, count: int, size: int, parameter: int) -> Tensor:
+        self.check_parameter(parameter)
+        if count < size:
+            return self.read_part(section, count, size, parameter)
+        self.check_length(section, 0, f"{size} of {size} positions")
+        return torch.arange(size, device=section.device)
+
+    def check_length(self, section: Tensor, expected: int, content: str) -> None:
+        if section.numel() != expected:
+            raise self.wrong(f"has {section.numel()} bytes", f"{expected} for {content}")
+
+    def wrong(self, found: str, expected: str) -> PayloadError:
+        return wrong_section(f"{self.name} index", found, expected)

@@ -1,115 +1,90 @@
-"""Positions as bits."""
+"""Positions as bits: Golomb codes and bitmaps."""
 
 import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from lightning_sparsecomm.codecs.indices.base import IndexCodec, everything
-from lightning_sparsecomm.codecs.payload import PayloadError
+from lightning_sparsecomm.codecs.indices.base import PartialCodec, register_index_codec
 from lightning_sparsecomm.kernels import position_kernels_for
 
-# log(φ − 1), φ being the golden ratio.
+# log(φ − 1), where φ is the golden ratio.
 _LOG_GOLDEN = math.log((math.sqrt(5) - 1) / 2)
 
 
+@register_index_codec
 @dataclass(frozen=True)
-class Golomb(IndexCodec):
-    """The gap d to each position from the one before it (from −1 to the first), in Golomb's code with divisor 2^b:
-    (d − 1) div 2^b ones, a zero, and (d − 1) mod 2^b in b bits. No bytes at all where everything is selected.
+class Golomb(PartialCodec):
+    """Golomb's code with divisor 2^b for the gaps between positions. A full selection costs no bytes.
 
-    b = max(0, 1 + ⌊log₂(log(φ − 1) / log(1 − p))⌋), with p = k/n and the golden ratio φ, gives the shortest code of its
-    kind where each element is selected with probability p: b + 1/(1 − (1 − p)^(2^b)) bits a position (4.8, 8.1 and 11.5
-    for p = 0.1, 0.01 and 0.001), at most 1.4% more than any code needs for those p.
+    The gap d is a position minus the one before it, or minus −1 for the first. It is written as (d − 1) div 2^b ones, a
+    zero, and (d − 1) mod 2^b in b bits, where b = max(0, 1 + ⌊log₂(log(φ − 1) / log(1 − p))⌋), p = k/n, and φ is the
+    golden ratio. This b is the best if each element is selected with probability p. A position then costs
+    b + 1/(1 − (1 − p)^(2^b)) bits: 4.8, 8.1 and 11.5 for p = 0.1, 0.01 and 0.001, at most 1.4% above the entropy.
 
-    Source: Sparse Binary Compression (Sattler et al. 2018), section on optimal position encoding, algorithms 3 and 4,
-    which leave the order of bits open.
+    Source: Sparse Binary Compression (Sattler et al. 2018), section on optimal position encoding, algorithms 3 and 4.
+    They leave the order of bits open; ours is in docs/formats.md.
     """
 
     code: ClassVar[int] = 3
+    name: ClassVar[str] = "Golomb"
     parameters: ClassVar[range] = range(32)
 
     def parameter(self, count: int, size: int) -> int:
-        """b: bits of each remainder."""
+        """b, the number of bits of each remainder."""
         if count in (0, size):
             return 0
         return max(0, 1 + math.floor(math.log2(_LOG_GOLDEN / math.log1p(-count / size))))
 
-    def section_bytes(self, indices: Tensor, size: int) -> int:
-        count = indices.numel()
-        if count == size:
-            return 0
-        return (position_kernels_for(indices.device).golomb_bits(indices, self.parameter(count, size)) + 7) // 8
+    def part_bytes(self, indices: Tensor, size: int) -> int:
+        remainder_bits = self.parameter(indices.numel(), size)
+        return (position_kernels_for(indices.device).golomb_bits(indices, remainder_bits) + 7) // 8
 
-    def encode(self, indices: Tensor, size: int) -> Tensor:
-        count = indices.numel()
-        if count == size:
-            return indices.new_empty(0, dtype=torch.uint8)
-        return position_kernels_for(indices.device).write_golomb(indices, self.parameter(count, size))
+    def write_part(self, indices: Tensor, size: int) -> Tensor:
+        return position_kernels_for(indices.device).write_golomb(indices, self.parameter(indices.numel(), size))
 
-    def decode(self, section: Tensor, count: int, size: int, parameter: int) -> Tensor:
-        self.check_parameter(parameter)
-        if count == size:
-            return everything("Golomb", section, size)
+    def read_part(self, section: Tensor, count: int, size: int, parameter: int) -> Tensor:
         length = section.numel()
         least = (count * (1 + parameter) + 7) // 8
         if length < least:
-            raise PayloadError(
-                f"Golomb index section: has {length} bytes, expected at least {least} for {count} positions."
-            )
+            raise self.wrong(f"has {length} bytes", f"at least {least} for {count} positions")
         kernels = position_kernels_for(section.device)
         indices, held, end = kernels.read_golomb(section, count, size, parameter)
         if held < count:
-            raise PayloadError(
-                f"Golomb index section: position {held} at bit {end} is cut off or too large, expected less than {size}"
-                f" within {8 * length} bits."
-            )
-        if length != (end + 7) // 8:
-            raise PayloadError(
-                f"Golomb index section: has {length} bytes, expected {(end + 7) // 8} for its {end} bits of"
-                f" {count} positions."
-            )
+            expected = f"less than {size} within {8 * length} bits"
+            raise self.wrong(f"position {held} at bit {end} is cut off or too large", expected)
+        self.check_length(section, (end + 7) // 8, f"its {end} bits of {count} positions")
         if end % 8 and int(section[-1]) >> end % 8:
-            raise PayloadError(
-                f"Golomb index section: padding at bit {end} is {int(section[-1]) >> end % 8}, expected 0."
-            )
+            raise self.wrong(f"padding at bit {end} is {int(section[-1]) >> end % 8}", "0")
         return indices
 
     def bound_bytes(self, count: int, size: int) -> int | None:
-        # Padding to the longest would cost 4 to 8% where all elements are as likely, and more where they are not.
+        # Padding to the longest section would cost 4 to 8% for equally likely elements, and more for others.
         return None if count and size > 1 else 0
 
 
+@register_index_codec
 @dataclass(frozen=True)
-class Bitmap(IndexCodec):
-    """One bit for each element of the vector; no bytes at all where everything is selected."""
+class Bitmap(PartialCodec):
+    """One bit for each element of the vector. A full selection costs no bytes."""
 
     code: ClassVar[int] = 4
+    name: ClassVar[str] = "bitmap"
 
-    def section_bytes(self, indices: Tensor, size: int) -> int:
-        return (size + 7) // 8 if indices.numel() < size else 0
+    def part_bytes(self, indices: Tensor, size: int) -> int:
+        return (size + 7) // 8
 
-    def encode(self, indices: Tensor, size: int) -> Tensor:
-        if indices.numel() == size:
-            return indices.new_empty(0, dtype=torch.uint8)
+    def write_part(self, indices: Tensor, size: int) -> Tensor:
         return position_kernels_for(indices.device).write_bitmap(indices, size)
 
-    def decode(self, section: Tensor, count: int, size: int, parameter: int) -> Tensor:
-        self.check_parameter(parameter)
-        if count == size:
-            return everything("bitmap", section, size)
-        expected = (size + 7) // 8
-        if section.numel() != expected:
-            raise PayloadError(
-                f"bitmap index section: has {section.numel()} bytes, expected {expected} for {size} elements."
-            )
+    def read_part(self, section: Tensor, count: int, size: int, parameter: int) -> Tensor:
+        self.check_length(section, (size + 7) // 8, f"{size} elements")
         indices, held, end = position_kernels_for(section.device).read_bitmap(section, count)
         if end > size:
-            raise PayloadError(f"bitmap index section: padding at bit {end - 1} is 1, expected 0 from bit {size} on.")
+            raise self.wrong(f"padding at bit {end - 1} is 1", f"0 from bit {size} on")
         if held != count:
-            raise PayloadError(f"bitmap index section: {held} of its bits are 1, expected {count}.")
+            raise self.wrong(f"{held} of its bits are 1", f"{count}")
         return indices
 
     def bound_bytes(self, count: int, size: int) -> int | None:

@@ -6,31 +6,31 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_sparsecomm.codecs.payload import PayloadError
-from lightning_sparsecomm.codecs.values.base import ValueCodec
-from lightning_sparsecomm.layout import Layout
+from lightning_sparsecomm.basis.layout import Layout
+from lightning_sparsecomm.codecs.payload import wrong_section
+from lightning_sparsecomm.codecs.values.base import ValueCodec, register_value_codec
 
 _LARGEST = torch.finfo(torch.float16).max
 _LARGEST_BITS = 0x7BFF
 
 
+@register_value_codec
 @dataclass(frozen=True)
 class TwoBit(ValueCodec):
     """A sign and one of two magnitudes for each value: 2 bits, and 4 bytes for each group of consecutive values.
-    Decoded as float32.
 
-    A group's magnitudes are the mean of those below its mean magnitude, and of those at or above it (both the latter
-    where none is below): the first step of Lloyd's quantizer. Taken in float64, rounded to float16, at most 65504.
-    Biased; use it with error feedback.
+    A group's lower magnitude is the mean of the magnitudes below the group's mean magnitude. The higher one is the mean
+    of the others; if none is below, both are that. This is the first step of Lloyd's quantizer. Means are computed in
+    float64, limited to 65504, rounded to float16, and decoded as float32. Biased; use it with error feedback.
 
-    Source: SparseLoCo (Sarfi et al. 2025) sends 2 bits a value too; groups and levels are ours, so that a payload
-    decodes by itself.
+    Source: SparseLoCo (Sarfi et al. 2025) sends 2 bits a value too. Groups and levels are ours: they make a payload
+    self-contained.
 
     Args:
-        group: How many values share magnitudes; the last group may have fewer.
+        group: How many values share two magnitudes. The last group may have fewer.
 
     Raises:
-        ValueError: `group` does not fit the byte that it travels in.
+        ValueError: `group` is not a whole number from 1 to 255.
     """
 
     group: int = 64
@@ -41,7 +41,7 @@ class TwoBit(ValueCodec):
         if type(self.group) is not int or self.group not in self.parameters:
             raise ValueError(
                 f"group must be a whole number from 1 to 255, as it travels in one byte; got {self.group!r}."
-                " Take 64 for half a bit a value of magnitudes."
+                " Use 64: the magnitudes then cost half a bit a value."
             )
 
     @property
@@ -53,17 +53,17 @@ class TwoBit(ValueCodec):
         groups = -(-count // self.group)
         padding = (0, groups * self.group - count)
         magnitudes = torch.nn.functional.pad(values.abs().to(torch.float64), padding).view(groups, self.group)
-        here = torch.nn.functional.pad(values.new_ones(count, dtype=torch.bool), padding).view(groups, self.group)
-        # Rounded, the mean of equal numbers may be more than each of them.
-        middle = torch.minimum(_mean(magnitudes, here), magnitudes.amax(1) if groups else magnitudes.sum(1))
-        large = here & (magnitudes >= middle[:, None])
-        small = here & ~large
+        is_value = torch.nn.functional.pad(values.new_ones(count, dtype=torch.bool), padding).view(groups, self.group)
+        # Rounding can make the mean of equal numbers greater than each of them.
+        middle = torch.minimum(_mean(magnitudes, is_value), magnitudes.amax(1) if groups else magnitudes.sum(1))
+        large = is_value & (magnitudes >= middle[:, None])
+        small = is_value & ~large
         above = _mean(magnitudes, large)
         below = torch.where(small.any(1), _mean(magnitudes, small), above)
         levels = torch.stack([below, above], 1).clamp_(max=_LARGEST).to(torch.float16)
         codes = large.view(-1)[:count].to(torch.uint8) << 1 | (values < 0)
         codes = torch.nn.functional.pad(codes, (0, -count % 4)).view(-1, 4)
-        packed = (codes << _places(values.device)).sum(1, dtype=torch.uint8)
+        packed = (codes << _shifts(values.device)).sum(1, dtype=torch.uint8)
         return torch.cat([levels.view(-1).view(torch.uint8), packed])
 
     def decode(self, section: Tensor, count: int, parameter: int) -> Tensor:
@@ -71,26 +71,22 @@ class TwoBit(ValueCodec):
         levels_end = 4 * -(-count // parameter)
         expected = levels_end + (count + 3) // 4
         if section.numel() != expected:
-            raise PayloadError(
-                f"two-bit value section: has {section.numel()} bytes, expected {expected} for {count} values in groups"
-                f" of {parameter}."
-            )
-        # The copy is aligned, wherever in the payload the section begins.
+            content = f"{expected} for {count} values in groups of {parameter}"
+            raise wrong_section("two-bit value", f"has {section.numel()} bytes", content)
+        # The copy is aligned, wherever the section begins in the payload.
         levels = section[:levels_end].clone().view(torch.float16)
-        # In order of their bits: what is not finite comes behind the largest number, and what is negative behind that.
+        # Compared as bits: infinities and NaN come after the largest finite number, and negative numbers after those.
         bits = levels.view(torch.int16).to(torch.int32).bitwise_and_(0xFFFF)
         wrong = bits > _LARGEST_BITS
         wrong[1::2] |= bits[1::2] < bits[::2]
         if bool(wrong.any()):
             at = int(wrong.nonzero()[0, 0])
             least = float(levels[at - 1]) if at % 2 else 0.0
-            raise PayloadError(
-                f"two-bit value section: magnitude at byte {2 * at} is {float(levels[at])},"
-                f" expected {least} to {_LARGEST:.0f}."
-            )
-        codes = (section[levels_end:, None] >> _places(section.device) & 3).view(-1)
+            found = f"magnitude at byte {2 * at} is {float(levels[at])}"
+            raise wrong_section("two-bit value", found, f"{least} to {_LARGEST:.0f}")
+        codes = (section[levels_end:, None] >> _shifts(section.device) & 3).view(-1)
         if bool(codes[count:].any()):
-            raise PayloadError(f"two-bit value section: padding in byte {expected - 1} is not 0.")
+            raise wrong_section("two-bit value", f"padding in byte {expected - 1} is not 0", "zeros")
         codes = codes[:count].to(torch.int64)
         groups = torch.arange(count, device=section.device) // parameter
         magnitudes = levels.to(torch.float32)[2 * groups + (codes >> 1)]
@@ -101,9 +97,10 @@ class TwoBit(ValueCodec):
 
 
 def _mean(magnitudes: Tensor, which: Tensor) -> Tensor:
-    """For each row, the mean of some; 0 where there are none."""
+    """For each row, the mean of the magnitudes that `which` marks; 0 if it marks none."""
     return torch.where(which, magnitudes, 0.0).sum(1) / which.sum(1).clamp_(min=1)
 
 
-def _places(device: torch.device) -> Tensor:
+def _shifts(device: torch.device) -> Tensor:
+    """Where in a byte each of its four codes begins."""
     return torch.arange(0, 8, 2, dtype=torch.uint8, device=device)

@@ -2,7 +2,7 @@
 
 from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_sparsecomm.strategies.trainer import TrainerMixin
+from lightning_sparsecomm.frontends.trainer import TrainerMixin
 
 
 class SparseCommStrategy(TrainerMixin, DDPStrategy):

@@ -1,0 +1,52 @@
+"""Checks of constructor arguments that many parts share."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+def is_number(value: object) -> bool:
+    """Whether `value` is an int or a float, and not a bool."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def is_whole_number(value: object) -> bool:
+    """Whether `value` is an int, and not a bool."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_whole_number(name: str, value: int, least: int, meaning: str, remedy: str) -> None:
+    """Raises `ValueError` unless `value` is a whole number, at least `least`; `remedy` says what to use instead."""
+    if not is_whole_number(value) or value < least:
+        rule = f"{f'at least {least}' if least else '0 or more'}{f': {meaning}' if meaning else ''}"
+        raise ValueError(f"{name} must be a whole number, {rule}; got {value!r}. {remedy}")
+
+
+def check_booleans(**booleans: bool) -> None:
+    """Raises `TypeError` for the first value that is not a bool: the string "no", for example, would count as True."""
+    for name, value in booleans.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be True or False; got {value!r}. Leave it out for its default.")
+
+
+@contextmanager
+def renamed(**names: str) -> Iterator[None]:
+    """Makes errors raised in its block name the caller's own parameters, given for each of the part's parameters.
+
+    A part's errors begin with the name of the part's parameter. A recipe that passes `block_density` on to a part as
+    `density` translates that name. Errors that begin with another word pass unchanged.
+
+    >>> with renamed(density="block_density"):
+    ...     raise ValueError("density must be in (0, 1]; got 0.")
+    Traceback (most recent call last):
+        ...
+    ValueError: block_density must be in (0, 1]; got 0.
+    """
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        message = str(error)
+        word = re.match(r"\w+", message)
+        if word is None or word[0] not in names:
+            raise
+        raise type(error)(names[word[0]] + message[word.end() :]) from None

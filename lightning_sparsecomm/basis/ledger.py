@@ -1,0 +1,137 @@
+"""What crossed the wire, by purpose and collective: bytes handed over, and the bytes on the link that follow."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+Collective = Literal["all_reduce", "all_gather", "broadcast"]
+
+# Rows of the ledger. The first three are ours; ratios count these alone.
+GRADIENTS = "gradients"
+UPDATES = "weight updates"
+PARAMETERS = "parameters"
+OURS = (GRADIENTS, UPDATES, PARAMETERS)
+SETUP = "set-up"
+COMPARISON = "comparison of replicas"
+DDP_SETUP = "DDP set-up"
+DDP_BUFFERS = "DDP buffers"
+DDP_UNUSED = "DDP unused-parameter map"
+LIGHTNING = "Lightning, metrics"
+
+
+def link_bytes(collective: Collective, handed_bytes: float, world_size: int) -> float:
+    """Bytes that one rank puts on the link, averaged over ranks, for `handed_bytes` that each rank hands over.
+
+    A model, by each collective's published algorithm: a ring all-reduce sends every byte 2(W-1)/W times (Patarasuk &
+    Yuan 2009), an all-gather sends it to W-1 others, and a broadcast crosses the network W-1 times in all.
+
+    Raises:
+        ValueError: An unknown collective.
+    """
+    if collective == "all_reduce":
+        return handed_bytes * 2 * (world_size - 1) / world_size
+    if collective == "all_gather":
+        return handed_bytes * (world_size - 1)
+    if collective == "broadcast":
+        return handed_bytes * (world_size - 1) / world_size
+    raise ValueError(
+        f"collective must be one of {', '.join(get_args(Collective))}, whose bytes on the link are known; got"
+        f" {collective!r}. Enter its bytes as those of collectives it is made of."
+    )
+
+
+@dataclass
+class Traffic:
+    """How often a collective was called, and bytes in the tensors handed over, padding and headers included."""
+
+    calls: int = 0
+    handed_bytes: int = 0
+
+
+_TOTALS = ("ddp_bytes", "ddp_gathered_bytes", "sent_elements", "elements", "exchange_seconds", "steps")
+
+
+class Ledger:
+    """What crossed the wire, by purpose and collective.
+
+    Each row is a purpose. The method sends `gradients`, `weight updates` and `parameters` (averages of replicas that
+    differ); the other rows are what DDP and Lightning send with any method. Bytes handed over are exact; bytes on the
+    link follow from them by `link_bytes`.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.rows: dict[str, dict[Collective, Traffic]] = {}
+        self.ddp_bytes = 0
+        self.ddp_gathered_bytes = 0
+        self.sent_elements = 0
+        self.elements = 0
+        self.exchange_seconds = 0.0
+        self.steps = 0
+
+    @contextmanager
+    def exchanging(self) -> Iterator[None]:
+        """Adds the time in its context to `exchange_seconds`."""
+        begin = time.perf_counter()
+        yield
+        self.exchange_seconds += time.perf_counter() - begin
+
+    def record(self, row: str, collective: Collective, handed_bytes: int) -> None:
+        """Enters one call. Raises `ValueError` for an unknown collective, which has no price on the link."""
+        link_bytes(collective, handed_bytes, self.world_size)
+        self._add(row, collective, 1, handed_bytes)
+
+    def _add(self, row: str, collective: Collective, calls: int, handed_bytes: int) -> None:
+        traffic = self.rows.setdefault(row, {}).setdefault(collective, Traffic())
+        traffic.calls += calls
+        traffic.handed_bytes += handed_bytes
+
+    def handed_bytes(self, row: str = GRADIENTS) -> int:
+        """Bytes that this rank handed to the backend for one purpose."""
+        return sum(traffic.handed_bytes for traffic in self.rows.get(row, {}).values())
+
+    def link_bytes(self, row: str = GRADIENTS) -> float:
+        """Bytes that this rank put on the link for one purpose. On average over ranks, as many come in."""
+        return sum(
+            link_bytes(kind, traffic.handed_bytes, self.world_size) for kind, traffic in self.rows.get(row, {}).items()
+        )
+
+    @property
+    def ddp_link_bytes(self) -> float:
+        """Link bytes of DDP for the same gradients in their own dtype: an all-reduce; an all-gather of sparse ones."""
+        gathered = link_bytes("all_gather", self.ddp_gathered_bytes, self.world_size)
+        return link_bytes("all_reduce", self.ddp_bytes, self.world_size) + gathered
+
+    @property
+    def sent_link_bytes(self) -> float:
+        """Bytes that this rank put on the link for the method, whatever it sent."""
+        return sum(self.link_bytes(row) for row in OURS)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank handed to the backend for the method: what the papers count as upstream."""
+        return sum(self.handed_bytes(row) for row in OURS)
+
+    def compression_ratio(self) -> float:
+        """Link bytes over link bytes: DDP's for the same steps, by ours. `nan` in a world of one: nothing is sent."""
+        sent = self.sent_link_bytes
+        return self.ddp_link_bytes / sent if sent else float("nan")
+
+    def state_dict(self) -> dict[str, Any]:
+        """All totals, as plain numbers."""
+        rows = {row: {kind: list(vars(t).values()) for kind, t in kinds.items()} for row, kinds in self.rows.items()}
+        return {"rows": rows, **{name: getattr(self, name) for name in _TOTALS}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Adds the totals of an earlier run in a world of the same size, which this one goes on with."""
+        for row, kinds in state["rows"].items():
+            for kind, (calls, handed_bytes) in kinds.items():
+                self._add(row, kind, calls, handed_bytes)
+        for name in _TOTALS:
+            setattr(self, name, getattr(self, name) + state[name])
+
+    def density(self) -> float:
+        """Elements sent by elements trained, over all steps. `nan` before the first."""
+        return self.sent_elements / self.elements if self.elements else float("nan")

@@ -1,0 +1,66 @@
+"""One round of communication, as every part sees it: layout, step, ranks and seeds."""
+
+from dataclasses import dataclass
+
+import torch
+
+from lightning_sparsecomm.basis.layout import Layout
+from lightning_sparsecomm.basis.schedules import Density, DensityWarmup, Warmup, density_at
+from lightning_sparsecomm.kernels.sketch.reference import GOLDEN, mixed
+
+
+def _seed(*numbers: int) -> int:
+    """A 63-bit seed. The mixing of SplitMix64 gives neighbouring steps unrelated ones."""
+    state = 0
+    for number in numbers:
+        state = mixed((state ^ number) + GOLDEN)
+    return state >> 1
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round of communication. All randomness derives from it, so no generator state needs saving.
+
+    Attributes:
+        layout: Layout of the vectors exchanged.
+        step: Optimizer steps finished before this one.
+        epoch: Epochs finished, including a fraction.
+        seed: The run's seed, equal on all ranks.
+        rank: This process's rank.
+        world_size: Number of ranks.
+        warmup: Overrides the parts' densities early in training; None for no such warm-up.
+        quantity: What the vectors hold, for messages.
+    """
+
+    layout: Layout
+    step: int = 0
+    epoch: float = 0.0
+    seed: int = 0
+    rank: int = 0
+    world_size: int = 1
+    warmup: Warmup | None = None
+    quantity: str = "gradient"
+
+    def density(self, density: Density) -> float:
+        """The fraction to send in this round: `density` at this step, or what `warmup` makes of it."""
+        if self.warmup is None:
+            return density_at(density, self.step, self.epoch)
+        # It replaces the method's own warm-up.
+        own = density.density if isinstance(density, DensityWarmup) else density_at(density, self.step, self.epoch)
+        return self.warmup.density(own, self.step, self.epoch)
+
+    def shared_seed(self) -> int:
+        """A 63-bit seed, equal on all ranks and new in each round."""
+        return _seed(self.seed, self.step)
+
+    def rank_seed(self) -> int:
+        """A 63-bit seed that differs between ranks and between rounds."""
+        return _seed(self.seed, self.step, self.rank + 1)
+
+    def shared_generator(self) -> torch.Generator:
+        """A CPU generator seeded with `shared_seed`: it draws the same numbers on all ranks."""
+        return torch.Generator().manual_seed(self.shared_seed())
+
+    def rank_generator(self) -> torch.Generator:
+        """A CPU generator seeded with `rank_seed`: each rank draws its own numbers."""
+        return torch.Generator().manual_seed(self.rank_seed())

@@ -1,0 +1,173 @@
+"""Numbers that change during training. A schedule is accepted wherever a density or a number of steps is."""
+
+import bisect
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_sparsecomm.basis.arguments import check_whole_number, is_number, is_whole_number
+from lightning_sparsecomm.basis.scheduled import Density as Density
+from lightning_sparsecomm.basis.scheduled import Every as Every
+from lightning_sparsecomm.basis.scheduled import Schedule as Schedule
+from lightning_sparsecomm.basis.scheduled import Warmup as Warmup
+from lightning_sparsecomm.basis.scheduled import check_density as check_density
+from lightning_sparsecomm.basis.scheduled import check_every as check_every
+from lightning_sparsecomm.basis.scheduled import density_at as density_at
+from lightning_sparsecomm.basis.scheduled import every_at as every_at
+from lightning_sparsecomm.basis.scheduled import least_every as least_every
+
+
+@dataclass(frozen=True)
+class Stages(Schedule):
+    """One number after another, each from a given step or epoch on.
+
+    >>> [Stages([1, 10, 100], steps=[0, 50, 500]).at(step, 0.0) for step in (0, 49, 50, 1000)]
+    [1, 1, 10, 100]
+
+    Args:
+        numbers: In order, such as densities, or steps between two exchanges.
+        steps: When each begins, in optimizer steps: 0 first, then increasing.
+        epochs: When each begins, in epochs; instead of `steps`.
+
+    Raises:
+        ValueError: `steps` and `epochs` are both given or both missing, do not start at 0, do not increase, or differ
+            from `numbers` in length; or a number is not positive and finite.
+        TypeError: `numbers` or `epochs` is not a list of numbers, or `steps` not one of whole numbers.
+    """
+
+    numbers: Sequence[float]
+    steps: Sequence[int] = ()
+    epochs: Sequence[float] = ()
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("numbers", is_number), ("steps", is_whole_number), ("epochs", is_number)):
+            given = getattr(self, name)
+            listed = isinstance(given, Sequence) and not isinstance(given, str)
+            if not (listed and all(map(allowed, given))):
+                kind = "whole numbers" if name == "steps" else "numbers"
+                example = [1, 10] if name == "numbers" else [0, 1000]
+                raise TypeError(f"{name} must be a list of {kind}; got {given!r}. Use {example}, for example.")
+            object.__setattr__(self, name, tuple(given))
+        if bool(self.steps) == bool(self.epochs):
+            raise ValueError(
+                "steps or epochs must say when each number begins, and only one of them; got"
+                f" steps={list(self.steps)}, epochs={list(self.epochs)}. Give steps=[0, 1000], for example."
+            )
+        if not all(0 < number < math.inf for number in self.numbers):
+            raise ValueError(
+                f"numbers must be positive and finite: densities, or optimizer steps; got {list(self.numbers)!r}."
+                " Use [0.1, 0.001], for example."
+            )
+        name, begins = ("steps", self.steps) if self.steps else ("epochs", self.epochs)
+        rising = all(a < b < math.inf for a, b in itertools.pairwise(begins))
+        if len(begins) != len(self.numbers) or begins[0] != 0 or not rising:
+            raise ValueError(
+                f"{name} must start at 0 and increase, with one for each of the {len(self.numbers)} numbers; got"
+                f" {list(begins)}. Use {name}=[0, 1000] for two numbers, for example."
+            )
+
+    def at(self, step: int, epoch: float) -> float:
+        done = step if self.steps else epoch
+        return self.numbers[bisect.bisect_right(self.steps or self.epochs, done) - 1]
+
+    @property
+    def bounds(self) -> Sequence[float]:
+        return min(self.numbers), max(self.numbers)
+
+
+@dataclass(frozen=True)
+class Exponential(Schedule):
+    """Goes from one number to another exponentially, and stays there.
+
+    >>> [Exponential(0.1, 0.001, steps=100).at(step, 0.0) for step in (0, 50, 100, 200)]
+    [0.1, 0.01, 0.001, 0.001]
+
+    Args:
+        first: The number of step 0.
+        last: The number from step `steps` on.
+        steps: How many optimizer steps it takes.
+
+    Raises:
+        ValueError: `first` or `last` is not a positive, finite number, or `steps` is below 1.
+    """
+
+    first: float
+    last: float
+    steps: int
+
+    def __post_init__(self) -> None:
+        for name, number in (("first", self.first), ("last", self.last)):
+            if not (is_number(number) and 0 < number < math.inf):
+                raise ValueError(
+                    f"{name} must be a positive, finite number, as every number of an exponential is; got {number!r}."
+                    " Use 0.1, for example."
+                )
+        check_every("steps", self.steps)
+
+    def at(self, step: int, epoch: float) -> float:
+        if step >= self.steps:
+            return self.last
+        # Rounded: halfway from 0.1 to 0.001 is then exactly 0.01.
+        return float(f"{self.first * (self.last / self.first) ** (step / self.steps):.15g}")
+
+    @property
+    def bounds(self) -> Sequence[float]:
+        return min(self.first, self.last), max(self.first, self.last)
+
+
+@dataclass(frozen=True)
+class DensityWarmup(Schedule):
+    """A density that follows a warm-up.
+
+    Args:
+        density: Fraction of elements sent after the warm-up, in (0, 1].
+        steps: The warm-up's length in optimizer steps; 0 if it is counted in epochs.
+        epochs: The warm-up's length in epochs; 0 if it is counted in steps.
+        shape: How the density falls: "exponential", "inverse_time", or a list of densities for stages of equal length.
+
+    Raises:
+        ValueError: As for `Warmup`; or `density` is outside (0, 1].
+        TypeError: As for `Warmup`; or `density` is not a number.
+    """
+
+    density: float
+    steps: int = 0
+    epochs: int = 0
+    shape: Literal["exponential", "inverse_time"] | Sequence[float] = "exponential"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.density, Schedule):
+            raise TypeError(f"density must be a number in (0, 1]; got {self.density!r}. Use that schedule by itself.")
+        check_density("density", self.density)
+        object.__setattr__(self, "shape", self.warmup.shape)
+
+    @property
+    def warmup(self) -> Warmup:
+        return Warmup(self.steps, self.epochs, self.shape)
+
+    def at(self, step: int, epoch: float) -> float:
+        return self.warmup.density(self.density, step, epoch)
+
+    @property
+    def bounds(self) -> Sequence[float]:
+        stages = (1.0,) if isinstance(self.shape, str) else self.shape
+        return min(self.density, *stages), max(self.density, *stages)
+
+
+def warmed(
+    density: Density, warmup_steps: int, warmup_epochs: int | None, shape: Literal["exponential", "inverse_time"]
+) -> Density:
+    """`density` with a warm-up before it, of `warmup_epochs`, or of `warmup_steps` where that is None.
+
+    A schedule is returned unchanged, as it already says what to send when; so is a density if the length is 0.
+    """
+    check_density("density", density)
+    check_whole_number("warmup_steps", warmup_steps, 0, "", "Use 0 for no warm-up.")
+    if warmup_epochs is not None:
+        check_whole_number("warmup_epochs", warmup_epochs, 0, "", "Use 0 for no warm-up.")
+    length = warmup_steps if warmup_epochs is None else warmup_epochs
+    if isinstance(density, Schedule) or length == 0:
+        return density
+    return DensityWarmup(density, 0 if warmup_epochs is not None else warmup_steps, warmup_epochs or 0, shape)

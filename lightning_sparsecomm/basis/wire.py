@@ -1,0 +1,164 @@
+"""Collectives, entered in a ledger. With testing.ranks, the only file that imports torch.distributed."""
+
+import copy
+import re
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket as GradBucket
+
+from lightning_sparsecomm.basis.ledger import GRADIENTS, Collective, Ledger
+
+BACKENDS = ("gloo", "nccl")
+
+# What Gloo and NCCL say when another rank is the cause. They raise RuntimeError for everything, wrong dtypes too.
+_GONE = re.compile(
+    r"connection|timed out|timeout|broken pipe|no route to host|remote (worker|process)|nccl(Remote|System)Error",
+    re.IGNORECASE,
+)
+
+
+class PeerError(RuntimeError):
+    """Another rank is gone, or did not answer within the process group's timeout.
+
+    The message says for which collective this rank waited, and for how long. The backend's own error is the cause.
+    """
+
+
+class Waiting:
+    """A `with` block in which a rank waits for others. A `PeerError` replaces an error that another rank has caused."""
+
+    def __init__(self, wire: "Wire", call: str) -> None:
+        self._wire = wire
+        self._call = call
+        self._begin = time.monotonic()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if not isinstance(error, RuntimeError) or isinstance(error, PeerError) or not _GONE.search(str(error)):
+            return
+        wire, seconds = self._wire, time.monotonic() - self._begin
+        if wire.failures:
+            # A broken connection stays broken: later calls, such as those of a save, fail for the first reason.
+            raise wire.failures[0] from wire.failures[0].__cause__
+        when = "before the first optimizer step" if wire.step is None else f"in optimizer step {wire.step}"
+        failure = PeerError(
+            f"rank {wire.rank} waited {seconds:.1f} s in vain for its {self._call} {when}. Another rank is gone, or did"
+            " not answer within the process group's timeout: look for the first error in the logs of all ranks. If a"
+            " rank is only slow at times, give the strategy a longer timeout=datetime.timedelta(hours=1)."
+        )
+        wire.failures.append(failure)
+        raise failure from error
+
+
+class Wire:
+    """Collectives over one process group, each entered in the ledger; they raise `PeerError` where a rank is gone.
+
+    Args:
+        ledger: Where calls are entered; a new one by default.
+        group: Process group; None for the default group.
+        row: Row of the ledger for calls that name none.
+
+    Attributes:
+        step: Optimizer steps finished, for messages; None before the first step.
+        failures: The first `PeerError`, if there was one.
+
+    Raises:
+        ValueError: These collectives do not support the group's backend.
+    """
+
+    def __init__(
+        self, ledger: Ledger | None = None, group: dist.ProcessGroup | None = None, row: str = GRADIENTS
+    ) -> None:
+        backend = dist.get_backend(group)
+        if backend not in BACKENDS:
+            raise ValueError(
+                f"process_group_backend must be one of {', '.join(BACKENDS)}, on which the collectives are tested;"
+                f" got {backend!r}. Use gloo on CPUs and nccl on NVIDIA GPUs."
+            )
+        self.group = group
+        self.row = row
+        self.backend = backend
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        self.ledger = ledger if ledger is not None else Ledger(self.world_size)
+        self.step: int | None = None
+        self.failures: list[PeerError] = []
+
+    def under(self, row: str) -> "Wire":
+        """The same wire, with another row of the ledger for its calls."""
+        wire = copy.copy(self)
+        wire.row = row
+        return wire
+
+    def calling(self, collective: Collective, handed_bytes: int, row: str | None = None) -> Waiting:
+        """Enters one call in the ledger. Make the call, and wait for it, in the block that this opens."""
+        row = row or self.row
+        self.ledger.record(row, collective, handed_bytes)
+        return Waiting(self, f"{collective} of {handed_bytes:,} bytes ({row})")
+
+    def _calling(self, collective: Collective, tensor: Tensor, row: str | None) -> Waiting:
+        return self.calling(collective, tensor.numel() * tensor.element_size(), row)
+
+    def all_reduce_(self, tensor: Tensor, row: str | None = None) -> Tensor:
+        """Sums `tensor` over ranks, in place. Bit-equal on all ranks."""
+        with self._calling("all_reduce", tensor, row):
+            dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def all_reduce_later_(self, tensor: Tensor, row: str | None = None) -> Callable[[], None]:
+        """Starts to sum `tensor` over ranks, in place. Call what it returns to wait until that is done."""
+        waiting, work = self._start_sum(tensor, row)
+
+        def wait() -> None:
+            with waiting:
+                work.wait()
+
+        return wait
+
+    def all_reduce_future(self, tensor: Tensor, row: str | None = None) -> "torch.futures.Future[list[Tensor]]":
+        """Starts to sum `tensor` over ranks, in place; the future holds `[tensor]`.
+
+        torch replaces an error in a future by one of its own that only quotes it: `failures` has the original.
+        """
+        waiting, work = self._start_sum(tensor, row)
+
+        def received(future: torch.futures.Future[list[Tensor]]) -> list[Tensor]:
+            with waiting:
+                return future.value()
+
+        future: torch.futures.Future[list[Tensor]] = work.get_future()
+        return future.then(received)
+
+    def _start_sum(self, tensor: Tensor, row: str | None) -> tuple[Waiting, dist.Work]:
+        waiting = self._calling("all_reduce", tensor, row)
+        with waiting:
+            work = dist.all_reduce(tensor, group=self.group, async_op=True)
+        assert work is not None
+        return waiting, work
+
+    def all_reduce_or_(self, tensor: Tensor, row: str | None = None) -> Tensor:
+        """The bitwise OR of `tensor` (uint8) over ranks; in place on Gloo. NCCL has no OR, so it gathers there."""
+        if self.backend != "gloo":
+            gathered = self.all_gather(tensor, row)
+            for other in gathered[1:]:
+                gathered[0].bitwise_or_(other)
+            return gathered[0]
+        with self._calling("all_reduce", tensor, row):
+            dist.all_reduce(tensor, op=dist.ReduceOp.BOR, group=self.group)
+        return tensor
+
+    def all_gather(self, tensor: Tensor, row: str | None = None) -> Tensor:
+        """Every rank's `tensor`, `[W, *tensor.shape]`; shapes must be equal on all ranks."""
+        gathered = tensor.new_empty((self.world_size, *tensor.shape))
+        with self._calling("all_gather", tensor, row):
+            dist.all_gather_single(gathered.view(-1), tensor.reshape(-1), group=self.group)
+        return gathered

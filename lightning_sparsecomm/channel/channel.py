@@ -1,0 +1,264 @@
+"""Memories and an exchange: one round of communication, from what a rank has to what all ranks share."""
+
+import copy
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_sparsecomm.basis.layout import Layout, SparseVector, Vector
+from lightning_sparsecomm.basis.parts import Part, parts_in
+from lightning_sparsecomm.basis.rounds import Round
+from lightning_sparsecomm.basis.wire import Wire
+from lightning_sparsecomm.channel.clipping import ClipLocalNorm
+from lightning_sparsecomm.channel.contribution import Contribution, StepSettings
+from lightning_sparsecomm.channel.error_feedback import ErrorFeedback
+from lightning_sparsecomm.channel.inspection import first_nonfinite, joined_sparse
+from lightning_sparsecomm.channel.memory import Memory
+from lightning_sparsecomm.channel.momentum import Momentum, MomentumCorrection, Velocity
+from lightning_sparsecomm.channel.saved import Saved, load_saved, saved_of
+from lightning_sparsecomm.codecs.selectors.candidates import HintedSelector
+from lightning_sparsecomm.exchange.base import Exchange, Exchanged
+from lightning_sparsecomm.kernels import OutOfRangeError
+
+# Memories that are safe to call with gradients that are not finite: they only describe, or check as they take in. Their
+# subclasses, and all others, are given gradients that were checked in a pass of its own.
+_CHECK_IN_PASSING = (ClipLocalNorm, MomentumCorrection, Momentum, ErrorFeedback)
+
+# Of these, an earlier kind must come before a later one.
+_ORDER = (ClipLocalNorm, MomentumCorrection, ErrorFeedback)
+
+
+@dataclass
+class _Round:
+    """A round that has been prepared.
+
+    Attributes:
+        context: Its layout, step and seeds.
+        wire: Where it communicates.
+        contributions: What each memory was given, and what the last one returned.
+        vector: What this rank brings; None until it is known.
+        exchanged: The result; None before the exchange.
+    """
+
+    context: Round
+    wire: Wire
+    contributions: list[Contribution] = field(default_factory=list)
+    vector: Vector | None = None
+    exchanged: Exchanged | None = None
+
+
+class Channel(Part):
+    """What a method is made of: memories, in order, and an exchange.
+
+    A round is `prepare`, `run`, and then `commit` or `abort`. Every channel obeys one law: its memories forget what was
+    sent, as receivers decode it. The channel that is given to a sync is a prototype and holds nothing; each optimizer
+    works with a `fresh` one.
+
+    Args:
+        exchange: The round of communication.
+        memories: State kept from round to round; none by default.
+
+    Raises:
+        ValueError: Memories are in an order in which they cannot work, or two of them apply momentum.
+        TypeError: `exchange` is no exchange, or `memories` is no list of memories.
+    """
+
+    def __init__(self, exchange: Exchange, memories: Sequence[Memory] = ()) -> None:
+        _check_parts(exchange, memories)
+        self.exchange = exchange
+        self.memories = tuple(memories)
+        self._names: list[str] = []
+        self._round: _Round | None = None
+
+    def fresh(self) -> "Channel":
+        """A channel of the same parts, for one optimizer's use."""
+        return copy.deepcopy(self)
+
+    def bind(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
+        """Allocates room for `layout`. Call it again when the layout has grown.
+
+        Args:
+            layout: Of the gradients in the rounds that follow.
+            dtype: Of the vectors, float32 or wider.
+            device: Where the gradients are.
+
+        Raises:
+            TypeError: A part holds something that cannot be saved.
+        """
+        self.dtype, self.device = dtype, device
+        self._names = [segment.name for segment in layout.segments]
+        for memory in self.memories:
+            memory.bind(layout, dtype, device)
+        # What cannot be saved is refused now, not at the first checkpoint.
+        self.state_dict()
+
+    def reduce(
+        self,
+        gradients: Sequence[Tensor | None],
+        context: Round,
+        wire: Wire,
+        settings: StepSettings = StepSettings(),  # noqa: B008
+    ) -> Exchanged:
+        """A whole round; arguments and errors as for `prepare` and `run`. After an error, memories are as before."""
+        try:
+            self.prepare(gradients, context, wire, settings)
+            self.run()
+        except BaseException:
+            self.abort()
+            raise
+        return self.commit()
+
+    def prepare(
+        self,
+        gradients: Sequence[Tensor | None],
+        context: Round,
+        wire: Wire,
+        settings: StepSettings = StepSettings(),  # noqa: B008
+        sparse: bool = False,
+    ) -> None:
+        """Memories take in the gradients; the exchange starts what it can.
+
+        Args:
+            gradients: One for each segment of the layout, in its shape; None where this rank has none. They must not
+                change before `commit` or `abort`.
+            context: Layout, step and seeds of this round.
+            wire: Where to communicate.
+            settings: What the optimizer prescribes for this step.
+            sparse: Whether the gradients are sparse tensors; then no dense vector is made of them.
+        """
+        assert self._round is None, "the round before has neither been committed nor aborted"
+        self._round = _Round(context, wire)
+        self._round.vector = self._vector_of(gradients, settings, sparse, self._round)
+        self.exchange.prepare(self._round.vector, context, wire)
+
+    def run(self) -> None:
+        """Exchanges what was prepared, or waits for it.
+
+        Raises:
+            NonFiniteGradientError, PayloadError: As the exchange says.
+        """
+        assert self._round is not None and self._round.vector is not None
+        self._round.exchanged = self.exchange.exchange(self._round.vector, self._round.context, self._round.wire)
+
+    def commit(self) -> Exchanged:
+        """Memories forget what was sent.
+
+        Returns:
+            What is shared, as memories have changed it.
+        """
+        assert self._round is not None and self._round.exchanged is not None
+        exchanged, context = self._round.exchanged, self._round.context
+        self._round = None
+        exchanged = exchanged._replace(shared=self._apart(exchanged.shared), sent=self._apart(exchanged.sent))
+        self.exchange.commit()
+        for memory in self.memories:
+            exchanged = memory.commit(exchanged, context)
+        return exchanged
+
+    def abort(self) -> None:
+        """Memories are as before `prepare`, to round-off. What was sent is void, on all ranks. May come at any time."""
+        if self._round is not None:
+            failed, self._round = self._round, None
+            try:
+                self.exchange.abort()
+            finally:
+                self._take_back(failed)
+
+    def _apart(self, vector: SparseVector | Tensor) -> SparseVector | Tensor:
+        """The vector, in other memory where it is a memory's own, such as the residual that it is subtracted from."""
+        if isinstance(vector, SparseVector):
+            return vector
+        held = {each.flat.untyped_storage().data_ptr() for memory in self.memories for each in memory.held.values()}
+        return vector.clone() if vector.untyped_storage().data_ptr() in held else vector
+
+    def _vector_of(
+        self, gradients: Sequence[Tensor | None], settings: StepSettings, sparse: bool, this: _Round
+    ) -> Vector:
+        present, context = [gradient is not None for gradient in gradients], this.context
+        # A finite norm of all gradients says that all are finite. Otherwise the residual checks them as it takes
+        # them in, or a separate pass does, at the cost of one read.
+        unknown = not math.isfinite(settings.gradient_norm)
+        has_residual = any(isinstance(memory, ErrorFeedback) for memory in self.memories)
+        if unknown and not sparse and has_residual and all(type(each) in _CHECK_IN_PASSING for each in self.memories):
+            try:
+                self._take_in(gradients, settings, this, checked=True)
+            except OutOfRangeError:
+                self._take_back(this)
+        nonfinite = first_nonfinite(gradients) if unknown and not this.contributions else None
+        if sparse:
+            values, indices = joined_sparse(gradients, context.layout, self.dtype, self.device)
+            return Vector(values, present, nonfinite_segment=nonfinite, indices=indices)
+        if nonfinite is not None:
+            nothing = torch.zeros(context.layout.size, dtype=self.dtype, device=self.device)
+            return Vector(nothing, present, nonfinite_segment=nonfinite)
+        if not this.contributions:
+            self._take_in(gradients, settings, this, checked=False)
+        contribution = this.contributions[-1].vector(context.layout, self.dtype, self.device)
+        assert contribution.flat is not None
+        return Vector(contribution.flat, present, contribution.hints)
+
+    def _take_in(self, gradients: Sequence[Tensor | None], settings: StepSettings, this: _Round, checked: bool) -> None:
+        selector = next(parts_in(self.exchange, HintedSelector), None)  # type: ignore[type-abstract]
+        wanted = selector.wanted(this.context) if selector is not None else ()
+        this.contributions.append(Contribution(gradients, settings, wanted=wanted, checked=checked))
+        for memory in self.memories:
+            given = this.contributions[-1]
+            if type(memory) not in _CHECK_IN_PASSING and (given.steps or given.scale != 1):
+                # Only our own memories know what is still to be applied to the parts.
+                given = this.contributions[-1] = given.vector(this.context.layout, self.dtype, self.device)
+            this.contributions.append(memory.prepare(given, this.context))
+
+    def _take_back(self, this: _Round) -> None:
+        for contribution in reversed(this.contributions):
+            contribution.abort()
+        for memory, contribution in reversed(list(zip(self.memories, this.contributions))):
+            memory.abort(contribution, this.context)
+        this.contributions.clear()
+
+    def objection(self, optimizer: Optimizer) -> str | None:
+        """Why it is not defined for an optimizer, and what to use instead; None where it is."""
+        objections = (memory.objection(optimizer) for memory in self.memories)
+        return next((objection for objection in objections if objection), None)
+
+    def residual_norm(self) -> float:
+        """Euclidean norm of what this rank has not sent yet; 0 without error feedback."""
+        return math.hypot(*(memory.norm() for memory in self.memories if isinstance(memory, ErrorFeedback)))
+
+    def state_dict(self) -> Saved:
+        """What its parts hold, by kind and name. Tensors share storage with the parts.
+
+        Raises:
+            TypeError: A part holds something that cannot be saved.
+        """
+        return saved_of((*self.memories, self.exchange), self._names)
+
+    def load_state_dict(self, saved: Saved, names: Iterable[str]) -> None:
+        """Takes out of `saved` what parts of the same kinds held for these parameters."""
+        self._names = list(names)
+        load_saved((*self.memories, self.exchange), self._names, saved)
+
+    def __repr__(self) -> str:
+        return f"Channel({self.exchange!r}, {list(self.memories)!r})"
+
+
+def _check_parts(exchange: Exchange, memories: Sequence[Memory]) -> None:
+    if not isinstance(exchange, Exchange):
+        raise TypeError(f"exchange must be an Exchange; got {exchange!r}. Use DenseAllReduce(), for example.")
+    if not isinstance(memories, Sequence) or not all(isinstance(memory, Memory) for memory in memories):
+        raise TypeError(f"memories must be a list of memories; got {memories!r}. Use [ErrorFeedback()], or [].")
+    ranks = [rank for memory in memories for rank, kind in enumerate(_ORDER) if isinstance(memory, kind)]
+    if any(earlier > later for earlier, later in pairwise(ranks)):
+        raise ValueError(
+            "memories must be in the order ClipLocalNorm, MomentumCorrection, ErrorFeedback; got"
+            f" {list(memories)!r}. Change their order."
+        )
+    if sum(isinstance(memory, Velocity) for memory in memories) > 1:
+        raise ValueError(
+            "memories must hold at most one of MomentumCorrection and Momentum, or momentum is applied twice; got"
+            f" {list(memories)!r}. Leave one out."
+        )

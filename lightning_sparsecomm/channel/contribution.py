@@ -1,0 +1,218 @@
+"""From gradients to the vector that is sent: memories describe one sum, and the last one carries it out in one pass."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_sparsecomm.basis.layout import Layout
+from lightning_sparsecomm.codecs.selectors.candidates import (
+    Wanted,
+    candidate_room,
+    enough,
+    sample_stride,
+    threshold_for,
+)
+from lightning_sparsecomm.kernels import Update, kernels_for
+
+Carry = Callable[[Update, float | None, int], Tensor | None]
+"""Carries out an update, as `Reference.update_` does."""
+
+
+class MomentumRule(NamedTuple):
+    """One parameter's momentum in this step, as torch.optim.SGD defines it.
+
+    Attributes:
+        momentum: Factor on the velocity; 0 for none.
+        dampening: 1 minus the factor on the gradient.
+        nesterov: Whether the step looks ahead.
+        begun: Whether the optimizer already has a momentum buffer, so that this is not the velocity's first step.
+    """
+
+    momentum: float = 0.0
+    dampening: float = 0.0
+    nesterov: bool = False
+    begun: bool = False
+
+
+class StepSettings(NamedTuple):
+    """What an optimizer and the Trainer prescribe for one step.
+
+    Attributes:
+        momentum: A rule for each segment; empty where no memory applies momentum.
+        gradient_norm: Euclidean norm of this rank's whole gradient, over all of the optimizer's parameters; NaN where
+            nothing needs it.
+        max_norm: The user's threshold for clipping the averaged gradient; None for none.
+    """
+
+    momentum: Sequence[MomentumRule] = ()
+    gradient_norm: float = math.nan
+    max_norm: float | None = None
+
+
+class Step(NamedTuple):
+    """How momentum takes in one tensor's gradient; see `kernels.Update`."""
+
+    velocity: Tensor
+    momentum: float
+    gain: float
+    lookahead: float | None
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What one rank brings to a round: its gradients, and what memories want done with them.
+
+    Attributes:
+        parts: One tensor for each segment of the layout, in its shape; None where this rank has no gradient.
+        settings: What the optimizer prescribes for this step.
+        scale: Factor still to be applied to the parts.
+        steps: For each segment, momentum still to be applied after that; None for none.
+        wanted: Stretches whose largest elements will be selected: whoever computes the vector notes candidates.
+        flat: The `[n]` vector that the parts are views of, once everything has been carried out.
+        hints: The candidates noted for `wanted`, where there are such; see `Vector.hints`.
+        checked: Whether the parts have yet to be checked for values that are not finite, as they are taken in.
+        done: Updates carried out so far, in order, for this contribution and those derived from it; for `abort`.
+    """
+
+    parts: Sequence[Tensor | None]
+    settings: StepSettings = StepSettings()  # noqa: RUF009
+    scale: float = 1.0
+    steps: Sequence[Step | None] = ()
+    wanted: Sequence[Wanted] = ()
+    flat: Tensor | None = None
+    hints: Mapping[tuple[int, int, int], Tensor] = field(default_factory=dict)
+    checked: bool = False
+    done: list[Update] = field(default_factory=list)
+
+    @property
+    def present(self) -> list[bool]:
+        """For each segment, whether this rank has a gradient for it."""
+        return [part is not None for part in self.parts]
+
+    def with_parts(self, parts: Sequence[Tensor | None]) -> "Contribution":
+        """A contribution of other tensors instead, to which nothing is still to be applied; for a memory of your own.
+
+        Args:
+            parts: One tensor for each segment, in its shape; None exactly where `self.parts` has None.
+        """
+        return Contribution(parts, self.settings, wanted=self.wanted, done=self.done)
+
+    def vector(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> "Contribution":
+        """The contribution carried out, as a vector that is zero in segments without a gradient."""
+        if self.flat is not None and all(self.present):
+            return self
+        # Zeros are never sent, so a segment without a gradient keeps all that is held for it.
+        x = torch.zeros(layout.size, dtype=dtype, device=device)
+        if self.flat is None and (self.steps or self.scale != 1):
+            return self.added_to_(x, layout)
+        views = layout.views(x)
+        for view, part in zip(views, self.parts):
+            if part is not None:
+                view.copy_(part)
+        parts = [None if part is None else view for part, view in zip(self.parts, views)]
+        return Contribution(parts, self.settings, wanted=self.wanted, flat=x, hints=self.hints, done=self.done)
+
+    def added_to_(self, residual: Tensor, layout: Layout, keep: float = 1.0) -> "Contribution":
+        """Adds the scaled gradients, through their momentum, to `residual`; notes candidates in the same pass.
+
+        Segments without a gradient, and their momentum, stay as they are.
+
+        Args:
+            residual: `[n]` float32 or wider; changed in place.
+            layout: Of the residual.
+            keep: Factor on what `residual` holds before.
+
+        Returns:
+            The contribution carried out, whose parts are views of `residual`.
+
+        Raises:
+            OutOfRangeError: Parts to be checked are not all finite and below `kernels.LIMIT`. What was carried out by
+                then is in `done`.
+        """
+        views, flats = layout.views(residual), layout.flats(residual)
+        kernels = kernels_for(residual.device, residual.dtype)
+        updates: list[Update | None] = []
+        for index, (flat, part) in enumerate(zip(flats, self.parts)):
+            if part is None:
+                updates.append(None)
+                continue
+            # Positions count in row-major order; a channels-last gradient lies differently in memory.
+            gradient = part.to(flat.dtype).contiguous().view(-1)
+            update = Update(flat, gradient, keep=keep, scale=self.scale, checked=self.checked)
+            step = self.steps[index] if self.steps else None
+            if step is not None:
+                velocity, momentum, gain, lookahead = step
+                update = update._replace(velocity=velocity.view(-1), momentum=momentum, gain=gain, lookahead=lookahead)
+            updates.append(update)
+        before = len(self.done)
+
+        def carry(update: Update, threshold: float | None, capacity: int) -> Tensor | None:
+            # Noted first: an interrupt that arrives during a kernel is raised right after it.
+            self.done.append(update)
+            return kernels.update_(update, threshold, capacity)
+
+        hints = _carry_out(updates, layout, self.wanted, carry)
+        # Converted gradients need not be kept for as long as an exchange takes.
+        given = zip(updates, self.parts)
+        self.done[before:] = [update._replace(gradient=part) for update, part in given if update and part is not None]
+        parts = [None if part is None else view for part, view in zip(self.parts, views)]
+        return Contribution(parts, self.settings, wanted=self.wanted, flat=residual, hints=hints, done=self.done)
+
+    def abort(self) -> None:
+        """Undoes, to round-off, all that has been carried out. The gradients must still be what they were then."""
+        while self.done:
+            update = self.done.pop()
+            kernels_for(update.residual.device, update.residual.dtype).take_back_(update)
+
+
+def _carry_out(
+    updates: Sequence[Update | None], layout: Layout, wanted: Sequence[Wanted], carry: Carry
+) -> dict[tuple[int, int, int], Tensor]:
+    hints: dict[tuple[int, int, int], Tensor] = {}
+    segments = layout.segments
+    index = 0
+    for stretch in wanted:
+        while index < len(segments) and segments[index].offset < stretch.start:
+            if (update := updates[index]) is not None:
+                carry(update, None, 0)
+            index += 1
+        inside: list[tuple[Update, int]] = []
+        while index < len(segments) and segments[index].offset + segments[index].size <= stretch.stop:
+            if (update := updates[index]) is not None and segments[index].size:
+                inside.append((update, segments[index].offset))
+            index += 1
+        found = _noting(inside, stretch.k, carry)
+        if found is not None:
+            hints[stretch] = found
+    for update in updates[index:]:
+        if update is not None:
+            carry(update, None, 0)
+    return hints
+
+
+def _noting(inside: Sequence[tuple[Update, int]], k: int, carry: Carry) -> Tensor | None:
+    """Carries out the updates of one stretch; its candidates, unless there are too few or too many."""
+    if not inside:
+        return None
+    kernels = kernels_for(inside[0][0].residual.device, inside[0][0].residual.dtype)
+    size = sum(update.residual.numel() for update, _ in inside)
+    stride = sample_stride(size)
+    sample = [kernels.probe(update, stride) for update, _ in inside]
+    threshold = threshold_for(sample[0] if len(sample) == 1 else torch.cat(sample), size, k)
+    room = candidate_room(k)
+    found: list[Tensor] | None = []
+    for update, offset in inside:
+        positions = carry(update, threshold if found is not None else None, room)
+        if positions is None or found is None:
+            found = None
+        else:
+            found.append(positions.add_(offset))
+            room -= positions.numel()
+    if threshold is None or found is None:
+        return None
+    candidates = torch.cat(found) if len(found) > 1 else found[0]
+    return candidates if enough(candidates, k, threshold) else None

@@ -1,0 +1,129 @@
+"""Which ranks have a gradient, and whose is not finite: all ranks must know it before any of them changes a weight.
+
+A rank's status is two bits for each segment of the layout. It travels with what an exchange sends anyway: in the
+envelope of a payload, behind the summands of an all-reduce, or in a bitmap. `agree` sends it by itself.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_sparsecomm.basis.layout import Layout, SparseVector, Vector
+from lightning_sparsecomm.basis.rounds import Round
+from lightning_sparsecomm.basis.wire import Wire
+from lightning_sparsecomm.codecs.payload import Envelope
+from lightning_sparsecomm.kernels import position_kernels_for
+
+
+class NonFiniteGradientError(RuntimeError):
+    """A gradient holds an infinity or a NaN. Raised on all ranks in the same step, before any weight changes."""
+
+    @classmethod
+    def of(cls, segment: int, context: Round, rank: int) -> "NonFiniteGradientError":
+        """The error for the gradient of one segment on one rank."""
+        return cls(
+            f"rank {rank} has a {context.quantity} that is not finite, for parameter"
+            f" {context.layout.segments[segment].name!r} in step {context.step}."
+            " Lower the learning rate, clip gradients, or look for a division by zero in the loss."
+        )
+
+    @classmethod
+    def somewhere(cls, x: Vector, context: Round, wire: Wire) -> "NonFiniteGradientError":
+        """The error where ranks know that some gradient is not finite, but not whose: they gather that.
+
+        A collective, so all ranks must know. Bytes handed over: 8.
+        """
+        segment = -1 if x.nonfinite_segment is None else x.nonfinite_segment
+        segments = wire.all_gather(torch.tensor([segment], device=x.values.device)).view(-1).tolist()
+        rank = next(rank for rank, found in enumerate(segments) if found >= 0)
+        return cls.of(segments[rank], context, rank)
+
+
+def agree(x: Vector, context: Round, wire: Wire) -> list[bool]:
+    """For each segment, whether any rank has a gradient for it; a collective of two bits for each segment.
+
+    Raises:
+        NonFiniteGradientError: Some rank has a gradient that is not finite; raised on all of them.
+    """
+    device, segments = x.values.device, len(context.layout.segments)
+    kernels = position_kernels_for(device)
+    bits = torch.tensor(status_bits(x, segments), dtype=torch.int64, device=device)
+    bitmap = wire.all_reduce_or_(kernels.write_bitmap(bits, 2 * segments))
+    found, held, _ = kernels.read_bitmap(bitmap, 2 * segments)
+    return read_status_bits(found[:held].tolist(), x, context, wire)
+
+
+def status_bits(x: Vector, segments: int) -> list[int]:
+    """Which of 2 · `segments` bits are 1: one for each segment that is present, one for the one that is not finite."""
+    present = [i for i, here in enumerate(x.present or [True] * segments) if here]
+    return present + ([] if x.nonfinite_segment is None else [segments + x.nonfinite_segment])
+
+
+def read_status_bits(bits: Sequence[int], x: Vector, context: Round, wire: Wire) -> list[bool]:
+    """What the ranks' `status_bits`, joined by OR, say of who is present.
+
+    Raises:
+        NonFiniteGradientError: As they say; on all ranks.
+    """
+    segments, anyone = len(context.layout.segments), set(bits)
+    if anyone and max(anyone) >= segments:
+        raise NonFiniteGradientError.somewhere(x, context, wire)
+    return [i in anyone for i in range(segments)]
+
+
+def write_counts_(counts: Tensor, x: Vector) -> None:
+    """Writes this rank's status into `counts`, one number for each segment, to be summed over ranks.
+
+    A NaN stands for what is not finite, and spreads to all ranks by the sum.
+    """
+    counts.copy_(torch.tensor(x.present or [True] * counts.numel(), dtype=counts.dtype))
+    if x.nonfinite_segment is not None:
+        counts[x.nonfinite_segment] = float("nan")
+
+
+def read_counts(counts: Tensor, x: Vector, context: Round, wire: Wire) -> list[bool]:
+    """What the sum of the ranks' `write_counts_` says of who is present.
+
+    Raises:
+        NonFiniteGradientError: As it says; on all ranks.
+    """
+    if bool(counts.isnan().any()):
+        raise NonFiniteGradientError.somewhere(x, context, wire)
+    present: list[bool] = (counts > 0).tolist()
+    return present
+
+
+def read_envelopes(envelopes: Sequence[Envelope], context: Round) -> list[bool]:
+    """What the envelopes of all ranks say of who is present.
+
+    Raises:
+        NonFiniteGradientError: As the first such envelope says; on all ranks.
+    """
+    for rank, received in enumerate(envelopes):
+        if received.nonfinite_segment is not None:
+            raise NonFiniteGradientError.of(received.nonfinite_segment, context, rank)
+    anyone = [received.present or [True] * len(context.layout.segments) for received in envelopes]
+    return [any(column) for column in zip(*anyone)]
+
+
+def masked(vector: SparseVector | Tensor, present: Sequence[bool] | None, layout: Layout) -> SparseVector | Tensor:
+    """The vector without what it holds for segments that are not present: nothing is sent for these.
+
+    Args:
+        vector: Over `layout`; not changed, since it may be shared by all ranks too.
+        present: For each segment; empty or None where all are.
+        layout: Of the vector.
+    """
+    if not present or all(present):
+        return vector
+    if isinstance(vector, Tensor):
+        vector = vector.clone()
+        for flat, here in zip(layout.flats(vector), present):
+            if not here:
+                flat.zero_()
+        return vector
+    kept = torch.tensor(present, device=vector.indices.device).repeat_interleave(
+        torch.tensor(layout.counts(vector.indices), device=vector.indices.device)
+    )
+    return SparseVector(vector.indices[kept], vector.values[kept], vector.size)

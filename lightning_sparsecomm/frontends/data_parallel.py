@@ -1,0 +1,83 @@
+"""DistributedDataParallel whose reducer is idle: gradients stay local, and everything else works as in DDP."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_sparsecomm.basis.ledger import DDP_BUFFERS, DDP_SETUP
+from lightning_sparsecomm.basis.wire import Wire
+
+
+def tensor_bytes(tensors: Sequence[Tensor]) -> int:
+    """Bytes of all elements."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+class CountedDataParallel(DistributedDataParallel):
+    """DDP that enters its own traffic (set-up broadcast and buffers) in the ledger of `wire`."""
+
+    def __init__(self, module: nn.Module, wire: Wire, **options: object) -> None:
+        super().__init__(module, **options)  # type: ignore[arg-type]
+        self.wire = wire
+        if options.get("init_sync", True):
+            # The older of DDP's two options for buffers also excludes them from the set-up broadcast.
+            older = options.get("broadcast_buffers") is False and options.get("forward_sync_buffers") is None
+            named = (*module.named_parameters(), *(() if older else module.named_buffers()))
+            state = [tensor for name, tensor in named if name not in self.parameters_to_ignore]
+            wire.ledger.record(DDP_SETUP, "broadcast", tensor_bytes(state))
+
+    # Private to DDP: the one place where it broadcasts buffers, and no code of the user runs in it.
+    def _sync_buffers(self) -> None:
+        with self.wire.calling("broadcast", tensor_bytes(self.modules_buffers), DDP_BUFFERS):
+            super()._sync_buffers()  # type: ignore[no-untyped-call]
+
+
+class LocalDataParallel(CountedDataParallel):
+    """DDP that never reduces a gradient, as if always in `no_sync()`.
+
+    DDP still broadcasts parameters once, and buffers before forward passes. The options of its reducer (unused
+    parameters, static graph, gradient views) would have no effect and are dropped. So it copies nothing into buckets,
+    and neither exchanges a map of unused parameters nor complains about them.
+
+    Args:
+        module: The module to train.
+        wire: Its ledger counts the traffic.
+        broadcasts: Whether to broadcast buffers before forward passes, as far as DDP's options say so.
+        options: Options of DDP.
+    """
+
+    REDUCER_OPTIONS = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view")
+
+    def __init__(self, module: nn.Module, wire: Wire, broadcasts: bool = True, **options: object) -> None:
+        self._wanted = self._buffers_due = self._broadcasts = broadcasts
+        super().__init__(module, wire, **{k: v for k, v in options.items() if k not in self.REDUCER_OPTIONS})
+
+    # DDP and Lightning switch reduction on and off by this attribute. It reads False, so gradients stay local. The
+    # value that was set decides whether the next forward pass broadcasts buffers.
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        return False
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        self._wanted = value
+
+    # As in DDP, a forward pass broadcasts buffers if the pass before it would have reduced gradients.
+    @property
+    def require_forward_param_sync(self) -> bool:
+        return self._buffers_due
+
+    @require_forward_param_sync.setter
+    def require_forward_param_sync(self, value: bool) -> None:
+        self._buffers_due = self._broadcasts and self._wanted and torch.is_grad_enabled()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        wanted, self._wanted = self._wanted, False
+        try:
+            yield
+        finally:
+            self._wanted = wanted

@@ -1,0 +1,181 @@
+"""What the strategies for Trainer and Fabric have in common. It imports no Lightning package."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_sparsecomm import methods
+from lightning_sparsecomm.basis.ledger import Ledger
+from lightning_sparsecomm.basis.wire import Wire
+from lightning_sparsecomm.frontends.data_parallel import CountedDataParallel, LocalDataParallel
+from lightning_sparsecomm.frontends.saving import SavingMixin
+from lightning_sparsecomm.run.engine import Engine
+from lightning_sparsecomm.sharing.method import Method
+
+COMM_HOOK_OPTIONS = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
+
+
+class SynchronizingMixin(SavingMixin):
+    """Holds a method and, while a model trains, the engine that runs it."""
+
+    lightning_package: str
+    """The package whose Trainer or Fabric this strategy is for, as users import it."""
+
+    _ddp_kwargs: dict[str, Any]
+
+    def _prepare(self, method: Method | None, seed: int, check_replicas_every: int | None) -> None:
+        if method is not None and not isinstance(method, Method):
+            # Users may pass a recipe's name, or the recipe without calling it.
+            name = method if isinstance(method, str) else getattr(method, "__name__", None)
+            recipe = getattr(methods, name, None) if isinstance(name, str) else None
+            meant = isinstance(recipe, type) and issubclass(recipe, Method)
+            hint = f" Did you mean lightning_sparsecomm.methods.{name}()?" if meant else ""
+            raise TypeError(
+                f"method must be a Method, such as lightning_sparsecomm.methods.dgc(density=0.001);"
+                f" got {method!r}.{hint}"
+            )
+        for option in COMM_HOOK_OPTIONS:
+            if getattr(self, f"_{option}", None) is not None:
+                raise ValueError(
+                    f"{option} cannot be combined with a method, which takes the place of DDP's communication hook."
+                    " Leave it out, or use strategy='ddp'. methods.dense(wire_dtype='bfloat16') rounds on the wire."
+                )
+        if type(seed) is not int:
+            raise TypeError(f"seed must be a whole number, equal on all ranks; got {seed!r}. Leave it out for 0.")
+        if check_replicas_every is not None and (type(check_replicas_every) is not int or check_replicas_every < 1):
+            raise ValueError(
+                "check_replicas_every must be a whole number of optimizer steps, at least 1; got"
+                f" {check_replicas_every!r}. Leave it out to compare replicas at the end of training only."
+            )
+        self.method = method if method is not None else methods.default()
+        self.seed = seed
+        self.check_replicas_every = check_replicas_every
+        self._engine: Engine | None = None
+        self._ledger: Ledger | None = None
+
+    @property
+    def engine(self) -> Engine:
+        """Runs the method while a model is set up for training.
+
+        Raises:
+            RuntimeError: No model is set up.
+        """
+        if self._engine is None:
+            raise RuntimeError("no model is set up for training yet: the method has nothing to synchronize.")
+        return self._engine
+
+    @property
+    def ledger(self) -> Ledger | None:
+        """The bytes of the current fit, or of the last one; None before the first."""
+        return self._ledger
+
+    def synchronize(self, optimizer: Optimizer) -> None:
+        """Shares the optimizer's gradients now instead of at its step.
+
+        Call it before code of your own reads or changes `.grad` between backward and step; with ddp the gradients are
+        averaged by then. `clip_gradients` calls it by itself.
+        """
+        if self._engine is not None:
+            self._engine.synchronize(self._bare(optimizer))
+
+    @contextmanager
+    def shared_model(self) -> Iterator[None]:
+        """A context in which the module holds the weights that all ranks share, to evaluate or save them.
+
+        Enter it on all ranks. Afterwards each rank has its own weights again, to the bit. A Trainer does this by itself
+        when it validates or saves a checkpoint.
+        """
+        viewing = self.engine.replicas.view_shared()
+        try:
+            yield
+        finally:
+            if viewing:
+                self.engine.replicas.view_own()
+
+    def _bare(self, optimizer: Optimizer) -> Optimizer:
+        if self.engine.registry.knows(optimizer):
+            return optimizer
+        # Lightning's wrappers hold the user's optimizer as `_optimizer`.
+        bare: Optimizer = getattr(optimizer, "_optimizer", optimizer)
+        return bare
+
+    def _clip(self, optimizer: Optimizer, max_norm: float, by_value: bool) -> bool:
+        """Shares the optimizer's gradients; returns whether the method has clipped them."""
+        return self.engine.clip(self._bare(optimizer), max_norm, by_value)
+
+    def _begin(self, device: torch.device, scaler: object) -> Engine:
+        """Starts a run: creates its wire, ledger and engine.
+
+        Raises:
+            ValueError: The device or the backend is not supported.
+            TypeError: The loss scaler is not a `GradScaler`.
+        """
+        if device.type not in ("cpu", "cuda"):
+            raise ValueError(
+                f"accelerator must be 'cpu' or 'cuda'; got {device.type!r}, on which DDP does not run."
+                " Use accelerator='cpu'."
+            )
+        if scaler is not None and not isinstance(scaler, GradScaler):
+            raise TypeError(
+                "the precision plugin's scaler must be a torch.amp.GradScaler, whose records all ranks are to agree on;"
+                f" got {scaler!r}. Use precision='16-mixed', 'bf16-mixed' or '32-true'."
+            )
+        wire = Wire()
+        if device.type == "cpu" and "gloo" not in wire.backend:
+            raise ValueError(
+                f"process_group_backend must be 'gloo' on CPUs; got {wire.backend!r}. Leave it out for the default."
+            )
+        self._ledger = wire.ledger
+        self._ended = None
+        scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        engine = self._engine = Engine(self.method, wire, self.seed, self.check_replicas_every, scaler)
+        if engine.scaling is not None:
+            engine.scaling.take_over(lambda optimizer: engine.unscale_(self._bare(optimizer)))
+        if wire.world_size == 1 and not all(sync.shares_gradients for sync in engine.registry.syncs):
+            warnings.warn(
+                "one process: nothing crosses a network, so the method saves nothing. It still exchanges with itself,"
+                " which costs time and, with a sparse method, changes the training. Use devices=2 or more, or 'ddp'.",
+                stacklevel=2,
+            )
+        return self._engine
+
+    def _wrap(self, module: nn.Module, device_ids: list[int] | None = None) -> DistributedDataParallel:
+        """The module in a DDP whose reducer is idle, or calls the method's hook."""
+        engine, wire, hook = self.engine, self.engine.wire, self.engine.hook
+        # As Lightning does: https://pytorch.org/docs/stable/notes/cuda.html#id5
+        with torch.cuda.stream(torch.cuda.Stream()) if device_ids is not None else nullcontext():
+            engine.registry.add_module(module)
+            # Before DDP, which waits forever on some differences between ranks, and explains few of them.
+            engine.agreement.on_setup()
+            options = {"device_ids": device_ids, **self._ddp_kwargs}
+            if hook is None:
+                local = LocalDataParallel(module, wire, engine.state.broadcasts_buffers, **options)
+                engine.begin()
+                return local
+            model = CountedDataParallel(module, wire, **options)
+            in_buckets = [
+                parameter
+                for name, parameter in module.named_parameters()
+                if parameter.requires_grad and name not in model.parameters_to_ignore
+            ]
+            hook.attach(in_buckets, model.find_unused_parameters and not model.static_graph)
+            model.register_comm_hook(None, hook.hook)
+            return model
+
+    def _end(self) -> None:
+        if self._engine is not None:
+            self._keep_state()
+            self._engine.close()
+            self._engine = None
+
+    # Lightning prints this when a Trainer gets the other package's strategy.
+    def __repr__(self) -> str:
+        package = self.lightning_package
+        return f"<SparseCommStrategy of {package}, for no other package's Trainer or Fabric; {self.method!r}>"

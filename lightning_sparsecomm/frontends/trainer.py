@@ -1,0 +1,299 @@
+"""The strategy for a Trainer. The bindings combine it with the DDPStrategy of their package."""
+
+import math
+import pickle
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_sparsecomm.basis.ledger import LIGHTNING, Collective, Ledger
+from lightning_sparsecomm.basis.wire import Waiting, Wire
+from lightning_sparsecomm.frontends.end_of_training import EndOfTraining
+from lightning_sparsecomm.frontends.mixin import SynchronizingMixin
+from lightning_sparsecomm.run.checkpoint import RankFiles, Resumed
+from lightning_sparsecomm.run.contents import State, fingerprint_of, own_entries, with_entries
+from lightning_sparsecomm.run.length import warn_of_short_run
+from lightning_sparsecomm.sharing.method import Method
+
+if TYPE_CHECKING:
+    import pytorch_lightning as pl
+    from pytorch_lightning.strategies import DDPStrategy
+else:
+    DDPStrategy = object
+
+T = TypeVar("T")
+
+
+def _with_result(closure: Callable[[], Any]) -> Callable[[], Any]:
+    """A closure that never returns None: with a loss scaler, plugins would skip the step, though gradients are shared
+    and other ranks may step. A user's closure in `optimizer_step` may return None."""
+
+    def with_result() -> Any:
+        result = closure()
+        return torch.zeros(()) if result is None else result
+
+    return with_result
+
+
+class TrainerMixin(SynchronizingMixin, DDPStrategy):
+    """Trains by DDP, with a method that shares the gradients.
+
+    To switch from `strategy="ddp"`, change nothing else: the LightningModule, its optimizers, the Trainer's clipping
+    and accumulation stay as they are. Two hooks see other gradients: `on_after_backward` finds this rank's own, and
+    `on_before_optimizer_step` the mean of what ranks sent, which with dgc already contains momentum.
+
+    Args:
+        method: How ranks share what they train. By default `methods.dgc()` for SGD, and
+            `methods.gradient_dropping(density=0.01)` for other optimizers.
+        seed: Seed of the method's randomness; equal on all ranks.
+        check_replicas_every: Optimizer steps between two comparisons of the weights that ranks share; None compares
+            them at the end of fit only. If they differ by a bit, `ReplicaError` names the first such parameter on all
+            ranks. Methods that exchange weights compare the shared anchor; with local gradients, the next average is
+            compared. A comparison costs 32 bytes, and hashing at 0.6 GB/s on one core: 0.16 s for 25 M float32.
+        **kwargs: Options of DDPStrategy and of DistributedDataParallel.
+
+    Raises:
+        TypeError: `method` is not a Method.
+        ValueError: A communication hook is given besides a method, or `check_replicas_every` is below 1.
+    """
+
+    def __init__(
+        self, method: Method | None = None, seed: int = 0, check_replicas_every: int | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(**kwargs)
+        self._prepare(method, seed, check_replicas_every)
+        self._viewing = False
+        self._resumed: tuple[Any, Resumed, Ledger] | None = None
+        self._handed: dict[str, Any] | None = None
+        self._end_callback: tuple[list[Any], EndOfTraining | None] = [], None
+        self._unsettled = False
+
+    def setup(self, trainer: "pl.Trainer") -> None:
+        fitting = trainer.state.fn == "fit"
+        if fitting:
+            self._begin(self.root_device, getattr(self.precision_plugin, "scaler", None))
+        super().setup(trainer)
+        if fitting:
+            self.engine.agreement.on_optimizers(self.optimizers)
+            self.engine.registry.check()
+            for optimizer in self.optimizers:
+                self.engine.register(optimizer)
+            # As in Lightning, 0 and less mean no clipping.
+            if trainer.gradient_clip_val is not None and not trainer.gradient_clip_val <= 0:
+                by_value = trainer.gradient_clip_algorithm == "value"
+                self.engine.clipping.take_over(float(trainer.gradient_clip_val), by_value)
+            self._share_before_clipping()
+            callbacks: list[Any] = vars(trainer)["callbacks"]
+            self._end_callback = callbacks, EndOfTraining(self.engine)
+            callbacks.insert(0, self._end_callback[1])
+            self._unsettled = True
+
+    def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
+        return self._wrap(model, self.determine_ddp_device_ids())
+
+    def _register_ddp_hooks(self) -> None:
+        """Does nothing: `_wrap` has registered the method's hook. (Lightning would register hooks on CUDA only.)"""
+
+    def _share_before_clipping(self) -> None:
+        """Makes `clip_gradients` share gradients first, whether Lightning or the user calls it."""
+        clip = self.precision_plugin.clip_gradients
+
+        def share_and_clip(
+            optimizer: Optimizer, clip_val: float = 0.0, gradient_clip_algorithm: str = "norm", **kwargs: Any
+        ) -> None:
+            if not clip_val > 0:
+                self.synchronize(optimizer)
+            elif self._clip(optimizer, float(clip_val), gradient_clip_algorithm == "value"):
+                return
+            clip(optimizer, clip_val, gradient_clip_algorithm, **kwargs)  # type: ignore[arg-type]
+
+        self.precision_plugin.clip_gradients = share_and_clip  # type: ignore[method-assign]
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        if not trainer.is_global_zero or self._is_trial():
+            return
+        # An epoch's length in steps may be unknown.
+        batches = trainer.num_training_batches if self.lightning_module.automatic_optimization else math.inf
+        each = math.ceil(batches / trainer.accumulate_grad_batches) if 0 < batches < math.inf else math.inf
+        steps = trainer.max_steps if trainer.max_steps >= 0 else math.inf
+        epochs = trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs >= 0 else math.inf
+        steps, epochs = min(steps, epochs * each), min(epochs, steps / each if each < math.inf else math.inf)
+        warn_of_short_run(self.engine.registry, self.engine.warmup, steps, epochs)
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        with self.engine.guards.backward():
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        engine = self.engine
+        engine.epoch = self._epoch()
+        closure = engine.closure(optimizer, closure)
+        if engine.scaling is not None:
+            closure = _with_result(closure)
+        with engine.stepping(optimizer):
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    def _epoch(self) -> float:
+        """Epochs finished, including a fraction if the length of an epoch is known."""
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        batches = trainer.num_training_batches
+        done = trainer.fit_loop.epoch_loop.batch_idx / batches if 0 < batches < float("inf") else 0.0
+        return trainer.current_epoch + done
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        # From 2.6 on, Lightning broadcasts before each batch whether rank 0 was told to stop: one 64-bit integer.
+        assert self.lightning_module is not None
+        if hasattr(self.lightning_module.trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"):
+            self.engine.wire.ledger.record(LIGHTNING, "broadcast", 8)
+        return super().training_step(*args, **kwargs)
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        if self._engine is None:
+            return super().broadcast(obj, src)
+        with self.engine.wire.calling("broadcast", len(pickle.dumps(obj)) + 8, LIGHTNING):
+            return super().broadcast(obj, src)
+
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._calling("all_reduce", tensor):
+            return super().reduce(tensor, *args, **kwargs)
+
+    def all_gather(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        with self._calling("all_gather", tensor):
+            return super().all_gather(tensor, *args, **kwargs)
+
+    def _calling(self, collective: Collective, tensor: Any) -> AbstractContextManager[None]:
+        if self._engine is None or not isinstance(tensor, Tensor):
+            return nullcontext()
+        return self._engine.wire.calling(collective, tensor.numel() * tensor.element_size(), LIGHTNING)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        if self._engine is None:
+            return super().barrier(*args, **kwargs)
+        wire = self._engine.wire
+        # A rank that has lost a peer may still save a checkpoint, but must not wait for the others afterwards.
+        if not wire.failures:
+            with Waiting(wire, f"barrier ({', '.join(map(str, args)) or LIGHTNING})"):
+                super().barrier(*args, **kwargs)
+        return None
+
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        if self._engine is not None:
+            self._viewing = self._engine.replicas.view_shared(self._together())
+
+    def on_validation_end(self) -> None:
+        if self._viewing and self._engine is not None:
+            self._engine.replicas.view_own()
+        self._viewing = False
+        super().on_validation_end()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        # Called on all ranks. Our file comes first, so that no checkpoint is ever without it.
+        entries: State = {}
+        if self._engine is not None and self._engine.state.drifts:
+            entries = own_entries(checkpoint, self._handed)
+        self._handed = None
+        self._write_state(filepath, checkpoint, entries, "optimizer_states" in checkpoint, storage_options)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        super().remove_checkpoint(filepath)
+        RankFiles(filepath, self.checkpoint_io).remove(self.global_rank)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        self._resumed = None
+        if self.lightning_module is not None and self.lightning_module.trainer.state.fn == "fit":
+            # Before hooks that change the loaded checkpoint: they must find this rank's own entries.
+            wire = Wire()
+            resumed = self._read_state(checkpoint_path, fingerprint_of(checkpoint), weights_only, wire)
+            with_entries(checkpoint, resumed.entries)
+            self._resumed = checkpoint_path, resumed, wire.ledger
+        return checkpoint
+
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        if self._engine is not None and self._resumed is not None:
+            path, resumed, ledger = self._resumed
+            self._load_state(path, resumed)
+            self._engine.wire.ledger.load_state_dict(ledger.state_dict())
+            self._warn_of_random_numbers()
+        self._resumed = None
+
+    def _warn_of_random_numbers(self) -> None:
+        """Warns if a resumed run cannot equal one that never stopped. The same holds under ddp."""
+        assert self.lightning_module is not None
+        drawing = [
+            name
+            for name, module in self.lightning_module.named_modules()
+            if (isinstance(module, _DropoutNd) and module.p > 0)
+            or (isinstance(module, (nn.RNNBase, nn.MultiheadAttention)) and module.dropout > 0)
+        ]
+        if drawing and self.global_rank == 0:
+            warnings.warn(
+                f"the model draws random numbers in training ({drawing[0]!r}), and Lightning's checkpoints do not hold"
+                " the state of generators. So this run will differ from one that never stopped, as under ddp.",
+                stacklevel=2,
+            )
+
+    def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
+        super().load_model_state_dict(checkpoint, strict)
+        if self._engine is not None:
+            self._engine.restart()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The model to save; if replicas drift, the one that all ranks share. Called on all ranks."""
+        viewing = self._engine is not None and self._engine.replicas.view_shared(self._together())
+        try:
+            state = super().lightning_module_state_dict()
+            if viewing:
+                state = {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}
+        finally:
+            if viewing:
+                self.engine.replicas.view_own()
+        self._handed = state
+        return state
+
+    def _together(self) -> bool:
+        """Whether all ranks call this during fit: not in its sanity check, and not one rank alone after an error."""
+        if self.lightning_module is None:
+            return False
+        trainer = self.lightning_module.trainer
+        return not trainer.sanity_checking and not trainer.interrupted
+
+    def _is_trial(self) -> bool:
+        """Whether all callbacks are replaced, as by a learning rate finder."""
+        assert self.lightning_module is not None
+        return self._end_callback[1] not in vars(self.lightning_module.trainer)["callbacks"]
+
+    def on_train_end(self) -> None:
+        if self._is_trial():
+            self.engine.settle()
+        # Callbacks have run by now, and may have replaced the weights by averages of each rank's own.
+        self.engine.reunite()
+        self._unsettled = False
+        super().on_train_end()
+
+    def teardown(self) -> None:
+        # A resumed fit with nothing left to do ends without a hook, and may have begun with replicas that differ.
+        if self._unsettled and self._engine is not None and self._together():
+            self.engine.settle()
+        self._unsettled = False
+        callbacks, ours = self._end_callback
+        if ours in callbacks:
+            callbacks.remove(ours)
+        self._end_callback = [], None
+        vars(self.precision_plugin).pop("clip_gradients", None)
+        self._end()
+        super().teardown()

@@ -1,0 +1,1 @@
+"""Encodes positions in bytes, and decodes them."""

@@ -1,0 +1,1 @@
+"""Count sketches: inserting elements, and estimating them."""

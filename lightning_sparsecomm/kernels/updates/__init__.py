@@ -1,0 +1,1 @@
+"""Adds gradients to residuals, finds the largest elements, and sums sparse vectors."""

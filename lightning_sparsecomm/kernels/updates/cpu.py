@@ -1,0 +1,223 @@
+"""Updates in numba: one pass changes residual and velocity, and notes which magnitudes reach a threshold."""
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_sparsecomm.kernels.numba_jit import Bits, Flags, Floats, Positions, Scalar, Unsigned, compiled
+from lightning_sparsecomm.kernels.updates.cpu_reductions import (
+    find_largest,
+    kth_largest_key,
+    sum_equal_indices,
+    sum_squares,
+)
+from lightning_sparsecomm.kernels.updates.reference import (
+    LIMIT,
+    MOMENTUM,
+    NESTEROV,
+    PLAIN,
+    OutOfRangeError,
+    Reference,
+    Update,
+)
+
+# Flags tested at once, as one 64-bit word; most words are zero.
+FLAGS_PER_WORD = 8
+
+# Elements per piece, so that a piece of residual, velocity, gradient and flags stays in the L1 cache.
+_PIECE = 4096
+
+
+class Cpu(Reference):
+    """Numba kernels for contiguous float32 and float64 vectors on the CPU."""
+
+    def probe(self, update: Update, stride: int) -> Tensor:
+        (residual, velocity, gradient, bits), factors = _arguments(update._replace(checked=False))
+        sample = Vectors(
+            residual[::stride].copy(), velocity[::stride].copy(), gradient[::stride].copy(), bits[::stride].copy()
+        )
+        _update(sample, factors, update.kind, factors.keep, np.empty(0, np.int64))
+        return torch.from_numpy(np.abs(sample.residual))
+
+    def update_(self, update: Update, threshold: float | None, capacity: int) -> Tensor | None:
+        vectors, factors = _arguments(update)
+        residual = vectors.residual
+        found = np.empty(0 if threshold is None else min(capacity, residual.size) + FLAGS_PER_WORD, np.int64)
+        count, in_range = _update(vectors, factors, update.kind, residual.dtype.type(threshold or 0.0), found)
+        if not in_range:
+            raise OutOfRangeError
+        return torch.from_numpy(found[:0]) if threshold is None else _within_capacity(found, count)
+
+    def reaching(self, x: Tensor, threshold: float, capacity: int) -> Tensor | None:
+        values = x.numpy()
+        found = np.empty(min(capacity, values.size) + FLAGS_PER_WORD, np.int64)
+        return _within_capacity(found, _reaching(values, values.dtype.type(threshold), found))
+
+    def kth_largest(self, magnitudes: Tensor, k: int) -> float:
+        values = magnitudes.numpy()
+        bits = values.view(f"u{values.itemsize}")
+        return float(np.array([kth_largest_key(bits, k)], bits.dtype).view(values.dtype)[0])
+
+    def largest(self, x: Tensor, k: int, seed: int) -> Tensor:
+        values = x.numpy()
+        found = np.empty(min(k, values.size), np.int64)
+        count = find_largest(values.view(f"u{values.itemsize}"), k, seed, found)
+        return torch.from_numpy(found[:count])
+
+    def add_up(self, indices: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        # A stable sort, which is fast on sorted runs.
+        order = np.argsort(indices.numpy(), kind="stable")
+        unique, sums = np.empty(order.size, np.int64), values.new_empty(order.size)
+        count = sum_equal_indices(indices.numpy(), values.numpy(), order, unique, sums.numpy())
+        return torch.from_numpy(unique[:count]), sums[:count]
+
+    def energies(self, x: Tensor, bounds: Tensor) -> Tensor:
+        energies = np.empty(bounds.numel() - 1, np.float64)
+        sum_squares(x.numpy(), bounds.numpy(), energies)
+        return torch.from_numpy(energies)
+
+
+class Vectors(NamedTuple):
+    """The vectors of an `Update`, `[n]`; without a velocity, that is the residual. `bits` are the gradient's."""
+
+    residual: Floats
+    velocity: Floats
+    gradient: Floats
+    bits: Bits
+
+
+class Factors(NamedTuple):
+    """The numbers of an `Update` in its dtype, and what `_range_check` returns."""
+
+    keep: Scalar
+    scale: Scalar
+    momentum: Scalar
+    gain: Scalar
+    lookahead: Scalar
+    mask: Unsigned
+    limit: Unsigned
+
+
+def _arguments(update: Update) -> tuple[Vectors, Factors]:
+    residual, gradient = update.residual.numpy(), update.gradient.numpy()
+    velocity = residual if update.velocity is None else update.velocity.numpy()
+    numbers = update.keep, update.scale, update.momentum, update.gain, update.lookahead or 0.0
+    factors = Factors._make((*map(residual.dtype.type, numbers), *_range_check(gradient.dtype, update.checked)))
+    return Vectors(residual, velocity, gradient, gradient.view(f"u{gradient.itemsize}")), factors
+
+
+@lru_cache
+def _range_check(dtype: np.dtype[np.floating], checked: bool) -> tuple[Unsigned, Unsigned]:
+    """Mask and limit: an element is out of range where (bits & mask) >= limit.
+
+    Without their sign, the bits of a float order its magnitude, and infinities and NaNs come last. If unchecked, the
+    mask is 0, so every element is in range.
+    """
+    limit, sign = np.array([LIMIT, -0.0], dtype).view(f"u{dtype.itemsize}")
+    return (~sign if checked else sign - sign), limit
+
+
+def _within_capacity(found: Positions, count: int) -> Tensor | None:
+    return torch.from_numpy(found[:count]) if count <= found.size - FLAGS_PER_WORD else None
+
+
+@compiled
+def flag(x: Floats, threshold: Scalar, flags: Flags) -> None:
+    """Sets flags[i] to whether |x[i]| reaches `threshold`."""
+    for i in range(x.size):
+        flags[i] = abs(x[i]) >= threshold
+
+
+@compiled
+def append_flagged(flags: Flags, words: Bits, size: int, start: int, found: Positions, count: int) -> int:
+    """Appends start + i to `found` for each of the `size` flags that is 1, and returns the new count.
+
+    `words` views `flags` as 64-bit words. `found` has `FLAGS_PER_WORD` entries more than its capacity; a count above
+    the capacity means that positions are missing.
+    """
+    capacity = found.size - FLAGS_PER_WORD
+    for word in range((size + FLAGS_PER_WORD - 1) // FLAGS_PER_WORD):
+        if words[word]:
+            if count > capacity:
+                return count
+            # Always write, and keep it only if flagged: a branch on data would be mispredicted.
+            for i in range(FLAGS_PER_WORD * word, min(FLAGS_PER_WORD * word + FLAGS_PER_WORD, size)):
+                found[count] = start + i
+                count += int(flags[i])
+    return count
+
+
+@compiled
+def _reaching(x: Floats, threshold: Scalar, found: Positions) -> int:
+    flags = np.zeros(_PIECE, np.uint8)
+    words = flags.view(np.uint64)
+    count = 0
+    for start in range(0, x.size, _PIECE):
+        piece = x[start : start + _PIECE]
+        if piece.size < _PIECE:
+            flags[:] = 0
+        flag(piece, threshold, flags)
+        count = append_flagged(flags, words, piece.size, start, found, count)
+    return count
+
+
+def _piece_update(kind: int) -> Callable[[Vectors, Factors, Scalar, Flags], bool]:
+    """Compiles the loop for one kind of update; as `kind` is a constant there, LLVM can vectorize the loop."""
+
+    @compiled
+    def update_piece(vectors: Vectors, factors: Factors, threshold: Scalar, flags: Flags) -> bool:
+        residual, velocity, gradient, bits = vectors
+        keep, scale, momentum, gain, lookahead, mask, limit = factors
+        any_excluded = False
+        for i in range(residual.size):
+            excluded = (bits[i] & mask) >= limit
+            any_excluded |= excluded
+            g = scale * (residual.dtype.type(0) if excluded else gradient[i])
+            if kind != PLAIN:
+                u = momentum * velocity[i] + gain * g
+                velocity[i] = u
+            if kind == PLAIN:
+                v = keep * residual[i] + g
+            elif kind == MOMENTUM:
+                v = keep * residual[i] + u
+            else:
+                v = (keep * residual[i] + g) + lookahead * u
+            residual[i] = v
+            flags[i] = abs(v) >= threshold
+        return not any_excluded
+
+    return update_piece
+
+
+_update_plain, _update_momentum, _update_nesterov = (_piece_update(kind) for kind in (PLAIN, MOMENTUM, NESTEROV))
+
+
+@compiled
+def _update(vectors: Vectors, factors: Factors, kind: int, threshold: Scalar, found: Positions) -> tuple[int, bool]:
+    """Updates in place; returns the count of positions noted in `found`, and whether the gradient is in range.
+
+    An empty `found` notes nothing.
+    """
+    flags = np.zeros(_PIECE, np.uint8)
+    words = flags.view(np.uint64)
+    count = 0
+    in_range = True
+    for start in range(0, vectors.residual.size, _PIECE):
+        part = slice(start, start + _PIECE)
+        residual, velocity, gradient, bits = vectors
+        piece = Vectors(residual[part], velocity[part], gradient[part], bits[part])
+        if piece.residual.size < _PIECE:
+            flags[:] = 0
+        if kind == PLAIN:
+            in_range &= _update_plain(piece, factors, threshold, flags)
+        elif kind == MOMENTUM:
+            in_range &= _update_momentum(piece, factors, threshold, flags)
+        else:
+            in_range &= _update_nesterov(piece, factors, threshold, flags)
+        if found.size:
+            count = append_flagged(flags, words, piece.residual.size, start, found, count)
+    return count, in_range

@@ -1,0 +1,119 @@
+"""Selection and sums in numba.
+
+Radix selection finds the largest magnitudes: no sort, and no memory that grows with the vector. Bits of a float, less
+the sign, order its magnitude. So these kernels compare bits.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_sparsecomm.kernels.numba_jit import Bits, Floats, Positions, compiled
+
+# Bits looked at in one pass of the radix selection.
+_DIGIT = 11
+
+# Replaces a sum of squares that underflows in float64.
+_TINY = float(np.finfo(np.float64).tiny)
+
+
+@compiled
+def kth_largest_key(bits: Bits, k: int) -> int:
+    """Returns the k-th largest of `bits` (`[n]`), all without their sign bit."""
+    width = 8 * bits.itemsize
+    histogram = np.empty(1 << _DIGIT, np.int64)
+    prefix = np.uint64(0)
+    unsigned = np.uint64((1 << (width - 1)) - 1)
+    remaining = width - 1
+    while remaining > 0:
+        digit = min(_DIGIT, remaining)
+        shift = np.uint64(remaining - digit)
+        above = np.uint64(remaining)
+        mask = np.uint64((1 << digit) - 1)
+        histogram[: 1 << digit] = 0
+        for i in range(bits.size):
+            key = np.uint64(bits[i]) & unsigned
+            if key >> above == prefix:
+                histogram[np.int64((key >> shift) & mask)] += 1
+        bucket = (1 << digit) - 1
+        while histogram[bucket] < k:
+            k -= histogram[bucket]
+            bucket -= 1
+        prefix = (prefix << np.uint64(digit)) | np.uint64(bucket)
+        remaining -= digit
+    return int(prefix)
+
+
+@compiled
+def find_largest(bits: Bits, k: int, seed: int, found: Positions) -> int:
+    """Writes the positions of `Reference.largest` to `found` (`[min(k, n)]`), and returns how many there are."""
+    unsigned = np.uint64((1 << (8 * bits.itemsize - 1)) - 1)
+    threshold = np.uint64(0)
+    if k < bits.size:
+        threshold = np.uint64(kth_largest_key(bits, k))
+    above = 0
+    ties = 0
+    for i in range(bits.size):
+        key = np.uint64(bits[i]) & unsigned
+        above += int(key > threshold)
+        ties += int(key == threshold)
+    # A threshold of zero means at most k non-zeros: take them all, and no zero.
+    places = k - above if threshold > 0 else 0
+    first = seed % max(ties, 1)
+    count = 0
+    tie = 0
+    for i in range(bits.size):
+        key = np.uint64(bits[i]) & unsigned
+        if key > threshold:
+            found[count] = i
+            count += 1
+        elif key == threshold and places > 0:
+            # Take the tie if its distance from the first is ⌊j·ties/places⌋ for some j < places.
+            distance = np.uint64((tie - first) % ties)
+            j = (distance * np.uint64(places) + np.uint64(ties - 1)) // np.uint64(ties)
+            if j < np.uint64(places) and j * np.uint64(ties) // np.uint64(places) == distance:
+                found[count] = i
+                count += 1
+            tie += 1
+    return count
+
+
+@compiled
+def sum_equal_indices(indices: Positions, values: Floats, order: Positions, unique: Positions, sums: Floats) -> int:
+    """Writes the indices of `Reference.add_up` and their sums, and returns how many there are.
+
+    `order` (`[m]`) sorts `indices` stably. `unique` and `sums` have room for m.
+    """
+    count = 0
+    for i in range(order.size):
+        index = indices[order[i]]
+        if count and unique[count - 1] == index:
+            sums[count - 1] += values[order[i]]
+        else:
+            unique[count] = index
+            sums[count] = values[order[i]]
+            count += 1
+    return count
+
+
+@compiled
+def sum_squares(x: Floats, bounds: Positions, energies: NDArray[np.float64]) -> None:
+    """Writes the sums of `Reference.energies` to `energies` (`[stretches]`)."""
+    for stretch in range(energies.size):
+        start, stop = bounds[stretch], bounds[stretch + 1]
+        # Four sums, because in a single one each addition would wait for the one before it.
+        a = b = c = d = 0.0
+        quads = (stop - start) // 4
+        for quad in range(quads):
+            i = start + 4 * quad
+            a += np.float64(x[i]) * np.float64(x[i])
+            b += np.float64(x[i + 1]) * np.float64(x[i + 1])
+            c += np.float64(x[i + 2]) * np.float64(x[i + 2])
+            d += np.float64(x[i + 3]) * np.float64(x[i + 3])
+        energy = (a + b) + (c + d)
+        for i in range(start + 4 * quads, stop):
+            energy += np.float64(x[i]) * np.float64(x[i])
+        if energy == 0:
+            for i in range(start, stop):
+                if x[i] != 0:
+                    energy = _TINY
+        energies[stretch] = energy

@@ -1,0 +1,50 @@
+"""The recipes: each published method as a composition of parts.
+
+A recipe is a subclass of `Method` that only creates its parts. It is used like a function, and so has a function's
+name. As it is a class, LightningCLI can list it, find it by its bare name, and show its help.
+"""
+
+from collections.abc import Callable
+
+from lightning_sparsecomm.methods.dense import dense
+from lightning_sparsecomm.methods.dropping import dgc, gradient_dropping
+from lightning_sparsecomm.methods.periodic import diloco, federated_averaging, sbc, sbc1, sbc2, sbc3, sparse_loco
+from lightning_sparsecomm.methods.split import split
+from lightning_sparsecomm.methods.sums import s2_reducer, sketched_sgd
+from lightning_sparsecomm.sharing import Method
+
+__all__ = [
+    "RECIPES",
+    "default",
+    "dense",
+    "dgc",
+    "diloco",
+    "federated_averaging",
+    "gradient_dropping",
+    "s2_reducer",
+    "sbc",
+    "sbc1",
+    "sbc2",
+    "sbc3",
+    "sketched_sgd",
+    "sparse_loco",
+    "split",
+]
+
+RECIPES: dict[str, Callable[[], Method]] = {
+    "dense": dense,
+    "gradient_dropping": gradient_dropping,
+    "dgc": dgc,
+    "sbc": sbc,
+    "federated_averaging": federated_averaging,
+    "diloco": diloco,
+    "sparse_loco": sparse_loco,
+    "sketched_sgd": sketched_sgd,
+    "s2_reducer": s2_reducer,
+}
+"""The methods with a strategy name of their own: `sparsecomm_` and the key."""
+
+
+def default() -> Method:
+    """The method of `strategy="sparsecomm"`: dgc for SGD, and gradient dropping for other optimizers."""
+    return Method(dgc().syncs, fallback=gradient_dropping(density=0.01))

@@ -1,0 +1,160 @@
+"""Each rank sends the largest elements of its gradient, and keeps the rest for later steps."""
+
+import warnings
+from collections.abc import Sequence
+from typing import Literal
+
+from lightning_sparsecomm.basis.arguments import check_booleans, renamed
+from lightning_sparsecomm.basis.schedules import Density, warmed
+from lightning_sparsecomm.channel import Channel, ErrorFeedback
+from lightning_sparsecomm.codecs import Float16, Float32, RunLength16, SparseCodec, TopK
+from lightning_sparsecomm.exchange import DenseAllReduce, Gather
+from lightning_sparsecomm.methods.corrected import corrected
+from lightning_sparsecomm.sharing import Averaging, GradientSync, Method, Sync
+from lightning_sparsecomm.sharing.local_mode import LOCAL_MODES, LocalName
+
+Scope = Literal["model", "tensor"]
+ValueName = Literal["float32", "float16"]
+
+
+class gradient_dropping(Method):
+    """Sends the largest elements of gradient plus residual, and keeps the rest in the residual.
+
+    Bytes per step and rank: 6 for each element sent (2 of position, 4 of value; 4 with float16), 32 of headers, and a
+    bit for each tensor. With a local mode also the parameters, every `average_every` steps and for each validation and
+    checkpoint.
+
+    Source: Aji & Heafield 2017, Sparse Communication for Distributed Gradient Descent. Local modes, averaging and
+    warm-up: Combining Global Sparse Gradients with Local Gradients. As in DDP, gradients are divided by the number of
+    ranks; the papers add them up.
+
+    Args:
+        density: Fraction of elements sent, in (0, 1], or a schedule of it.
+        scope: Whether to rank the elements of the whole model together, as in the paper, or of each tensor.
+        values: Dtype of values on the wire. What float16 rounds off stays in the residual.
+        error_feedback: Whether to keep what is not sent and add it to the next gradient. Training suffers without.
+        exclude: Patterns of parameter names whose gradients are sent whole, such as "*.bias".
+        local: What the optimizer sees, for a rank's own gradient g, what it sent, S, and what all sent, G: "none" is
+            G, "sum" is (G + g)/2, "partial" is G − S + g, "error" is "partial" without error feedback; each by W.
+        average_every: With a local mode, steps between two averages of the parameters over ranks; None for no average.
+        average_buffers: Whether to average floating-point buffers with the parameters.
+        average_optimizer_state: Whether to average the optimizer's state with the parameters.
+        warmup_steps: T in the drop ratio (1 − density)^max(1, T/t) at step t, which sends nearly all at first; 0 for
+            none.
+        momentum_masking: Whether to set the optimizer's momentum (SGD's, Adam's first) to zero where something was
+            sent.
+
+    Raises:
+        ValueError: A density outside (0, 1], an unknown scope, dtype or local mode, `average_every` below 1, or buffers
+            or state to average without a local mode.
+        TypeError: A switch is neither True nor False.
+    """
+
+    def __init__(
+        self,
+        density: Density = 0.01,
+        scope: Scope = "model",
+        values: ValueName = "float32",
+        error_feedback: bool = True,
+        exclude: Sequence[str] = (),
+        local: LocalName = "none",
+        average_every: int | None = 500,
+        average_buffers: bool = False,
+        average_optimizer_state: bool = False,
+        warmup_steps: int = 0,
+        momentum_masking: bool = False,
+    ) -> None:
+        check_booleans(
+            error_feedback=error_feedback,
+            average_buffers=average_buffers,
+            average_optimizer_state=average_optimizer_state,
+            momentum_masking=momentum_masking,
+        )
+        if local not in (*LOCAL_MODES, "error"):
+            raise ValueError(
+                f"local must be one of {', '.join(LOCAL_MODES)}, error; got {local!r}."
+                " Use 'partial' with parameter averaging, which worked best in the paper."
+            )
+        if local == "none" and (average_buffers or average_optimizer_state):
+            raise ValueError(
+                "average_buffers and average_optimizer_state need a local mode, with which ranks' parameters are"
+                " averaged; got local='none'. Use the callback ParameterAveraging, which averages with any method."
+            )
+        averaging = None
+        if average_every is not None:
+            with renamed(every="average_every"):
+                averaging = Averaging(average_every, average_buffers, average_optimizer_state)
+        elif local != "none":
+            warnings.warn(
+                f"local={local!r} lets every rank's parameters go their own way, and with average_every=None nothing"
+                " averages them before the end of fit. Use average_every=500, as the paper does.",
+                stacklevel=2,
+            )
+        keeps = error_feedback and local != "error"
+        mode: Literal["none", "sum", "partial"] = "partial" if local == "error" else local
+        channel = Channel(
+            _gather(warmed(density, warmup_steps, None, "inverse_time"), scope, values),
+            [ErrorFeedback()] if keeps else [],
+        )
+        syncs: list[Sync] = [GradientSync(channel, exclude=exclude, local=mode, mask_momentum=momentum_masking)]
+        if exclude:
+            syncs.append(GradientSync(Channel(DenseAllReduce()), parameters=exclude))
+        super().__init__(syncs, averaging if mode != "none" else None)
+
+
+class dgc(Method):
+    """Deep Gradient Compression: sends the largest elements of each tensor's residual, which accumulates momentum.
+
+    It also clips each rank's own gradient, masks momentum where something was sent, and starts with higher densities.
+    Tensors of one dimension (biases, norms) are sent whole, with the same momentum. Momentum, dampening, Nesterov's
+    method and weight decay are read from the user's torch.optim.SGD in each step, and switched off there while it
+    steps.
+
+    Bytes per step and rank: 6 for each element sent (2 of position, 4 of value; 4 with float16), 4 for each element of
+    the tensors that are sent whole, and 32 of headers.
+
+    Source: Lin et al. 2018, Deep Gradient Compression. Selection is the exact top-k, found by a sampled threshold that
+    over-selects.
+
+    Args:
+        density: Fraction of each tensor's elements sent, in (0, 1], or a schedule of it, which has no further warm-up.
+        warmup_steps: Optimizer steps in which the density falls in 4 stages, to density^((stage+1)/5); 0 for none.
+        warmup_epochs: The warm-up in epochs instead, one stage each; the paper uses 4. Needs a Trainer.
+        clip: Largest norm of the averaged gradient; each rank's own is clipped for it. None uses the Trainer's
+            gradient_clip_val, if there is one.
+        momentum_correction: Whether to apply momentum before the exchange. Otherwise the optimizer, which may then be
+            any, applies its own after it.
+        momentum_masking: Whether to set momentum to zero where something was sent.
+        scope: Whether to rank the elements of each tensor, as in the paper, or of the whole model together.
+        values: Dtype of values on the wire. What float16 rounds off stays in the residual.
+        exclude: Patterns of more parameter names whose gradients are sent whole, such as "head.*".
+
+    Raises:
+        ValueError: A density outside (0, 1], a clip that is not positive, or an unknown scope or dtype.
+        TypeError: A switch is neither True nor False.
+    """
+
+    def __init__(
+        self,
+        density: Density = 0.001,
+        warmup_steps: int = 1000,
+        warmup_epochs: int | None = None,
+        clip: float | None = None,
+        momentum_correction: bool = True,
+        momentum_masking: bool = True,
+        scope: Scope = "tensor",
+        values: ValueName = "float32",
+        exclude: Sequence[str] = (),
+    ) -> None:
+        check_booleans(momentum_correction=momentum_correction, momentum_masking=momentum_masking)
+        sparse = _gather(warmed(density, warmup_steps, warmup_epochs, "exponential"), scope, values)
+        super().__init__(corrected(sparse, clip, momentum_correction, momentum_masking, exclude))
+
+
+def _gather(density: Density, scope: Scope, values: ValueName) -> Gather:
+    codecs = {"float32": Float32(), "float16": Float16()}
+    if values not in codecs:
+        raise ValueError(
+            f"values must be one of {', '.join(codecs)}; got {values!r}. Use 'float32' to send them exactly."
+        )
+    return Gather(SparseCodec(TopK(density, scope), codecs[values], RunLength16()))

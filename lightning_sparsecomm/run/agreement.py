@@ -1,0 +1,217 @@
+"""Checks that ranks were set up alike and share the same weights; errors say what each rank has."""
+
+import hashlib
+import json
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from lightning_sparsecomm.basis.ledger import COMPARISON, SETUP
+from lightning_sparsecomm.basis.wire import Wire
+from lightning_sparsecomm.codecs.payload import FORMAT_VERSION
+from lightning_sparsecomm.run.optimizers import parameters_of
+from lightning_sparsecomm.run.registry import Registry
+from lightning_sparsecomm.sharing.gradients import NamedParameters
+from lightning_sparsecomm.sharing.method import Method
+
+_INSTALL = "Install the same version on all ranks."
+_ARGUMENTS = "Make the strategy with the same arguments on all ranks."
+_MODEL = "Build the same model, and freeze the same parameters, on all ranks."
+_CHANGED = (
+    "Look for code that changes it on some ranks only, in a callback or a hook, for example. Different machines may"
+    " also round differently."
+)
+_OPTIMIZERS = "Give the same parameters to the same optimizers, in the same order, on all ranks."
+
+# The default repr of an object holds its address, which differs between processes that are set up alike.
+_ADDRESS = re.compile(r" at 0x[0-9A-Fa-f]+")
+_ABSENT = "none"
+_LONG, _CONTEXT = 160, 60
+
+
+class ReplicaError(RuntimeError):
+    """Ranks that should share weights hold different ones. Raised on all ranks; names the first such parameter."""
+
+
+class Fact(NamedTuple):
+    """Something that must be equal on all ranks: its name, this rank's value, and what to do if another's differs."""
+
+    topic: str
+    value: str
+    remedy: str
+
+
+class Agreement:
+    """Compares what ranks were set up with, and the weights that they should share.
+
+    Attributes:
+        run: A random number of this run, equal on all ranks after `on_setup`; 0 before.
+    """
+
+    def __init__(
+        self, registry: Registry, wire: Wire, seed: int, check_replicas_every: int | None, scales_loss: bool
+    ) -> None:
+        self.run = 0
+        self._registry = registry
+        self._wire = wire
+        self._settings = seed, check_replicas_every
+        self._scales_loss = scales_loss
+
+    def on_setup(self) -> None:
+        """Refuses ranks that differ in version, method, seed or parameters. A collective, to be called first.
+
+        Raises:
+            ValueError: They differ. Raised on all ranks; names the first difference.
+        """
+        method, named = self._registry.methods[0], self._registry.named
+        facts = facts_of_run(method, *self._settings, named, self._scales_loss)
+        require_agreement(facts, self._wire, self._device)
+        if not self.run:
+            self.run = secrets.randbits(63)
+            if self._wire.world_size > 1:
+                self.run = int(self._wire.all_gather(torch.tensor([self.run], device=self._device), SETUP)[0])
+
+    def on_optimizers(self, optimizers: Sequence[Optimizer] | None = None) -> None:
+        """Refuses ranks whose optimizers differ (by default, compares all registered ones). A collective."""
+        if optimizers is None:
+            optimizers = [tracked.optimizer for tracked in self._registry.optimizers]
+        require_agreement(facts_of_optimizers(optimizers, self._registry.named), self._wire, self._device)
+
+    def on_weights(self, shared: Sequence[tuple[int, Mapping[int, Tensor]]]) -> None:
+        """Refuses ranks whose weights differ. A collective, if there are weights to compare.
+
+        Args:
+            shared: Pairs of an optimizer's finished steps and its weights, by the identity of the parameter.
+        """
+        if self._wire.world_size == 1:
+            return
+        facts: list[Fact] = []
+        for steps, weights in shared:
+            named = {name: weights[key] for key, (name, _) in self._registry.known.items() if key in weights}
+            facts += facts_of_weights(named, steps)
+        if facts:
+            require_agreement(facts, self._wire, self._device, COMPARISON, ReplicaError)
+
+    @property
+    def _device(self) -> torch.device:
+        return next((parameter.device for _, parameter in self._registry.named), torch.device("cpu"))
+
+
+def plain_repr(method: Method) -> str:
+    """The method's `repr` without addresses: equal in all processes that make it with the same arguments."""
+    return _ADDRESS.sub("", repr(method))
+
+
+def facts_of_run(
+    method: Method, seed: int, check_replicas_every: int | None, parameters: NamedParameters, scales_loss: bool
+) -> list[Fact]:
+    """What exchanges depend on: versions, the strategy's arguments, and the model's parameters."""
+    # The package imports this module before it sets its version.
+    from lightning_sparsecomm import __version__
+
+    facts = [
+        Fact("the version of lightning_sparsecomm", __version__, _INSTALL),
+        Fact("the version of torch", torch.__version__, _INSTALL),
+        Fact("the version of the payload format", str(FORMAT_VERSION), _INSTALL),
+        Fact("method", plain_repr(method), _ARGUMENTS),
+        Fact("seed", str(seed), _ARGUMENTS),
+        Fact("check_replicas_every", str(check_replicas_every), _ARGUMENTS),
+        Fact("the loss scaler", "one" if scales_loss else _ABSENT, "Train with the same precision on all ranks."),
+    ]
+    for name, parameter in parameters:
+        shape = "of no shape yet" if is_lazy(parameter) else f"of shape {tuple(parameter.shape)}"
+        trained = "trained" if parameter.requires_grad else "frozen"
+        facts.append(Fact(f"parameter {name!r}", f"{parameter.dtype} {shape}, {trained}", _MODEL))
+    return facts
+
+
+def facts_of_optimizers(optimizers: Sequence[Optimizer], parameters: NamedParameters) -> list[Fact]:
+    """The list of optimizers, and which of them hold each parameter."""
+    kinds = [type(optimizer).__name__ for optimizer in optimizers]
+    facts = [Fact("the list of optimizers", ", ".join(kinds) or _ABSENT, _OPTIMIZERS)]
+    held = [{id(parameter) for parameter in parameters_of(optimizer)} for optimizer in optimizers]
+    for name, parameter in parameters:
+        holders = [f"number {i} ({kinds[i]})" for i, members in enumerate(held) if id(parameter) in members]
+        facts.append(Fact(f"the optimizer of parameter {name!r}", " and ".join(holders) or _ABSENT, _OPTIMIZERS))
+    return facts
+
+
+def facts_of_weights(weights: Mapping[str, Tensor], steps: int) -> list[Fact]:
+    """A digest of each parameter's bits."""
+    return [
+        Fact(f"parameter {name!r} after optimizer step {steps}", f"digest {_digest(weight)}", _CHANGED)
+        for name, weight in weights.items()
+    ]
+
+
+def _digest(tensor: Tensor) -> str:
+    # As bytes, since NumPy lacks bfloat16; in row-major order, whatever the memory format.
+    data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return hashlib.blake2b(data.numpy().data, digest_size=8).hexdigest()
+
+
+def require_agreement(
+    facts: Sequence[Fact], wire: Wire, device: torch.device, row: str = SETUP, error: type[Exception] = ValueError
+) -> None:
+    """Refuses ranks whose facts differ. A collective; each rank hands over 32 bytes if all agree.
+
+    Raises:
+        Exception: Facts differ. An `error`, raised on all ranks with one message, which names the first difference.
+    """
+    if wire.world_size == 1:
+        return
+    # Other versions of this package must be able to read this: three strings for each fact.
+    text = json.dumps(facts).encode()
+    digests = wire.all_gather(_tensor(hashlib.sha256(text).digest(), device), row)
+    if bool((digests == digests[0]).all()):
+        return
+    lengths = wire.all_gather(torch.tensor([len(text)], device=device), row).view(-1).tolist()
+    texts = wire.all_gather(_tensor(text.ljust(max(lengths)), device), row).cpu()
+    raise error(_difference([[Fact(*fact) for fact in json.loads(bytes(each.tolist()))] for each in texts]))
+
+
+def _tensor(data: bytes, device: torch.device) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+
+
+def _difference(ranks: Sequence[Sequence[Fact]]) -> str:
+    """The first difference in words, equal on all ranks."""
+    values = [{fact.topic: fact.value for fact in facts} for facts in ranks]
+    # Rank 0's facts first, then those that only other ranks have.
+    for fact in (fact for facts in ranks for fact in facts):
+        found = [known.get(fact.topic, _ABSENT) for known in values]
+        if len(set(found)) > 1:
+            return _words(fact.topic, found, fact.remedy)
+    columns = zip(*ranks, strict=True)
+    column = next(column for column in columns if len({fact.topic for fact in column}) > 1)
+    return _words("the order of parameters", [f"{fact.topic} earlier" for fact in column], _MODEL)
+
+
+def _words(topic: str, found: Sequence[str], remedy: str) -> str:
+    holders: dict[str, list[str]] = {}
+    for rank, value in enumerate(_shortened(found)):
+        holders.setdefault(value, []).append(str(rank))
+    parts = [f"{value} on rank{'s' * (len(who) > 1)} {', '.join(who)}" for value, who in holders.items()]
+    return f"{topic} must be equal on all ranks; got {'; '.join(parts)}. {remedy}"
+
+
+def _shortened(texts: Sequence[str]) -> list[str]:
+    """Long texts without most of their common beginning and end."""
+    if max(map(len, texts)) <= _LONG:
+        return list(texts)
+    start = max(0, _common_prefix(texts) - _CONTEXT)
+    end = max(0, _common_prefix([text[start:][::-1] for text in texts]) - _CONTEXT)
+    before, behind = "…" if start else "", "…" if end else ""
+    return [before + text[start : len(text) - end] + behind for text in texts]
+
+
+def _common_prefix(texts: Sequence[str]) -> int:
+    """How many characters all texts begin with."""
+    return sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, zip(*texts)))

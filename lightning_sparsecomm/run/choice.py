@@ -1,0 +1,74 @@
+"""Chooses an optimizer's method, and what the method does instead of the optimizer: momentum, clipping."""
+
+from collections.abc import Sequence
+
+from torch.optim import SGD, Optimizer
+
+from lightning_sparsecomm.basis.parts import parts_in
+from lightning_sparsecomm.channel.clipping import ClipLocalNorm
+from lightning_sparsecomm.channel.momentum import Momentum, Velocity
+from lightning_sparsecomm.sharing.gradients import NamedParameters
+from lightning_sparsecomm.sharing.method import Method
+from lightning_sparsecomm.sharing.sync import Sync
+from lightning_sparsecomm.sharing.takeover import MomentumTakeover, momentum_rules
+
+
+def method_for(optimizer: Optimizer, methods: Sequence[Method], held: NamedParameters) -> Method:
+    """The first method that is defined for an optimizer.
+
+    If one of its syncs applies momentum or clipping instead of the optimizer, all its syncs do, for all parameters.
+
+    Raises:
+        TypeError: No method is defined for the optimizer.
+        ValueError: A sync cannot apply what another one does.
+    """
+    objection = None
+    for method in methods:
+        objections = (sync.objection(optimizer) for sync, _ in method.parts(held))
+        objection = next((each for each in objections if each), None)
+        if objection is None:
+            return _joined(method, optimizer, held)
+    raise TypeError(f"the method is not defined for {type(optimizer).__name__}: {objection}")
+
+
+def takeover_for(
+    optimizer: Optimizer, method: Method, held: NamedParameters, members: set[int]
+) -> MomentumTakeover | None:
+    """Replaces the optimizer's own momentum; None if the method leaves it to the optimizer.
+
+    `members` are the identities of the parameters that the method trains; the caller adds more later.
+
+    Raises:
+        ValueError: The optimizer's momentum is outside [0, 1].
+    """
+    if not isinstance(optimizer, SGD) or not any(_has(sync, Velocity) for sync, _ in method.parts(held)):
+        return None
+    momentum_rules(optimizer, [])
+    return MomentumTakeover(optimizer, members)
+
+
+def _joined(method: Method, optimizer: Optimizer, held: NamedParameters) -> Method:
+    """The method with momentum and clipping in all its syncs, if one of them has it."""
+    parts = method.parts(held)
+    clip = next(parts_in([sync for sync, _ in parts], ClipLocalNorm), None)
+    corrects = any(_has(sync, Velocity) for sync, _ in parts)
+    syncs: list[Sync] = []
+    for sync in method.syncs:
+        piece = next((piece for each, piece in parts if each is sync), ())
+        momentum = Momentum() if corrects and not _has(sync, Velocity) else None
+        missing = clip if not _has(sync, ClipLocalNorm) else None
+        if piece and (momentum is not None or missing is not None):
+            try:
+                sync = sync.joining(missing, momentum)
+            except ValueError as error:
+                taken = "the momentum" if momentum else "clipping"
+                raise ValueError(
+                    f"the method takes over {taken} of {type(optimizer).__name__}, which also holds"
+                    f" {piece[0][0]!r}: {error}"
+                ) from None
+        syncs.append(sync)
+    return Method(syncs, method.averaging)
+
+
+def _has(sync: Sync, kind: type[object]) -> bool:
+    return next(parts_in(sync, kind), None) is not None

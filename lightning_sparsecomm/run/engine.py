@@ -1,0 +1,287 @@
+"""Runs a method in one training run: shares gradients or weights when due. Knows torch, but not Lightning."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from lightning_sparsecomm.basis.schedules import Warmup
+from lightning_sparsecomm.basis.wire import Wire
+from lightning_sparsecomm.run.agreement import Agreement
+from lightning_sparsecomm.run.checkpoint import save_number
+from lightning_sparsecomm.run.clipping import Clipping
+from lightning_sparsecomm.run.guards import Guards, refuse_unshared, unchanged, versions_of
+from lightning_sparsecomm.run.optimizers import TrackedOptimizer
+from lightning_sparsecomm.run.registry import Registry
+from lightning_sparsecomm.run.replicas import Replicas
+from lightning_sparsecomm.run.scaling import LossScaling
+from lightning_sparsecomm.run.state import RunState
+from lightning_sparsecomm.run.turn import take_turn
+from lightning_sparsecomm.sharing.bucket import BucketHook, BucketSync
+from lightning_sparsecomm.sharing.gradients import make_nonfinite_
+from lightning_sparsecomm.sharing.method import Method
+from lightning_sparsecomm.sharing.share import Moment, Share, Turn
+
+T = TypeVar("T")
+
+
+class Engine:
+    """Shares an optimizer's gradients once per step, when they are first needed, and exchanges weights after steps.
+
+    Args:
+        method: The user's method.
+        wire: Where to communicate.
+        seed: Seed of the method's randomness, equal on all ranks.
+        check_replicas_every: Optimizer steps between two comparisons of shared weights; None for `settle` only.
+        scaler: The loss scaler; None if there is none.
+
+    Attributes:
+        registry: The modules, parameters and optimizers that train.
+        clipping: Clips by the user's threshold.
+        guards: Refuse misuse that lets replicas drift.
+        agreement: Compares what must be equal on all ranks.
+        replicas: The model that all ranks share, while replicas drift.
+        state: Saves and loads the run's state.
+        scaling: Lets ranks act on the loss scaler together; None without a scaler.
+        hook: Averages DDP's buckets; None if the method does not.
+        epoch: Epochs finished, including a fraction.
+        warmup: Replaces the method's densities early in training; None for no such warm-up.
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        wire: Wire,
+        seed: int = 0,
+        check_replicas_every: int | None = None,
+        scaler: GradScaler | None = None,
+    ) -> None:
+        sync = method.syncs[0]
+        self.hook = BucketHook(sync, wire) if isinstance(sync, BucketSync) else None
+        self.wire = wire
+        self.seed = seed
+        self.check_replicas_every = check_replicas_every
+        self.epoch = 0.0
+        self.warmup: Warmup | None = None
+        self.scaling = LossScaling(scaler, wire) if scaler is not None else None
+        self.registry = Registry(method, wire, self.hook)
+        self.agreement = Agreement(self.registry, wire, seed, check_replicas_every, scaler is not None)
+        self.replicas = Replicas(self.registry, wire)
+        self.clipping = Clipping(self.registry)
+        self.guards = Guards(self.registry, wire, self.hook is not None, scaler is not None)
+        self.state = RunState(self.registry, self.replicas, self.scaling, wire)
+
+    def register(self, optimizer: Optimizer) -> TrackedOptimizer:
+        """Adds an optimizer, unless it is registered; see `Registry.register`."""
+        tracked = self.registry.find(optimizer)
+        if tracked is None:
+            if self.scaling is not None:
+                self.scaling.adopt(optimizer)
+            tracked = self.registry.register(optimizer)
+        return tracked
+
+    def begin(self) -> None:
+        """Call it when a module has become equal on all ranks."""
+        if self._averages_buffers:
+            self.replicas.keep_untrained()
+
+    def synchronize(self, optimizer: Optimizer, max_norm: float | None = None) -> None:
+        """Shares the gradients of the optimizer's parameters, unless they are shared already.
+
+        With a loss scaler, gradients are unscaled first. If one is not finite, all ranks that would communicate skip
+        the step: nothing is exchanged, no memory changes, and `.grad` is not finite on all of them.
+
+        Args:
+            optimizer: The optimizer.
+            max_norm: Threshold for methods that clip each rank's own gradient; None for the Trainer's.
+        """
+        tracked = self.register(optimizer)
+        if tracked.shared:
+            if self.scaling is not None:
+                self.scaling.remind(optimizer, tracked.skips)
+            return
+        self.guards.warn_of_changes(tracked)
+        self.registry.admit(tracked)
+        tracked.max_norm = self.clipping.max_norm if max_norm is None else max_norm
+        shares = tracked.shares.values()
+        if self.scaling is not None:
+            together = any(sync.shares_gradients for sync in tracked.shares)
+            tracked.skips = self.scaling.unscale_(optimizer, together)
+        tracked.norm = math.inf if tracked.skips else self.clipping.norm(tracked)
+        self.wire.step = tracked.steps
+        with torch.no_grad():
+            for share in shares:
+                share.before_step()
+                if tracked.skips:
+                    share.skip()
+            if not tracked.skips:
+                turn = self._turn(tracked, "gradients", tracked.steps)
+                take_turn([share for share in shares if share.due(turn)], turn)
+        if tracked.skips:
+            make_nonfinite_(tracked.parameters)
+        tracked.shared = True
+        # Another optimizer may hold the gradients that were just written to.
+        for each in self.registry.optimizers:
+            each.written = []
+        self.wire.ledger.steps += 1
+
+    def unscale_(self, optimizer: Optimizer) -> bool:
+        """Replaces the loss scaler's `unscale_`. It shares gradients too, since code that unscales them will use them.
+
+        Returns:
+            Whether the optimizer trains known parameters. If not, the scaler has to unscale them.
+        """
+        if not self.registry.knows(optimizer) and not self.registry.held_by(optimizer):
+            return False
+        self.synchronize(optimizer)
+        return True
+
+    def clip(self, optimizer: Optimizer, max_norm: float, by_value: bool) -> bool:
+        """Shares an optimizer's gradients, after clipping each rank's own if the method does; see `Clipping.check`.
+
+        Returns:
+            Whether the method has clipped. If not, the caller clips the shared gradient.
+        """
+        local = self.clipping.check(self._admitted(optimizer), max_norm, by_value)
+        self.synchronize(optimizer, max_norm if local else None)
+        return local
+
+    def clips(self, optimizer: Optimizer) -> bool:
+        """Whether the method clips each rank's own gradient of the optimizer, instead of the shared one."""
+        return self.clipping.is_local(self._admitted(optimizer))
+
+    def closure(self, optimizer: Optimizer, closure: Callable[[], T]) -> Callable[[], T]:
+        """A closure that calls `closure` and then shares the optimizer's gradients.
+
+        If `closure` computes no new gradients (as in manual optimization), those that are shared already are kept.
+        """
+
+        def shared_closure() -> T:
+            tracked = self.register(optimizer)
+            before = versions_of(tracked) if tracked.shared else []
+            result = closure()
+            if not unchanged(before, versions_of(tracked)):
+                tracked.shared = False
+            self.synchronize(optimizer)
+            return result
+
+        return shared_closure
+
+    @contextmanager
+    def stepping(self, optimizer: Optimizer) -> Iterator[None]:
+        """Wraps the optimizer's step. Afterwards, weights are exchanged if that is due.
+
+        Raises:
+            RuntimeError: The optimizer did not evaluate the closure that shares its gradients.
+        """
+        tracked = self.register(optimizer)
+        self.registry.choose(tracked)
+        stepped_shared = False
+        self.guards.depth += 1
+        if tracked.takeover is not None:
+            tracked.takeover.armed = True
+        try:
+            yield
+            stepped_shared = tracked.shared
+        finally:
+            self.guards.depth -= 1
+            tracked.shared = False
+            if tracked.takeover is not None:
+                tracked.takeover.armed = False
+                tracked.takeover.release()
+        if not stepped_shared and self.hook is None:
+            refuse_unshared(tracked)
+        self._after_step(tracked)
+
+    def settle(self) -> None:
+        """Makes replicas equal after the last step, and compares them. A collective.
+
+        Raises:
+            ReplicaError: Weights still differ. Raised on all ranks.
+        """
+        optimizers = self.registry.optimizers
+        self.replicas.view_own()
+        for tracked in optimizers:
+            self._exchange_weights(tracked, "end", max(tracked.steps - 1, 0))
+        # Forward passes since the last exchange may have changed buffers.
+        if any(tracked.steps for tracked in optimizers) and self._averages_buffers:
+            self.replicas.average_untrained()
+        self.replicas.settle()
+        self.agreement.on_weights([(each.steps, {id(p): p for _, p in each.parameters}) for each in optimizers])
+        if self.state.drifts:
+            self.replicas.note_end()
+
+    def reunite(self) -> None:
+        """Makes replicas equal again after callbacks that may have changed weights since `settle`. A collective."""
+        if self.state.drifts:
+            self.replicas.reunite()
+
+    def restart(self) -> None:
+        """Starts over with weights that were loaded, and discards all state that belongs to the former weights."""
+        self.replicas.view_own()
+        self.registry.restart()
+        self.begin()
+
+    def save_number(self) -> int:
+        """A number for a save of the run's state, equal on all ranks."""
+        return save_number(self.agreement.run, [tracked.steps for tracked in self.registry.optimizers])
+
+    def residual_norm(self) -> float:
+        """Euclidean norm of what this rank has not sent yet."""
+        shares = (share for tracked in self.registry.optimizers for share in tracked.shares.values())
+        return math.hypot(*(share.residual_norm() for share in shares))
+
+    def close(self) -> None:
+        """Removes the hooks from the optimizers and the scaler."""
+        self.guards.close()
+        if self.scaling is not None:
+            self.scaling.close()
+        for tracked in self.registry.optimizers:
+            if tracked.takeover is not None:
+                tracked.takeover.close()
+
+    def _admitted(self, optimizer: Optimizer) -> TrackedOptimizer:
+        tracked = self.register(optimizer)
+        self.registry.admit(tracked)
+        return tracked
+
+    def _turn(self, tracked: TrackedOptimizer, moment: Moment, step: int) -> Turn:
+        return Turn(moment, step, self.epoch, self.seed, self.warmup, tracked.norm, tracked.max_norm)
+
+    def _after_step(self, tracked: TrackedOptimizer) -> None:
+        for share in tracked.shares.values():
+            share.after_step()
+        self._exchange_weights(tracked, "weights", tracked.steps)
+        tracked.steps += 1
+        self.replicas.after_step(tracked)
+        self.wire.step = tracked.steps
+        if self.check_replicas_every is not None:
+            self.agreement.on_weights([(tracked.steps, self.replicas.in_common(tracked, self.check_replicas_every))])
+
+    def _exchange_weights(self, tracked: TrackedOptimizer, moment: Moment, step: int) -> None:
+        self.wire.step = step
+        turn = self._turn(tracked, moment, step)
+        due: list[Share] = []
+        try:
+            with torch.no_grad():
+                due = [share for share in tracked.shares.values() if share.due(turn)]
+                take_turn(due, turn)
+        except BaseException:
+            # All shares return to the last good model, even those that were not due.
+            for share in tracked.shares.values():
+                share.abort()
+            raise
+        averages = any(sync.buffers == "average" for sync, share in tracked.shares.items() if share in due)
+        if averages and moment == "weights":
+            # Of several optimizers, the first that exchanges weights averages the buffers.
+            self.registry.leading = self.registry.leading or tracked
+            if self.registry.leading is tracked:
+                self.replicas.average_untrained()
+
+    @property
+    def _averages_buffers(self) -> bool:
+        return any(sync.buffers == "average" for sync in self.registry.syncs)

@@ -1,0 +1,127 @@
+"""Detects misuse that lets replicas drift: steps that bypass the strategy, and late changes of gradients."""
+
+import warnings
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from lightning_sparsecomm.basis.wire import Wire
+from lightning_sparsecomm.channel.inspection import elements_of
+from lightning_sparsecomm.run.optimizers import TrackedOptimizer
+from lightning_sparsecomm.run.registry import Registry
+
+Versions = list[tuple[Tensor | None, int]]
+
+
+class Guards:
+    """Watches the backward passes of one run and, unless gradients are averaged in DDP's buckets, its optimizer steps.
+
+    Attributes:
+        depth: How many optimizer steps are in progress through the strategy.
+    """
+
+    def __init__(self, registry: Registry, wire: Wire, uses_buckets: bool, scales_loss: bool) -> None:
+        self.depth = 0
+        self._registry = registry
+        self._wire = wire
+        self._uses_buckets = uses_buckets
+        self._scales_loss = scales_loss
+        # A global hook also sees optimizers that are created later or stepped without Lightning. It refers to this
+        # object weakly, since nothing closes a Fabric run.
+        watched = weakref.WeakMethod(self._refuse_bypass)
+
+        def refuse_bypass(optimizer: Optimizer, *_: object) -> None:
+            refuse = watched()
+            if refuse is not None:
+                refuse(optimizer)
+
+        hook = None if uses_buckets else register_optimizer_step_pre_hook(refuse_bypass)
+        self._release = weakref.finalize(self, hook.remove) if hook is not None else None
+
+    def close(self) -> None:
+        """Stops watching optimizer steps."""
+        if self._release is not None:
+            self._release()
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Wraps a backward pass, which must not add local gradients to shared ones.
+
+        Raises:
+            RuntimeError: The pass did so. (Two passes before clipping are fine, and so is one after `zero_grad`.)
+        """
+        scaled, at_step, optimizers = self._scales_loss, not self._uses_buckets, self._registry.optimizers
+        shared = [each for each in optimizers if each.shared and (scaled or (at_step and each.shares_gradients))]
+        before = [(tracked, versions_of(tracked)) for tracked in shared]
+        cleared = [all(g is None or not elements_of(g).any() for g, _ in versions) for _, versions in before]
+        with self._peer_errors():
+            yield
+        for (tracked, versions), empty in zip(before, cleared):
+            if unchanged(versions, versions_of(tracked)):
+                continue
+            if not empty:
+                done = "divided by the loss scale" if scaled else "shared between ranks"
+                sum_would = "mix scaled and unscaled ones" if scaled else "differ from rank to rank"
+                raise RuntimeError(
+                    f"a backward pass added to gradients of {tracked.name} that clipping had already {done}: the sum"
+                    f" would {sum_would}. Call clip_gradients after the last backward pass before step(), or"
+                    " zero_grad() first."
+                )
+            tracked.shared = False
+        for tracked in optimizers if at_step else []:
+            tracked.written = [version for _, version in versions_of(tracked)]
+
+    def warn_of_changes(self, tracked: TrackedOptimizer) -> None:
+        """Warns if gradients were changed since the last backward pass. Call it before they are shared."""
+        changed = tracked.written and tracked.written != [version for _, version in versions_of(tracked)]
+        if changed and tracked.shares_gradients:
+            warnings.warn(
+                f"the gradients of {tracked.name} were changed between backward and step, before they were shared: each"
+                " rank changed its own. With ddp, gradients are averaged by then. Clip with clip_gradients, or call"
+                " strategy.synchronize(optimizer) before you change them.",
+                stacklevel=3,
+            )
+
+    @contextmanager
+    def _peer_errors(self) -> Iterator[None]:
+        """Raises the wire's own error instead of DDP's, which only quotes it and does not name the step."""
+        if self._uses_buckets:
+            self._wire.step = max((tracked.steps for tracked in self._registry.optimizers), default=0)
+        try:
+            yield
+        except RuntimeError:
+            if not self._wire.failures:
+                raise
+            raise self._wire.failures[0] from self._wire.failures[0].__cause__
+
+    def _refuse_bypass(self, optimizer: Optimizer) -> None:
+        if self.depth or not self._registry.held_by(optimizer):
+            return
+        raise RuntimeError(
+            f"{type(optimizer).__name__}.step() was called past the strategy, so its gradients were never shared and"
+            " the replicas would drift apart. Step the optimizer that self.optimizers() or fabric.setup() returns"
+            " (without use_pl_optimizer=False)."
+        )
+
+
+def versions_of(tracked: TrackedOptimizer) -> Versions:
+    """An optimizer's gradients with their version counters."""
+    return [(p.grad, -1 if p.grad is None else p.grad._version) for _, p in tracked.parameters]
+
+
+def unchanged(before: Versions, after: Versions) -> bool:
+    """Whether no gradient was written to in between."""
+    return all(a[0] is b[0] and a[1] == b[1] for a, b in zip(before, after))
+
+
+def refuse_unshared(tracked: TrackedOptimizer) -> None:
+    """Raises the error for a step whose gradients were not shared."""
+    raise RuntimeError(
+        f"{tracked.name}.step() did not call the closure that it was given, so its gradients were not shared and the"
+        " replicas have drifted apart. Let its step() call the closure first, as torch's optimizers do, or call"
+        " strategy.synchronize(optimizer) before it."
+    )

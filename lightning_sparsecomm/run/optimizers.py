@@ -1,0 +1,73 @@
+"""One optimizer of a run: its method, its shares, and the progress of its next step."""
+
+import math
+from dataclasses import dataclass, field
+
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_sparsecomm.sharing.gradients import NamedParameters
+from lightning_sparsecomm.sharing.method import Method
+from lightning_sparsecomm.sharing.share import Share
+from lightning_sparsecomm.sharing.sync import Sync
+from lightning_sparsecomm.sharing.takeover import MomentumTakeover
+
+
+@dataclass
+class TrackedOptimizer:
+    """One optimizer, its method, and how its parameters are exchanged.
+
+    Attributes:
+        optimizer: The user's own.
+        number: Its place in the order of registration.
+        method: Its method; None until its parameters are known.
+        takeover: Replaces the optimizer's own momentum; None if nothing does.
+        members: Identities of the parameters that have required a gradient.
+        parts: The same parameters with their names, by sync.
+        shares: The share of each sync. A `BucketSync` has one only for parameters that are in none of DDP's buckets.
+        steps: Optimizer steps finished.
+        shared: Whether the next step's gradients are shared already.
+        skips: Whether the next step is skipped, because the loss scaler found a gradient that is not finite.
+        norm: Norm of this rank's gradient before clipping; NaN if nothing needs it, infinite if the step is skipped.
+        max_norm: The clipping threshold that applied when gradients were shared; None for none.
+        written: Version counters of the gradients after the last backward pass.
+    """
+
+    optimizer: Optimizer
+    number: int
+    method: Method | None = None
+    takeover: MomentumTakeover | None = None
+    members: set[int] = field(default_factory=set)
+    parts: list[tuple[Sync, NamedParameters]] = field(default_factory=list)
+    shares: dict[Sync, Share] = field(default_factory=dict)
+    steps: int = 0
+    shared: bool = False
+    skips: bool = False
+    norm: float = math.nan
+    max_norm: float | None = None
+    written: list[int] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """Name of the optimizer's class, for messages."""
+        return type(self.optimizer).__name__
+
+    @property
+    def parameters(self) -> list[tuple[str, Parameter]]:
+        """All members with their names, in the order of the syncs."""
+        return [named for _, piece in self.parts for named in piece]
+
+    @property
+    def shares_gradients(self) -> bool:
+        """Whether `.grad` no longer holds only this rank's own gradients once they are shared."""
+        return any(sync.shares_gradients for sync, _ in self.parts)
+
+    @property
+    def drifts(self) -> bool:
+        """Whether replicas of its parameters drift apart."""
+        return any(sync.drifts for sync, _ in self.parts)
+
+
+def parameters_of(optimizer: Optimizer) -> list[Parameter]:
+    """All parameters of all groups, in the optimizer's order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

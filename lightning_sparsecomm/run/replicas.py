@@ -1,0 +1,197 @@
+"""Replicas that drift, and the one model that is validated, saved, and kept after training."""
+
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from lightning_sparsecomm.basis.wire import Wire
+from lightning_sparsecomm.run.optimizers import TrackedOptimizer
+from lightning_sparsecomm.run.registry import Registry, ignored_by_ddp
+from lightning_sparsecomm.run.shared_tensors import SharedTensors
+from lightning_sparsecomm.sharing.averaging import Averaging, average_
+from lightning_sparsecomm.sharing.gradients import NamedParameters
+from lightning_sparsecomm.sharing.sync import Sync
+
+
+class Replicas:
+    """The model that all ranks share, while each trains its own replica.
+
+    If a share keeps shared weights (the anchors of `DeltaShare`), they are the model, and reading them costs nothing.
+    If local gradients let replicas drift, the model is their average, which takes a collective.
+
+    Attributes:
+        averaging: Replaces the method's averaging; None leaves it.
+    """
+
+    def __init__(self, registry: Registry, wire: Wire) -> None:
+        self.averaging: Averaging | None = None
+        self._registry = registry
+        self._wire = wire
+        self._own: list[tuple[Tensor, Tensor]] | None = None
+        self._untrained = SharedTensors(self._untrained_by_name, wire)
+        self._whole = SharedTensors(self._all_by_name, wire)
+
+    def after_step(self, tracked: TrackedOptimizer) -> None:
+        """Averages an optimizer's parameters if it is due after this step."""
+        averaging = self._averaging(tracked)
+        if averaging is None or tracked.steps % averaging.every:
+            return
+        tensors = [parameter.detach() for _, parameter in tracked.parameters] + self._buffers(tracked)
+        if averaging.optimizer_state:
+            for _, parameter in tracked.parameters:
+                state = tracked.optimizer.state.get(parameter, {})
+                # Step counts have no dimension and are equal on all ranks.
+                tensors += [state[key] for key in sorted(state) if isinstance(state[key], Tensor) and state[key].dim()]
+        with torch.no_grad():
+            average_(tensors, self._wire)
+
+    def in_common(self, tracked: TrackedOptimizer, every: int) -> dict[int, Tensor]:
+        """The weights to compare after an optimizer's step, or the shared values that a share keeps of them.
+
+        They are compared every `every` steps; replicas that drift, at their first average after that.
+
+        Returns:
+            Weights or values by the identity of the parameter.
+        """
+        steps, averaging = tracked.steps, self._averaging(tracked)
+        common: dict[int, Tensor] = {}
+        for sync, piece in tracked.parts:
+            shared, since = _shared_weights(tracked, sync), 1
+            if shared is None and sync.drifts:
+                if averaging is None or steps % averaging.every:
+                    continue
+                since = averaging.every
+            if steps // every > (steps - since) // every:
+                values = [value for _, value in shared] if shared else [weight for _, weight in piece]
+                common.update((id(weight), value) for (_, weight), value in zip(piece, values))
+        return common
+
+    def keep_untrained(self) -> None:
+        """Notes the tensors that no optimizer trains as they are now, equal on all ranks.
+
+        These are floating-point buffers and, for example, the parameters of a moving average. Buffers are copied now,
+        for the shared model. Parameters may be large and may never change, so they are copied after their first change.
+        """
+        self._untrained.mark(self._buffers_by_name().__contains__)
+
+    def average_untrained(self) -> None:
+        """Averages the tensors that no optimizer trains and that some rank has changed. A collective."""
+        self._untrained.average()
+
+    def note_end(self) -> None:
+        """Notes the model at the end of training, equal on all ranks, for `reunite`."""
+        self._whole.mark()
+
+    def reunite(self) -> None:
+        """Averages what callbacks have changed since `note_end`. A collective."""
+        self._whole.average()
+
+    def view_shared(self, collective: bool = True) -> bool:
+        """Writes the shared model into the module until `view_own`. It may average if all ranks call it together.
+
+        Returns:
+            Whether it did. It does not if replicas are equal, or if the module holds the shared model already.
+        """
+        if self._own is not None:
+            return False
+        kept = self._kept()
+        averaged = self._drifted() if collective else []
+        if not kept and not averaged:
+            return False
+        with torch.no_grad():
+            self._own = [(tensor, tensor.clone()) for tensor in (*averaged, *(tensor for tensor, _ in kept))]
+            for tensor, shared in kept:
+                tensor.copy_(shared)
+            average_(averaged, self._wire)
+        return True
+
+    def view_own(self) -> None:
+        """Restores this rank's own weights, to the bit."""
+        with torch.no_grad():
+            for tensor, own in self._own or []:
+                tensor.copy_(own)
+        self._own = None
+
+    def state_dict(self, buffers: bool) -> dict[str, Tensor]:
+        """This rank's own weights where they may differ from the shared model's; no collective.
+
+        With `buffers`, also the tensors that no optimizer trains: they differ if ddp does not broadcast them.
+        """
+        own = self._own
+        if own is None:
+            own = [(tensor, tensor) for tensor in (*self._drifted(), *(tensor for tensor, _ in self._kept()))]
+        if buffers:
+            viewed = {tensor.data_ptr() for tensor, _ in own}
+            untrained = [tensor.detach() for tensor in self._untrained_by_name().values()]
+            own = own + [(tensor, tensor) for tensor in untrained if tensor.data_ptr() not in viewed]
+        names = {tensor.data_ptr(): name for name, tensor in self._all_by_name().items()}
+        return {names[tensor.data_ptr()]: values for tensor, values in own}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Loads this rank's own weights."""
+        with torch.no_grad():
+            for name, tensor in self._all_by_name().items():
+                if name in state:
+                    tensor.copy_(state[name])
+
+    def settle(self) -> None:
+        """Replaces replicas that have drifted by their average. A collective."""
+        self.view_own()
+        with torch.no_grad():
+            average_(self._drifted(), self._wire)
+
+    def _averaging(self, tracked: TrackedOptimizer) -> Averaging | None:
+        return self.averaging or (tracked.method.averaging if tracked.method is not None else None)
+
+    def _kept_equal(self, named: Callable[[nn.Module], Iterable[tuple[str, Tensor]]]) -> dict[str, Tensor]:
+        """The floating-point parameters or buffers that ddp would keep equal."""
+        return {
+            f"{index}.{name}": tensor
+            for index, module in enumerate(self._registry.modules)
+            for name, tensor in named(module)
+            if tensor.is_floating_point() and name not in ignored_by_ddp(module)
+        }
+
+    def _buffers_by_name(self) -> dict[str, Tensor]:
+        return self._kept_equal(lambda module: module.named_buffers())
+
+    def _parameters_by_name(self, trained: bool) -> dict[str, Tensor]:
+        members = {identity for tracked in self._registry.optimizers for identity in tracked.members}
+        parameters = self._kept_equal(lambda module: module.named_parameters())
+        return {name: each for name, each in parameters.items() if (id(each) in members) is trained}
+
+    def _untrained_by_name(self) -> dict[str, Tensor]:
+        return self._parameters_by_name(trained=False) | self._buffers_by_name()
+
+    def _all_by_name(self) -> dict[str, Tensor]:
+        return self._parameters_by_name(trained=True) | self._untrained_by_name()
+
+    def _buffers(self, tracked: TrackedOptimizer) -> list[Tensor]:
+        """The buffers to average with an optimizer's parameters; all of them belong to the first optimizer."""
+        averaging = self._averaging(tracked)
+        wanted = averaging is not None and averaging.buffers and tracked.number == 0
+        return list(self._buffers_by_name().values()) if wanted else []
+
+    def _kept(self) -> list[tuple[Tensor, Tensor]]:
+        """The tensors that differ from a kept shared value, with that value."""
+        kept = [pair for tracked, sync, _ in self._parts() for pair in _shared_weights(tracked, sync) or []]
+        return kept + self._untrained.shared()
+
+    def _drifted(self) -> list[Tensor]:
+        """The tensors that differ between ranks and whose only shared value is their average."""
+        tensors: list[Tensor] = []
+        for tracked, sync, piece in self._parts():
+            if tracked.steps and sync.drifts and _shared_weights(tracked, sync) is None:
+                tensors += [parameter.detach() for _, parameter in piece] + self._buffers(tracked)
+        # Two optimizers may hold the same parameters.
+        return list({tensor.data_ptr(): tensor for tensor in tensors}.values())
+
+    def _parts(self) -> Iterator[tuple[TrackedOptimizer, Sync, NamedParameters]]:
+        for tracked in self._registry.optimizers:
+            for sync, piece in tracked.parts:
+                yield tracked, sync, piece
+
+
+def _shared_weights(tracked: TrackedOptimizer, sync: Sync) -> list[tuple[Tensor, Tensor]] | None:
+    return tracked.shares[sync].shared_weights() if sync in tracked.shares else None

@@ -1,0 +1,93 @@
+"""Tensors that ranks may change on their own: finds those that some rank has changed, and averages them."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_sparsecomm.basis.ledger import PARAMETERS
+from lightning_sparsecomm.basis.wire import Wire
+from lightning_sparsecomm.sharing.averaging import average_
+
+# Elements that are compared to detect a change, where no copy of the tensor is kept.
+_SAMPLE = 4096
+
+
+class _Mark(NamedTuple):
+    """A tensor as it was when it was equal on all ranks.
+
+    Its version counter is not enough: batch normalization and writes to `.data` leave the counter as it is.
+    """
+
+    tensor: Tensor
+    version: int
+    sample: Tensor
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "_Mark":
+        return cls(tensor, tensor._version, _sample(tensor).clone())
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    return tensor.detach().flatten()[:: tensor.numel() // _SAMPLE | 1]
+
+
+class SharedTensors:
+    """Tensors by name. Those that no rank has changed since all were equal are neither sent nor written.
+
+    Args:
+        tensors: Returns the current floating-point tensors; all ranks have the same names. It is called each time, as a
+            module may replace a buffer by another tensor.
+        wire: Where to communicate.
+    """
+
+    def __init__(self, tensors: Callable[[], dict[str, Tensor]], wire: Wire) -> None:
+        self._tensors = tensors
+        self._wire = wire
+        self._marks: dict[str, _Mark] = {}
+        self._shared: dict[str, Tensor] = {}
+
+    def mark(self, copied: Callable[[str], bool] = lambda name: False) -> None:
+        """Notes the tensors as they are now, equal on all ranks.
+
+        Args:
+            copied: Tells by its name whether a tensor is copied now. Others are copied after their first change.
+        """
+        current = self._tensors()
+        self._marks = {name: _Mark.of(tensor) for name, tensor in current.items()}
+        self._shared = {name: tensor.detach().clone() for name, tensor in current.items() if copied(name)}
+
+    def average(self) -> None:
+        """Averages the tensors that some rank has changed. A collective; bytes: 4 for each name, and the average's."""
+        current = self._tensors()
+        if not current:
+            return
+        device = next(iter(current.values())).device
+        flags = torch.tensor([float(self._changed(*item)) for item in current.items()], device=device)
+        changed = self._wire.all_reduce_(flags, PARAMETERS).tolist()
+        several = {name: tensor for (name, tensor), flag in zip(current.items(), changed) if flag}
+        with torch.no_grad():
+            average_([tensor.detach() for tensor in several.values()], self._wire)
+        for name, tensor in several.items():
+            self._marks[name] = _Mark.of(tensor)
+            self._shared[name] = tensor.detach().clone()
+
+    def shared(self) -> list[tuple[Tensor, Tensor]]:
+        """The copied tensors that this rank has changed, each with the value that all ranks last shared."""
+        return [
+            (tensor.detach(), self._shared[name])
+            for name, tensor in self._tensors().items()
+            if name in self._shared and self._changed(name, tensor)
+        ]
+
+    def _changed(self, name: str, tensor: Tensor) -> bool:
+        if name in self._shared:
+            return not torch.equal(tensor, self._shared[name])
+        mark = self._marks.get(name)
+        return (
+            mark is None
+            or mark.tensor is not tensor
+            or mark.version != tensor._version
+            or not torch.equal(_sample(tensor), mark.sample)
+        )

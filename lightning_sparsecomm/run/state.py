@@ -1,0 +1,115 @@
+"""Saves and loads the state of a run that is not part of ddp's checkpoint."""
+
+from torch.optim import Optimizer
+
+from lightning_sparsecomm.basis.wire import Wire
+from lightning_sparsecomm.channel.saved import Saved, pop_named
+from lightning_sparsecomm.run.contents import State
+from lightning_sparsecomm.run.optimizers import TrackedOptimizer, parameters_of
+from lightning_sparsecomm.run.registry import Registry
+from lightning_sparsecomm.run.replicas import Replicas
+from lightning_sparsecomm.run.scaling import LossScaling
+
+# Kinds of state besides those of the shares.
+_OPTIMIZER, _BEGUN = "the optimizer's own state", "momentum begun"
+
+
+class RunState:
+    """The state of one run on this rank: of shares, drifting replicas, the loss scaler and the ledger."""
+
+    def __init__(self, registry: Registry, replicas: Replicas, scaling: LossScaling | None, wire: Wire) -> None:
+        self._registry = registry
+        self._replicas = replicas
+        self._scaling = scaling
+        self._wire = wire
+
+    @property
+    def drifts(self) -> bool:
+        """Whether replicas may drift apart."""
+        return any(sync.drifts for sync in self._registry.syncs)
+
+    @property
+    def broadcasts_buffers(self) -> bool:
+        """Whether ddp broadcasts buffers before forward passes, unless its own options forbid it."""
+        return any(sync.buffers == "broadcast" for sync in self._registry.syncs)
+
+    def state_dict(self) -> State:
+        """The state of all shares. If replicas drift, also this rank's weights and the state of its optimizers.
+
+        Tensors share storage with their owners.
+        """
+        leading = self._registry.leading
+        return {
+            "streams": [self._saved(tracked) for tracked in self._registry.optimizers],
+            "leading": None if leading is None else leading.number,
+            "weights": self._replicas.state_dict(not self.broadcasts_buffers) if self.drifts else {},
+            # Drifting ranks scale by themselves between exchanges. Without drift, the scale is in the checkpoint.
+            "scaler": self._scaling.scaler.state_dict() if self._scaling is not None and self.drifts else {},
+            "ledger": self._wire.ledger.state_dict(),
+        }
+
+    def load_state_dict(self, state: State, as_many_ranks: bool) -> list[str]:
+        """Loads what `state_dict` returned, with this method or another. Load the optimizers' own state first.
+
+        Unless `as_many_ranks` saved it as load it, the state is the mean over those that saved it.
+
+        Returns:
+            The parts of the state that the method cannot use, in words.
+        """
+        optimizers, dropped = self._registry.optimizers, []
+        for tracked, saved in zip(optimizers, state["streams"], strict=False):
+            dropped += self._load(tracked, saved)
+        dropped += [f"all of optimizer {number}" for number in range(len(optimizers), len(state["streams"]))]
+        leading = state["leading"]
+        self._registry.leading = optimizers[leading] if leading is not None and leading < len(optimizers) else None
+        if self.drifts:
+            self._replicas.load_state_dict(state["weights"])
+        elif state["weights"]:
+            dropped.append("each rank's own weights")
+        if self._scaling is not None and state["scaler"]:
+            self._scaling.scaler.load_state_dict(state["scaler"])
+        if as_many_ranks:
+            self._wire.ledger.load_state_dict(state["ledger"])
+        return dropped
+
+    def _saved(self, tracked: TrackedOptimizer) -> State:
+        held: Saved = {}
+        for share in tracked.shares.values():
+            for kind, parts in share.state_dict().items():
+                held.setdefault(kind, {}).update(parts)
+        named = tracked.parameters
+        if tracked.drifts:
+            state = tracked.optimizer.state
+            held[_OPTIMIZER] = {name: dict(state[parameter]) for name, parameter in named if parameter in state}
+        if tracked.takeover is not None:
+            held[_BEGUN] = {name: True for name, parameter in named if tracked.takeover.has_begun(parameter)}
+        return {"steps": tracked.steps, "members": [name for name, _ in named], "held": held}
+
+    def _load(self, tracked: TrackedOptimizer, saved: State) -> list[str]:
+        members, held = set(saved["members"]), saved["held"]
+        tracked.steps = saved["steps"]
+        known = self._registry.held_by(tracked.optimizer)
+        named = {name: parameter for name, parameter in known if name in members}
+        if not named:
+            return [f"all of optimizer {tracked.number}"] if members else []
+        self._registry.add_members(tracked, {id(parameter) for parameter in named.values()})
+        for share in tracked.shares.values():
+            share.load_state_dict(held)
+        if _OPTIMIZER in held and tracked.drifts:
+            own = pop_named(held, _OPTIMIZER, named)
+            _load_optimizer(tracked.optimizer, {id(parameter): own.get(name) for name, parameter in named.items()})
+        begun = pop_named(held, _BEGUN, named)
+        if tracked.takeover is not None:
+            tracked.takeover.load_begun([named[name] for name in begun])
+        return [f"{kind} of {len(parts)} parameters" for kind, parts in held.items() if parts]
+
+
+def _load_optimizer(optimizer: Optimizer, own: dict[int, dict[str, object] | None]) -> None:
+    """Replaces the state of parameters given by identity; None removes it. torch converts devices and dtypes."""
+    state = optimizer.state_dict()
+    for position, parameter in enumerate(parameters_of(optimizer)):
+        if id(parameter) in own:
+            state["state"].pop(position, None)
+            if (values := own[id(parameter)]) is not None:
+                state["state"][position] = values
+    optimizer.load_state_dict(state)

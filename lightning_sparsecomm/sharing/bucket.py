@@ -1,0 +1,103 @@
+"""Gradients averaged in DDP's buckets, inside its communication hook."""
+
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_sparsecomm.basis.ledger import DDP_UNUSED
+from lightning_sparsecomm.basis.wire import GradBucket, Wire
+from lightning_sparsecomm.channel.channel import Channel
+from lightning_sparsecomm.exchange.dense import WIRE_DTYPES, DenseAllReduce, WireDtype, check_wire_dtype
+from lightning_sparsecomm.sharing.gradient import GradientSync
+from lightning_sparsecomm.sharing.gradients import NamedParameters
+from lightning_sparsecomm.sharing.share import Share
+from lightning_sparsecomm.sharing.sync import Sync
+
+
+class BucketSync(Sync):
+    """Averages DDP's buckets by all-reduce inside its communication hook, which overlaps the backward pass.
+
+    For methods without memory only: the hook also sees gradients that no optimizer consumes. It must claim all
+    parameters. Parameters that DDP does not know, since they were frozen at set-up, are averaged at the step; stock DDP
+    lets replicas drift there.
+
+    Args:
+        wire_dtype: Dtype on the wire: "same" as the gradient, or a narrower one that it is rounded to.
+
+    Raises:
+        ValueError: Unknown `wire_dtype`.
+    """
+
+    def __init__(self, wire_dtype: WireDtype = "same") -> None:
+        super().__init__()
+        check_wire_dtype(wire_dtype)
+        self.wire_dtype = wire_dtype
+
+    def limited(self, inside: Sequence[str] = ("*",), outside: Sequence[str] = ()) -> Sync:
+        """At the step instead of in DDP's buckets, which hold all parameters."""
+        return self._at_step().limited(inside, outside)
+
+    def start(self, optimizer: Optimizer, parameters: NamedParameters, wire: Wire) -> Share:
+        """The share of parameters that are in no bucket."""
+        return self._at_step().start(optimizer, parameters, wire)
+
+    def _at_step(self) -> GradientSync:
+        return GradientSync(Channel(DenseAllReduce(self.wire_dtype)))
+
+    def __repr__(self) -> str:
+        return f"BucketSync(wire_dtype={self.wire_dtype!r})"
+
+
+class BucketHook:
+    """A `BucketSync` at work in DDP's hook, for all optimizers together.
+
+    Args:
+        sync: What to send.
+        wire: Where to communicate.
+    """
+
+    def __init__(self, sync: BucketSync, wire: Wire) -> None:
+        self._sync = sync
+        self._wire = wire
+        self._in_buckets: set[int] = set()
+        self._finds_unused = False
+
+    def attach(self, in_buckets: Sequence[Parameter], finds_unused: bool) -> None:
+        """Says what DDP reduces in buckets.
+
+        Args:
+            in_buckets: The parameters that DDP's reducer knows.
+            finds_unused: Whether DDP agrees on unused parameters after each backward pass.
+        """
+        self._in_buckets = {id(parameter) for parameter in in_buckets}
+        self._finds_unused = finds_unused
+
+    def not_in_buckets(self, parameters: NamedParameters) -> NamedParameters:
+        """Those of the parameters that have to be averaged at the step."""
+        return [(name, parameter) for name, parameter in parameters if id(parameter) not in self._in_buckets]
+
+    # DDP checks the hook's signature: the argument must be called `bucket`, and annotations must not be strings.
+    def hook(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """DDP communication hook: the mean of one bucket over ranks."""
+        ledger, buffer = self._wire.ledger, bucket.buffer()
+        dtype = WIRE_DTYPES[self._sync.wire_dtype] or buffer.dtype
+        ledger.ddp_bytes += buffer.numel() * buffer.element_size()
+        ledger.elements += buffer.numel()
+        ledger.sent_elements += buffer.numel()
+        if self._finds_unused and bucket.is_last():
+            # DDP's own all-reduce of one 32-bit integer for each parameter.
+            ledger.record(DDP_UNUSED, "all_reduce", 4 * len(self._in_buckets))
+        # Divided before the sum, so that float16 does not overflow where the mean would not.
+        sending = buffer.div_(self._wire.world_size).to(dtype)
+        begin = time.perf_counter()
+
+        def received(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+            ledger.exchange_seconds += time.perf_counter() - begin
+            reduced: Tensor = future.value()[0]
+            return buffer if reduced.dtype == buffer.dtype else buffer.copy_(reduced)
+
+        return self._wire.all_reduce_future(sending).then(received)

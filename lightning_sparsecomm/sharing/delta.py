@@ -1,0 +1,268 @@
+"""Ranks train on their own, and exchange the changes of their weights every few optimizer steps."""
+
+from collections.abc import Sequence
+from typing import get_args
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_sparsecomm.basis.arguments import check_booleans
+from lightning_sparsecomm.basis.layout import SparseVector
+from lightning_sparsecomm.basis.ledger import UPDATES
+from lightning_sparsecomm.basis.schedules import Every, check_every, every_at
+from lightning_sparsecomm.basis.wire import Wire
+from lightning_sparsecomm.channel.channel import Channel
+from lightning_sparsecomm.channel.clipping import ClipLocalNorm
+from lightning_sparsecomm.channel.momentum import Velocity
+from lightning_sparsecomm.channel.saved import Saved, add_prefix, pop_named, strip_prefix
+from lightning_sparsecomm.exchange.base import Exchanged
+from lightning_sparsecomm.sharing.gradients import NamedParameters, add_, wide_dtype
+from lightning_sparsecomm.sharing.outer import OuterOptimizer, check_outer, make_outer
+from lightning_sparsecomm.sharing.share import Share, Turn
+from lightning_sparsecomm.sharing.sync import Buffers, Sync
+from lightning_sparsecomm.sharing.takeover import mask_momentum_
+
+# Kinds of state besides that of the channel.
+_ANCHORS, _STEPS, _OUTER = "anchor", "steps", "outer optimizer"
+
+
+class DeltaSync(Sync):
+    """Exchanges weight changes instead of gradients, after every `every` steps of each rank's own optimizer.
+
+        Δ ← w − anchor, through the channel: memories, exchange, mean over ranks
+        anchor ← anchor + mean, or a step of the outer optimizer with −mean as its gradient;   w ← anchor
+
+    Nothing is sent between two exchanges. The model that is validated and saved is the anchor, which is equal on all
+    ranks; a rank's own weights come back afterwards, to the bit. When training ends, the steps since the last exchange
+    are exchanged. Where weights are narrower than float32, the anchor is float32 and Δ is relative to the rounded
+    anchor, so rounding errors are never sent.
+
+    Source: McMahan et al. 2017 (Federated Averaging); Sattler et al. 2018 (Sparse Binary Compression), algorithm 1;
+    Douillard et al. 2023 (DiLoCo), for the outer optimizer.
+
+    Args:
+        channel: Memories and exchange; they see Δ instead of gradients.
+        every: Optimizer steps between two exchanges, or a schedule of it.
+        outer: Makes the optimizer that moves the anchor; None adds the mean.
+        mask_momentum: Whether the local optimizer's momentum (SGD's `momentum_buffer`, Adam's `exp_avg`) is set to zero
+            wherever this rank sent something.
+        buffers: Floating-point buffers, such as running means of batch normalization: "average" averages them with each
+            exchange, "own" leaves every rank its own, "broadcast" lets ddp broadcast rank 0's before every forward
+            pass.
+        parameters: Patterns of the parameters that go through it.
+        exclude: Patterns of those that do not.
+        min_dimensions: Parameters of fewer dimensions do not go through it.
+        rest: Whether all that no other sync takes goes through it, whatever the patterns.
+
+    Raises:
+        ValueError: `every` is not a whole number of at least 1, or `buffers` is unknown.
+        TypeError: `outer` is an optimizer instead of a callable that makes one, or `channel` is no channel.
+    """
+
+    drifts = True
+    shares_gradients = False
+    takes_sparse = None
+
+    def __init__(
+        self,
+        channel: Channel,
+        every: Every = 1,
+        outer: OuterOptimizer | None = None,
+        mask_momentum: bool = False,
+        buffers: Buffers = "average",
+        parameters: Sequence[str] = ("*",),
+        exclude: Sequence[str] = (),
+        min_dimensions: int = 0,
+        rest: bool = False,
+    ) -> None:
+        super().__init__(parameters, exclude, min_dimensions, rest)
+        check_every("every", every)
+        check_booleans(mask_momentum=mask_momentum)
+        if buffers not in get_args(Buffers):
+            raise ValueError(
+                f"buffers must be one of {', '.join(get_args(Buffers))}; got {buffers!r}. Use 'average', which sends"
+                " them with each exchange."
+            )
+        check_outer(outer)
+        if not isinstance(channel, Channel):
+            raise TypeError(
+                f"channel must be a Channel of an exchange and memories; got {channel!r}. Use"
+                " Channel(DenseAllReduce()), for example."
+            )
+        if any(isinstance(memory, (Velocity, ClipLocalNorm)) for memory in channel.memories):
+            raise ValueError(
+                "channel must be without MomentumCorrection, Momentum and ClipLocalNorm: weight changes hold momentum,"
+                f" and come from clipped gradients, already; got {channel!r}. Leave them out."
+            )
+        self.channel = channel
+        self.every = every
+        self.outer = outer
+        self.mask_momentum = mask_momentum
+        self.buffers = buffers
+
+    def check(self, parameters: NamedParameters) -> None:
+        if self.outer is not None and parameters:
+            dtype = wide_dtype(parameters)
+            # Of the anchor's shapes, without its memory.
+            like = [torch.zeros((), dtype=dtype, device=weight.device).expand(weight.shape) for _, weight in parameters]
+            make_outer(self.outer, [Parameter(each) for each in like])
+
+    def start(self, optimizer: Optimizer, parameters: NamedParameters, wire: Wire) -> "DeltaShare":
+        return DeltaShare(self, optimizer, parameters, wire)
+
+    def __repr__(self) -> str:
+        options = f", every={self.every!r}"
+        options += f", outer={self.outer!r}" if self.outer is not None else ""
+        options += ", mask_momentum=True" if self.mask_momentum else ""
+        options += f", buffers={self.buffers!r}" if self.buffers != "average" else ""
+        return f"DeltaSync({self.channel!r}{options}{self._patterns()})"
+
+
+class DeltaShare(Share):
+    """A `DeltaSync` at work.
+
+    Attributes:
+        anchors: By parameter name, the weights that all ranks share, in float32 or wider; noted before the first step.
+        steps: Optimizer steps since the last exchange.
+        outer: Moves the anchors; None where the mean of the changes is added to them.
+    """
+
+    def __init__(self, sync: DeltaSync, optimizer: Optimizer, parameters: NamedParameters, wire: Wire) -> None:
+        self.sync = sync
+        self.channel = sync.channel.fresh()
+        self.anchors: dict[str, Parameter] = {}
+        self.steps = 0
+        self.outer: Optimizer | None = None
+        super().__init__(optimizer, parameters, wire)
+
+    def due(self, turn: Turn) -> bool:
+        if turn.moment == "weights":
+            return self.steps >= every_at(self.sync.every, turn.step, turn.epoch)
+        return turn.moment == "end" and self.steps > 0
+
+    def before_step(self) -> None:
+        self._bind()
+        ledger = self.wire.ledger
+        ledger.ddp_bytes += sum(p.numel() * p.element_size() for _, p in self.parameters if p.requires_grad)
+        ledger.elements += self.layout.size
+
+    def after_step(self) -> None:
+        self.steps += 1
+
+    def prepare(self, turn: Turn) -> None:
+        self._bind()
+        with self.wire.ledger.exchanging():
+            changes = _changes_in(self._weights(), self._anchors())
+            self.channel.prepare(changes, self._context(turn, "weight update"), self.wire.under(UPDATES))
+
+    def commit(self) -> None:
+        with self.wire.ledger.exchanging():
+            exchanged = self.channel.commit()
+            self._move(exchanged)
+            torch._foreach_copy_(self._weights(), self._anchors())
+            self.steps = 0
+            if self.sync.mask_momentum:
+                mask_momentum_(self.optimizer, self.parameters, exchanged.sent, self.layout)
+        self._count_sent(exchanged.sent)
+
+    def abort(self) -> None:
+        """Sets the weights back to the anchors: what was trained since the last exchange is lost."""
+        self.channel.abort()
+        known = [(weight.detach(), self.anchors[name]) for name, weight in self.parameters if name in self.anchors]
+        if known:
+            with torch.no_grad():
+                torch._foreach_copy_([weight for weight, _ in known], [anchor.detach() for _, anchor in known])
+            self.steps = 0
+
+    def shared_weights(self) -> list[tuple[Tensor, Tensor]]:
+        if not self.steps:
+            return []
+        # A parameter that has just been unfrozen has no anchor before its first step.
+        known = [(name, weight) for name, weight in self.parameters if name in self.anchors]
+        return [(weight.detach(), self.anchors[name].detach()) for name, weight in known]
+
+    def state_dict(self) -> Saved:
+        if not self.anchors:
+            return {}
+        saved = self.channel.state_dict()
+        saved[_ANCHORS] = {name: anchor.detach() for name, anchor in self.anchors.items()}
+        saved[_STEPS] = dict.fromkeys(self.anchors, self.steps)
+        if self.outer is not None:
+            moving = {name: self.outer.state.get(anchor) for name, anchor in self.anchors.items()}
+            saved[_OUTER] = {name: dict(state) for name, state in moving.items() if state}
+        return add_prefix(type(self.sync).__name__, saved)
+
+    def load_state_dict(self, saved: Saved) -> None:
+        names = [name for name, _ in self.parameters]
+        saved = strip_prefix(type(self.sync).__name__, saved)
+        anchors = pop_named(saved, _ANCHORS, names)
+        self.steps = max(pop_named(saved, _STEPS, names).values(), default=0)
+        outer = pop_named(saved, _OUTER, names) if self.sync.outer is not None else {}
+        self.channel.load_state_dict(saved, names)
+        dtype = wide_dtype(self.parameters)
+        self._add_anchors(
+            {
+                name: Parameter(anchors[name].to(weight.device, dtype, copy=True))
+                for name, weight in self.parameters
+                if name in anchors
+            }
+        )
+        for name, moving in outer.items():
+            assert self.outer is not None
+            anchor = self.anchors[name]
+            self.outer.state[anchor] = {
+                key: value.to(anchor.device, copy=True) if isinstance(value, Tensor) else value
+                for key, value in moving.items()
+            }
+
+    def _weights(self) -> list[Tensor]:
+        return [weight.detach() for _, weight in self.parameters]
+
+    def _anchors(self) -> list[Tensor]:
+        return [self.anchors[name].detach() for name, _ in self.parameters]
+
+    def _bind(self) -> bool:
+        new = super()._bind()
+        if new:
+            dtype = wide_dtype(self.parameters)
+            # Anchors for parameters that are new, at the weights that they have.
+            fresh = [(name, weight) for name, weight in self.parameters if name not in self.anchors]
+            self._add_anchors({name: Parameter(weight.detach().to(dtype, copy=True)) for name, weight in fresh})
+        return new
+
+    def _add_anchors(self, new: dict[str, Parameter]) -> None:
+        self.anchors.update(new)
+        if self.sync.outer is None or not new:
+            return
+        if self.outer is None:
+            self.outer = make_outer(self.sync.outer, list(new.values()))
+        else:
+            self.outer.add_param_group({"params": list(new.values())})
+
+    def _move(self, exchanged: Exchanged) -> None:
+        shared = exchanged.shared
+        if self.outer is None:
+            add_(self._anchors(), shared, self.layout)
+            return
+        mean = shared.dense() if isinstance(shared, SparseVector) else shared
+        for segment, change in zip(self.layout.segments, self.layout.views(mean)):
+            self.anchors[segment.name].grad = change.neg().to(self.anchors[segment.name].dtype)
+        self.outer.step()
+        self.outer.zero_grad()
+
+
+def _changes_in(weights: list[Tensor], anchors: list[Tensor]) -> list[Tensor]:
+    """What the weights have changed since they were set to the anchors.
+
+    Where dtypes are equal, the changes overwrite the weights, which spares the memory of another model: the weights are
+    about to be set anew, by `abort` where the exchange fails.
+    """
+    changes: list[Tensor] = []
+    for weight, anchor in zip(weights, anchors):
+        if weight.dtype == anchor.dtype:
+            changes.append(weight.sub_(anchor))
+        else:
+            changes.append(weight.to(anchor.dtype) - anchor.to(weight.dtype).to(anchor.dtype))
+    return changes

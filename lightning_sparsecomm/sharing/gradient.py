@@ -1,0 +1,189 @@
+"""Gradients exchanged once per optimizer step, and written back to `.grad`."""
+
+import copy
+from collections.abc import Sequence
+from typing import Literal
+
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+
+from lightning_sparsecomm.basis.arguments import check_booleans
+from lightning_sparsecomm.basis.layout import Layout
+from lightning_sparsecomm.basis.wire import Wire
+from lightning_sparsecomm.channel.channel import Channel
+from lightning_sparsecomm.channel.clipping import ClipLocalNorm
+from lightning_sparsecomm.channel.contribution import StepSettings
+from lightning_sparsecomm.channel.momentum import Momentum, Velocity
+from lightning_sparsecomm.channel.saved import Saved, add_prefix, strip_prefix
+from lightning_sparsecomm.exchange.base import Exchanged, SparseExchange
+from lightning_sparsecomm.sharing.gradients import (
+    NamedParameters,
+    gradient_of,
+    write_gradients,
+    write_sparse_gradients,
+)
+from lightning_sparsecomm.sharing.local_mode import LOCAL_MODES
+from lightning_sparsecomm.sharing.share import Share, Turn
+from lightning_sparsecomm.sharing.sync import Sync
+from lightning_sparsecomm.sharing.takeover import mask_momentum_, momentum_rules
+
+
+class GradientSync(Sync):
+    """Exchanges gradients through a channel once per optimizer step, when the shared gradient is first needed.
+
+    Until then, every rank's gradients stay its own: several backward passes, accumulation and unused parameters need no
+    special care, and a memory takes in exactly what the optimizer consumes.
+
+    Args:
+        channel: Memories and exchange.
+        parameters: Patterns of the parameters that go through it.
+        exclude: Patterns of those that do not.
+        min_dimensions: Parameters of fewer dimensions do not go through it.
+        rest: Whether all that no other sync takes goes through it, whatever the patterns.
+        local: What the optimizer sees of a rank's own gradient; see `LocalMode`. All but "none" let replicas drift.
+        mask_momentum: Whether the optimizer's own momentum (SGD's `momentum_buffer`, Adam's `exp_avg`) is set to zero
+            wherever the shared gradient holds something that was sent.
+        sparse: Whether it takes exactly the matching parameters whose gradients are sparse tensors (layers with
+            `sparse=True`), which stay sparse for the optimizer. Otherwise it takes exactly the others.
+
+    Raises:
+        ValueError: Unknown `local`; or `sparse` with memories, a local mode, or an exchange of dense vectors only.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        parameters: Sequence[str] = ("*",),
+        exclude: Sequence[str] = (),
+        min_dimensions: int = 0,
+        rest: bool = False,
+        local: Literal["none", "sum", "partial"] = "none",
+        mask_momentum: bool = False,
+        sparse: bool = False,
+    ) -> None:
+        super().__init__(parameters, exclude, min_dimensions, rest)
+        check_booleans(mask_momentum=mask_momentum, sparse=sparse)
+        if not isinstance(channel, Channel):
+            raise TypeError(f"channel must be a Channel; got {channel!r}. Use Channel(DenseAllReduce()), for example.")
+        if local not in LOCAL_MODES:
+            raise ValueError(
+                f"local must be one of {', '.join(LOCAL_MODES)}; got {local!r}."
+                " The paper's 'error' is 'partial' in a channel without ErrorFeedback."
+            )
+        if sparse and (channel.memories or not isinstance(channel.exchange, SparseExchange) or local != "none"):
+            raise ValueError(
+                "sparse=True needs a channel without memories, which are dense, an exchange that takes sparse vectors,"
+                f" such as BlockReduce(), and local='none'; got {channel!r} and local={local!r}."
+            )
+        self.takes_sparse = sparse
+        self.channel = channel
+        self.local = local
+        self.mask_momentum = mask_momentum
+        self.drifts = LOCAL_MODES[local].drifts
+
+    def objection(self, optimizer: Optimizer) -> str | None:
+        if isinstance(optimizer, LBFGS):
+            return (
+                "it evaluates the gradient several times per step, so a residual would count it more than once. Use"
+                " methods.dense() or methods.federated_averaging(), or a first-order optimizer."
+            )
+        return self.channel.objection(optimizer)
+
+    def check(self, parameters: NamedParameters) -> None:
+        objection = self.channel.exchange.objection(Layout.of(parameters))
+        if objection is not None:
+            raise ValueError(objection)
+
+    def joining(self, clip: ClipLocalNorm | None, momentum: Momentum | None) -> Sync:
+        if self.takes_sparse or self.local != "none" or self.mask_momentum:
+            raise ValueError(
+                "a sync of sparse gradients, with a local mode, or that masks the optimizer's momentum leaves both to"
+                " the optimizer. Give these parameters an optimizer of their own."
+            )
+        sync = copy.copy(self)
+        memories = [memory for memory in (clip, *self.channel.memories, momentum) if memory is not None]
+        sync.channel = Channel(self.channel.exchange, memories)
+        return sync
+
+    def start(self, optimizer: Optimizer, parameters: NamedParameters, wire: Wire) -> "GradientShare":
+        return GradientShare(self, optimizer, parameters, wire)
+
+    def __repr__(self) -> str:
+        options = f", local={self.local!r}" if self.local != "none" else ""
+        options += ", mask_momentum=True" if self.mask_momentum else ""
+        options += ", sparse=True" if self.takes_sparse else ""
+        return f"GradientSync({self.channel!r}{self._patterns()}{options})"
+
+
+class GradientShare(Share):
+    """A `GradientSync` at work."""
+
+    def __init__(self, sync: GradientSync, optimizer: Optimizer, parameters: NamedParameters, wire: Wire) -> None:
+        self.sync = sync
+        self.channel = sync.channel.fresh()
+        self._applies_momentum = any(isinstance(memory, Velocity) for memory in self.channel.memories)
+        self._gradients: list[Tensor | None] = []
+        super().__init__(optimizer, parameters, wire)
+
+    def due(self, turn: Turn) -> bool:
+        return turn.moment == "gradients"
+
+    def skip(self) -> None:
+        # ddp sends gradients before it finds that they are not finite.
+        self._count_ddp([gradient_of(name, parameter) for name, parameter in self.parameters])
+
+    def prepare(self, turn: Turn) -> None:
+        self._bind()
+        rules = momentum_rules(self.optimizer, self.parameters) if self._applies_momentum else ()
+        settings = StepSettings(rules, turn.gradient_norm, turn.max_norm)
+        self._gradients = [gradient_of(name, parameter) for name, parameter in self.parameters]
+        with self.wire.ledger.exchanging():
+            self.channel.prepare(
+                self._gradients, self._context(turn), self.wire, settings, sparse=bool(self.sync.takes_sparse)
+            )
+
+    def commit(self) -> None:
+        with self.wire.ledger.exchanging():
+            exchanged = self.channel.commit()
+        self._count_ddp(self._gradients)
+        self._gradients = []
+        self._count_sent(exchanged.sent)
+        self._write(exchanged)
+
+    def abort(self) -> None:
+        self.channel.abort()
+        self._gradients = []
+
+    def _write(self, exchanged: Exchanged) -> None:
+        sync = self.sync
+        if sync.mask_momentum:
+            # Replicas that stay equal mask where any rank has sent; those that drift, where this one has.
+            sent = exchanged.sent if sync.drifts else exchanged.shared
+            mask_momentum_(self.optimizer, self.parameters, sent, self.layout)
+        if sync.takes_sparse:
+            write_sparse_gradients(self.parameters, exchanged, self.layout)
+        else:
+            local = LOCAL_MODES[sync.local]
+            write_gradients(self.parameters, exchanged, self.layout, local, self.wire.world_size)
+
+    def _count_ddp(self, gradients: Sequence[Tensor | None]) -> None:
+        """Enters what ddp would have sent."""
+        ledger = self.wire.ledger
+        if self.sync.takes_sparse:
+            ledger.ddp_gathered_bytes += sum(_gathered_bytes(each) for each in gradients if each is not None)
+        else:
+            ledger.ddp_bytes += sum(p.numel() * p.element_size() for _, p in self.parameters if p.requires_grad)
+        ledger.elements += self.layout.size
+
+    def state_dict(self) -> Saved:
+        return add_prefix(type(self.sync).__name__, self.channel.state_dict())
+
+    def load_state_dict(self, saved: Saved) -> None:
+        saved = strip_prefix(type(self.sync).__name__, saved)
+        self.channel.load_state_dict(saved, [name for name, _ in self.parameters])
+
+
+def _gathered_bytes(gradient: Tensor) -> int:
+    """Bytes that DDP hands to an all-gather for a sparse gradient: its indices and its values."""
+    values, indices = gradient.values(), gradient.indices()
+    return values.numel() * values.element_size() + indices.numel() * indices.element_size()

@@ -1,0 +1,80 @@
+"""A method: its syncs, and which parameters belong to which."""
+
+from collections.abc import Sequence
+
+from torch.nn import Parameter
+
+from lightning_sparsecomm.basis.parts import Part
+from lightning_sparsecomm.sharing.averaging import Averaging
+from lightning_sparsecomm.sharing.bucket import BucketSync
+from lightning_sparsecomm.sharing.gradients import NamedParameters
+from lightning_sparsecomm.sharing.sync import Sync
+
+
+class Method(Part):
+    """How ranks share what they train: one or more syncs. Each parameter belongs to exactly one of them.
+
+    Use a recipe of `methods`, or combine parts:
+
+    >>> from lightning_sparsecomm.codecs import Float16, SparseCodec, TopK
+    >>> from lightning_sparsecomm.exchange import Gather
+    >>> from lightning_sparsecomm.channel import Channel, ErrorFeedback
+    >>> from lightning_sparsecomm.sharing import GradientSync
+    >>> Method([GradientSync(Channel(Gather(SparseCodec(TopK(0.001), Float16())), [ErrorFeedback()]))])
+    Method([GradientSync(Channel(Gather(SparseCodec(selector=TopK(density=0.001, scope='model'), ...
+
+    Args:
+        syncs: What is exchanged, and for which parameters.
+        averaging: When to average replicas that drift; None averages them only at the end of training.
+        fallback: The method for optimizers that this one is not defined for; None refuses them.
+
+    Raises:
+        ValueError: There is no sync; a `BucketSync` has other syncs or a fallback beside it; or several syncs have
+            `rest=True`.
+    """
+
+    def __init__(
+        self, syncs: Sequence[Sync], averaging: Averaging | None = None, fallback: "Method | None" = None
+    ) -> None:
+        if not isinstance(syncs, Sequence) or not all(isinstance(sync, Sync) for sync in syncs):
+            raise TypeError(f"syncs must be a list of syncs; got {syncs!r}. Use [GradientSync(...)], for example.")
+        if not syncs:
+            raise ValueError("syncs must name at least one sync; got none. Use dense() to send everything.")
+        if len(syncs) > 1 and any(isinstance(sync, BucketSync) for sync in syncs):
+            raise ValueError(
+                "a BucketSync must be the only sync of a method, since DDP's buckets hold all parameters;"
+                f" got {len(syncs)} syncs. Use GradientSync(Channel(DenseAllReduce())) for some of the parameters."
+            )
+        if len({(sync.inside, sync.outside) for sync in syncs if sync.rest}) < sum(sync.rest for sync in syncs):
+            raise ValueError("only one sync of a method can take the rest; got several with rest=True. Set it for one.")
+        if fallback is not None and any(isinstance(sync, BucketSync) for sync in (*syncs, *fallback.syncs)):
+            raise ValueError(
+                "fallback must be None with a BucketSync, which works in DDP's hook for all optimizers; got one."
+                " Use GradientSync(Channel(DenseAllReduce())) instead of the BucketSync."
+            )
+        self.syncs: tuple[Sync, ...] = tuple(syncs)
+        self.averaging = averaging
+        self.fallback = fallback
+
+    def takes(self, name: str, parameter: Parameter) -> bool:
+        """Whether some sync exchanges this parameter, by its patterns or as part of the rest."""
+        return any(sync.may_take(name, parameter) if sync.rest else sync.claims(name, parameter) for sync in self.syncs)
+
+    def parts(self, parameters: NamedParameters) -> list[tuple[Sync, NamedParameters]]:
+        """Each sync with those of the parameters that belong to it; syncs without any are left out."""
+        claims = {name: any(sync.claims(name, parameter) for sync in self.syncs) for name, parameter in parameters}
+        parts: list[tuple[Sync, NamedParameters]] = []
+        for sync in self.syncs:
+            piece = [
+                (name, parameter)
+                for name, parameter in parameters
+                if (not claims[name] and sync.may_take(name, parameter) if sync.rest else sync.claims(name, parameter))
+            ]
+            if piece:
+                parts.append((sync, piece))
+        return parts
+
+    def __repr__(self) -> str:
+        options = f", averaging={self.averaging!r}" if self.averaging is not None else ""
+        options += f", fallback={self.fallback!r}" if self.fallback is not None else ""
+        return f"Method({list(self.syncs)!r}{options})"

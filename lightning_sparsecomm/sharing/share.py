@@ -1,0 +1,143 @@
+"""A sync at work for one optimizer, with all its state."""
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_sparsecomm.basis.layout import Layout, SparseVector
+from lightning_sparsecomm.basis.rounds import Round
+from lightning_sparsecomm.basis.schedules import Warmup
+from lightning_sparsecomm.basis.wire import Wire
+from lightning_sparsecomm.channel.channel import Channel
+from lightning_sparsecomm.channel.saved import Saved
+from lightning_sparsecomm.sharing.gradients import NamedParameters, wide_dtype
+
+Moment = Literal["gradients", "weights", "end"]
+"""When a turn takes place: before an optimizer step, after it, or after the last one."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One turn of an optimizer's shares: all exchange together, or none does.
+
+    Attributes:
+        moment: When it takes place.
+        step: Optimizer steps finished before the step it belongs to.
+        epoch: Epochs finished, including a fraction.
+        seed: The run's seed, equal on all ranks.
+        warmup: Replaces densities early in training; None for no such warm-up.
+        gradient_norm: Norm of this rank's whole gradient of the optimizer; NaN where nothing needs it.
+        max_norm: The user's threshold for clipping the averaged gradient; None for none.
+    """
+
+    moment: Moment
+    step: int
+    epoch: float = 0.0
+    seed: int = 0
+    warmup: Warmup | None = None
+    gradient_norm: float = math.nan
+    max_norm: float | None = None
+
+
+class Share(ABC):
+    """Some parameters of one optimizer, and how they are exchanged.
+
+    In each turn in which it is `due`, it is prepared, exchanged, and then committed, or aborted where any share of the
+    turn failed.
+
+    Args:
+        optimizer: Whose parameters they are.
+        parameters: In named-parameter order; equal on all ranks.
+        wire: Where to communicate.
+
+    Attributes:
+        channel: Memories and exchange of its own; set by subclasses.
+        layout: Layout of the parameters.
+    """
+
+    channel: Channel
+
+    def __init__(self, optimizer: Optimizer, parameters: NamedParameters, wire: Wire) -> None:
+        self.optimizer = optimizer
+        self.wire = wire
+        self._bound: Layout | None = None
+        self.extend(parameters)
+
+    def extend(self, parameters: NamedParameters) -> None:
+        """Takes over more parameters: all of them are given, in named-parameter order. State is kept by name."""
+        self.parameters = parameters
+        self.layout = Layout.of(parameters)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether `prepare` starts communication, so that other shares can do their work meanwhile."""
+        return self.channel.exchange.overlaps
+
+    @abstractmethod
+    def due(self, turn: Turn) -> bool:
+        """Whether it takes part in this turn; equal on all ranks."""
+
+    def before_step(self) -> None:  # noqa: B027
+        """Called before each optimizer step, even one that is about to be skipped."""
+
+    def skip(self) -> None:  # noqa: B027
+        """Called instead of a turn of gradients that the loss scaler skips: nothing is sent, and no memory changes."""
+
+    def after_step(self) -> None:  # noqa: B027
+        """Called after each optimizer step."""
+
+    @abstractmethod
+    def prepare(self, turn: Turn) -> None:
+        """Memories take in gradients or changes of weights; what needs no other rank is started."""
+
+    def exchange(self) -> None:
+        """Exchanges what was prepared, or waits for it."""
+        with self.wire.ledger.exchanging():
+            self.channel.run()
+
+    @abstractmethod
+    def commit(self) -> None:
+        """Memories forget what was sent; the result is written to `.grad`, or to the weights."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Memories are as before the turn, to round-off. May come without `prepare`, and more than once."""
+
+    def shared_weights(self) -> list[tuple[Tensor, Tensor]] | None:
+        """Each weight with the value that all ranks share, where it keeps such values; no collective.
+
+        Returns:
+            Empty where weights and shared values are equal now. None where it keeps no shared values.
+        """
+        return None
+
+    def residual_norm(self) -> float:
+        """Euclidean norm of what this rank has not sent yet."""
+        return self.channel.residual_norm()
+
+    @abstractmethod
+    def state_dict(self) -> Saved:
+        """What it holds, by kind and name; tensors share storage with it."""
+
+    @abstractmethod
+    def load_state_dict(self, saved: Saved) -> None:
+        """Takes out of `saved` what was held for its parameters, before its next turn."""
+
+    def _bind(self) -> bool:
+        """Allocates room for parameters that are new; whether there were any."""
+        if self._bound == self.layout:
+            return False
+        self.channel.bind(self.layout, wide_dtype(self.parameters), self.parameters[0][1].device)
+        self._bound = self.layout
+        return True
+
+    def _count_sent(self, sent: SparseVector | Tensor) -> None:
+        self.wire.ledger.sent_elements += sent.indices.numel() if isinstance(sent, SparseVector) else sent.numel()
+
+    def _context(self, turn: Turn, quantity: str = "gradient") -> Round:
+        rank, world_size = self.wire.rank, self.wire.world_size
+        return Round(self.layout, turn.step, turn.epoch, turn.seed, rank, world_size, turn.warmup, quantity)

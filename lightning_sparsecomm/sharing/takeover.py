@@ -1,0 +1,183 @@
+"""Momentum taken over from the user's own torch.optim.SGD: it is off while the optimizer steps."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+
+from lightning_sparsecomm.basis.layout import Layout, SparseVector
+from lightning_sparsecomm.channel.contribution import MomentumRule
+from lightning_sparsecomm.sharing.gradients import NamedParameters
+
+_OFF: dict[str, object] = {"momentum": 0.0, "dampening": 0.0, "nesterov": False, "weight_decay": 0.0}
+
+
+def momentum_rules(optimizer: Optimizer, parameters: NamedParameters) -> list[MomentumRule]:
+    """The momentum of each parameter, from the optimizer's groups as they are now.
+
+    Raises:
+        ValueError: A momentum outside [0, 1].
+    """
+    rules: dict[int, MomentumRule] = {}
+    for group in optimizer.param_groups:
+        momentum = float(group["momentum"])
+        if not 0 <= momentum <= 1:
+            raise ValueError(
+                f"the momentum of SGD must be in [0, 1], or the velocity grows without bound; got {momentum!r}."
+                " Use 0.9, for example."
+            )
+        for parameter in group["params"]:
+            begun = optimizer.state.get(parameter, {}).get("momentum_buffer") is not None
+            rules[id(parameter)] = MomentumRule(momentum, float(group["dampening"]), bool(group["nesterov"]), begun)
+    return [rules[id(parameter)] for _, parameter in parameters]
+
+
+class MomentumTakeover:
+    """Switches off an SGD's momentum and weight decay from the end of its closure to the end of its step.
+
+    The gradient that it steps with already carries momentum, through the exchange. Weight decay is the same on all
+    ranks and is not sent. It has a momentum of its own, in the optimizer's `momentum_buffer`: z ← m·z +
+    (1 − dampening)·wd·w, and w ← w − lr·z (Nesterov: w ← w − lr·(wd·w + m·z)). So a buffer from a checkpoint of ddp
+    keeps its effect. Together that is torch's SGD.
+
+    Args:
+        optimizer: Whose step it is. Hooks are registered on it.
+        parameters: Identities of the parameters that the method trains; the caller adds to it.
+
+    Attributes:
+        armed: Whether the next step is to be made without momentum.
+    """
+
+    def __init__(self, optimizer: SGD, parameters: set[int]) -> None:
+        self.optimizer = optimizer
+        self._parameters = parameters
+        self._begun: set[int] = set()
+        self._saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._engaged = False
+        self.armed = False
+        self._hook = optimizer.register_step_pre_hook(self._before_step)
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """torch calls this before step(), whose closure still has to run backward: so switch off after the closure."""
+        if not self.armed:
+            return None
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._engage()
+            return None
+
+        evaluated = False
+
+        def closure_then_engage() -> Any:
+            nonlocal evaluated
+            if evaluated:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__}.step() evaluates its closure more than once, and momentum and residual"
+                    " would take in each gradient. Use methods.dense(), or an SGD that evaluates it once."
+                )
+            evaluated = True
+            result = closure()
+            self._engage()
+            return result
+
+        return (args[0], *args[2:]), {**kwargs, "closure": closure_then_engage}
+
+    def _engage(self) -> None:
+        # Called twice for a subclass whose step() calls that of SGD.
+        if self._engaged:
+            return
+        self._engaged = True
+        with torch.no_grad():
+            for group in self.optimizer.param_groups:
+                # Without momentum, SGD itself applies the decay.
+                if group["momentum"] != 0:
+                    self._decay(group)
+                    self._saved.append((group, {name: group[name] for name in _OFF}))
+                    group.update(_OFF)
+
+    def _decay(self, group: dict[str, Any]) -> None:
+        momentum, decay, gain = group["momentum"], group["weight_decay"], 1 - group["dampening"]
+        weights: list[Tensor] = []
+        buffers: list[Tensor] = []
+        for weight in group["params"]:
+            if weight.grad is None or id(weight) not in self._parameters:
+                continue
+            state = self.optimizer.state[weight]
+            buffer = state.get("momentum_buffer")
+            if buffer is None and decay:
+                # As in torch, the first step has no dampening, where the velocity begins now too.
+                first = id(weight) not in self._begun
+                buffer = state["momentum_buffer"] = weight.detach() * (decay if first else gain * decay)
+            elif buffer is not None:
+                buffer.mul_(momentum)
+                if decay:
+                    buffer.add_(weight.detach(), alpha=gain * decay)
+            self._begun.add(id(weight))
+            if buffer is not None:
+                weights.append(weight.detach())
+                buffers.append(buffer)
+        if not weights:
+            return
+        moves: list[Tensor] | tuple[Tensor, ...] = buffers
+        if group["nesterov"]:
+            moves = torch._foreach_mul(buffers, momentum)
+            if decay:
+                torch._foreach_add_(moves, weights, alpha=decay)
+        if isinstance(group["lr"], Tensor):
+            moves = torch._foreach_mul(moves, group["lr"])
+        torch._foreach_add_(weights, moves, alpha=-1 if isinstance(group["lr"], Tensor) else -group["lr"])
+
+    def release(self) -> None:
+        """Restores the optimizer's groups."""
+        for group, saved in self._saved:
+            group.update(saved)
+        self._saved = []
+        self._engaged = False
+
+    def restart(self) -> None:
+        """Starts over from the optimizer's own state."""
+        self._begun.clear()
+
+    def has_begun(self, parameter: Tensor) -> bool:
+        """Whether the parameter's momentum has taken in a gradient, so that dampening applies."""
+        return id(parameter) in self._begun
+
+    def load_begun(self, parameters: Iterable[Tensor]) -> None:
+        """Notes that the momentum of these parameters had begun."""
+        self._begun.update(id(parameter) for parameter in parameters)
+
+    def close(self) -> None:
+        """Restores the groups, and removes the hook."""
+        self.release()
+        self._hook.remove()
+
+
+def mask_momentum_(
+    optimizer: Optimizer, parameters: NamedParameters, sent: SparseVector | Tensor, layout: Layout
+) -> None:
+    """Sets a torch optimizer's own momentum (`momentum_buffer`, `exp_avg`) to zero where something was sent.
+
+    Args:
+        optimizer: Whose state is changed, as far as there is any.
+        parameters: The parameters that `layout` describes.
+        sent: A vector over them; only the positions of its non-zeros count.
+        layout: Of the vector.
+    """
+    indices = sent.indices if isinstance(sent, SparseVector) else sent.nonzero().view(-1)
+    parts = zip(parameters, layout.segments, indices.split(layout.counts(indices)))
+    for (_, parameter), segment, part in parts:
+        if not part.numel():
+            continue
+        chosen = part - segment.offset
+        state = optimizer.state.get(parameter, {})
+        for name in ("momentum_buffer", "exp_avg"):
+            buffer = state.get(name)
+            if buffer is None:
+                continue
+            if buffer.is_contiguous():
+                buffer.view(-1).index_fill_(0, chosen, 0.0)
+            else:
+                keep = torch.ones(buffer.numel(), dtype=buffer.dtype, device=buffer.device)
+                buffer.mul_(keep.index_fill_(0, chosen, 0.0).view(buffer.shape))

@@ -1,0 +1,97 @@
+"""A strategy for any installed Lightning package: the Trainer or Fabric that is given it makes its own."""
+
+import itertools
+import weakref
+from typing import Any
+
+from lightning_sparsecomm.frontends.mixin import SynchronizingMixin
+from lightning_sparsecomm.frontends.packages import FABRICS, TRAINERS
+from lightning_sparsecomm.sharing.method import Method
+from lightning_sparsecomm.strategies.registration import bindings
+
+_numbers = itertools.count()
+_modules = ", ".join(f"lightning_sparsecomm.strategies.{name}" for name in (*TRAINERS, *FABRICS))
+
+# A Trainer or Fabric reads these off a strategy object before it makes anything. It cannot read them off a name.
+_READ_EARLY = ("accelerator", "parallel_devices", "precision", "precision_plugin")
+
+
+class _Either(type):
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, SynchronizingMixin) or super().__instancecheck__(instance)
+
+
+class SparseCommStrategy(str, metaclass=_Either):
+    """Trains by DDP, with a method that exchanges gradients or weights in fewer bytes.
+
+    `pytorch_lightning` and `lightning` have separate class hierarchies, and here both are installed. So this is a name
+    of its own in the registries of both packages, like "ddp". The Trainer or Fabric that is given it makes the strategy
+    of its own package, whose attributes are then found here too.
+
+    Args:
+        method: How gradients or weights are exchanged; None for the default.
+        seed: Seed of the method's own randomness; equal on all ranks.
+        check_replicas_every: Optimizer steps between two comparisons of the ranks' weights; None compares at the end.
+        **kwargs: Options of DDPStrategy and of DistributedDataParallel.
+
+    Raises:
+        TypeError, ValueError: As the strategies of the packages say; or an option that only an object can carry.
+    """
+
+    _arguments: dict[str, Any]
+    _made: list[weakref.ref[Any]]
+
+    def __new__(
+        cls, method: Method | None = None, seed: int = 0, check_replicas_every: int | None = None, **kwargs: Any
+    ) -> "SparseCommStrategy":
+        for option in _READ_EARLY:
+            if kwargs.get(option) is not None:
+                raise TypeError(
+                    f"{option} can only be given to the strategy of one Lightning package, and several are installed;"
+                    f" got {kwargs[option]!r}. Give it to the Trainer or Fabric, or take SparseCommStrategy from one of"
+                    f" {_modules}."
+                )
+        self = super().__new__(cls, f"sparsecomm_strategy_{next(_numbers)}")
+        self._arguments = {"method": method, "seed": seed, "check_replicas_every": check_replicas_every, **kwargs}
+        self._made = []
+        arguments, box, name = self._arguments, self._made, str(self)
+        for index, (registry, strategy) in enumerate(bindings()):
+            if index == 0:
+                # Bad arguments are refused here, not where the Trainer is made.
+                strategy(**self._arguments)
+
+            # The registry lives as long as the process: it must hold neither this object nor a model.
+            def make(strategy: type = strategy) -> Any:
+                made = strategy(**arguments)
+                box[:] = [weakref.ref(made)]
+                return made
+
+            registry.register(name, make, description="an object of SparseCommStrategy")  # type: ignore[arg-type]
+            weakref.finalize(self, registry.remove, name)
+        return self
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        raise TypeError(
+            "SparseCommStrategy cannot be subclassed where several Lightning packages are installed. Subclass that of"
+            f" one of {_modules}."
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _made_again, (self._arguments,)
+
+    def __getattr__(self, name: str) -> Any:
+        box, arguments = self.__dict__.get("_made"), self.__dict__.get("_arguments", {})
+        made = box[0]() if box else None
+        if made is not None:
+            return getattr(made, name)
+        if name in arguments or name == "ledger":
+            return arguments.get(name)
+        raise AttributeError(f"{name!r}: no Trainer or Fabric has been given this SparseCommStrategy yet.")
+
+    def __repr__(self) -> str:
+        options = ", ".join(f"{name}={value!r}" for name, value in self._arguments.items() if value is not None)
+        return f"SparseCommStrategy({options})"
+
+
+def _made_again(arguments: dict[str, Any]) -> SparseCommStrategy:
+    return SparseCommStrategy(**arguments)

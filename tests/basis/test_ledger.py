@@ -1,0 +1,87 @@
+"""What the ledger counts, and what bytes on the link follow from it."""
+
+import math
+import re
+
+import pytest
+
+from lightning_sparsecomm.basis.ledger import DDP_BUFFERS, GRADIENTS, PARAMETERS, UPDATES, Ledger, link_bytes
+
+
+@pytest.mark.parametrize(
+    ("collective", "ranks", "link"),
+    [
+        ("all_reduce", 2, 1000),
+        ("all_reduce", 4, 1500),
+        ("all_gather", 2, 1000),
+        ("all_gather", 4, 3000),
+        ("broadcast", 2, 500),
+        ("broadcast", 4, 750),
+        ("all_reduce", 1, 0),
+        ("all_gather", 1, 0),
+        ("broadcast", 1, 0),
+    ],
+)
+def test_link_bytes_follow_the_published_algorithms(collective: str, ranks: int, link: float) -> None:
+    assert link_bytes(collective, 1000, ranks) == link  # type: ignore[arg-type]
+    ledger = Ledger(ranks)
+    ledger.record(GRADIENTS, collective, 400)  # type: ignore[arg-type]
+    ledger.record(GRADIENTS, collective, 600)  # type: ignore[arg-type]
+    assert ledger.link_bytes() == link
+    assert ledger.handed_bytes() == 1000
+
+
+@pytest.mark.parametrize("collective", ["reduce_scatter", "send", "", None])
+def test_an_unknown_collective_is_refused_and_never_priced_as_another(collective: str) -> None:
+    text = rf"collective must be one of all_reduce, all_gather, broadcast.*got {re.escape(repr(collective))}\."
+    with pytest.raises(ValueError, match=text):
+        link_bytes(collective, 1000, 4)  # type: ignore[arg-type]
+    ledger = Ledger(4)
+    with pytest.raises(ValueError, match=text):
+        ledger.record(GRADIENTS, collective, 1000)  # type: ignore[arg-type]
+    assert ledger.rows == {}
+
+
+def test_ratios_count_what_the_method_sends_and_nothing_else() -> None:
+    ledger = Ledger(2)
+    assert math.isnan(ledger.compression_ratio())
+    assert math.isnan(ledger.density())
+    for row, handed in ((GRADIENTS, 100), (UPDATES, 20), (PARAMETERS, 5), (DDP_BUFFERS, 7_000)):
+        ledger.record(row, "all_gather", handed)
+    ledger.ddp_bytes, ledger.ddp_gathered_bytes = 1_000, 250
+    ledger.sent_elements, ledger.elements = 10, 400
+    assert ledger.sent_bytes == ledger.sent_link_bytes == 125
+    # 1,000 in a ring of two, and 250 to the one other.
+    assert ledger.ddp_link_bytes == 1_250
+    assert ledger.compression_ratio() == 10
+    assert ledger.density() == 0.025
+    assert ledger.handed_bytes(DDP_BUFFERS) == 7_000
+    assert ledger.handed_bytes("never used") == ledger.link_bytes("never used") == 0
+
+
+def test_time_adds_up_over_exchanges() -> None:
+    ledger = Ledger(2)
+    with ledger.exchanging():
+        pass
+    once = ledger.exchange_seconds
+    with ledger.exchanging():
+        pass
+    assert ledger.exchange_seconds > once > 0
+
+
+def test_a_resumed_ledger_goes_on_where_the_saved_one_was() -> None:
+    ledger, resumed = Ledger(2), Ledger(2)
+    for each in (ledger, resumed):
+        each.record(GRADIENTS, "all_gather", 100)
+    ledger.record(PARAMETERS, "all_reduce", 40)
+    ledger.steps, ledger.ddp_bytes, ledger.exchange_seconds = 3, 1_000, 1.5
+    resumed.steps = 1
+    state = ledger.state_dict()
+    resumed.load_state_dict(state)
+    assert resumed.handed_bytes() == 200
+    assert resumed.rows[GRADIENTS]["all_gather"].calls == 2
+    assert resumed.handed_bytes(PARAMETERS) == 40
+    assert (resumed.steps, resumed.ddp_bytes, resumed.exchange_seconds) == (4, 1_000, 1.5)
+    # What was saved stays as it was.
+    ledger.record(GRADIENTS, "all_gather", 1)
+    assert state["rows"][GRADIENTS]["all_gather"] == [1, 100]

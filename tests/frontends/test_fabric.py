@@ -1,0 +1,78 @@
+"""The strategy in a Fabric loop: what cannot work is refused."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning_fabric import Fabric
+from lightning_fabric.plugins.precision import MixedPrecision as FabricMixedPrecision
+from pytorch_lightning.plugins.environments import TorchElasticEnvironment
+from torch import nn
+
+from lightning_sparsecomm.methods import dgc, gradient_dropping
+from lightning_sparsecomm.strategies.lightning_fabric import SparseCommStrategy as FabricStrategy
+from tests.distributed.launch import run_ranks
+
+
+class Scaler:
+    """Has nothing that a torch.amp.GradScaler has."""
+
+
+def _train_by_hand(rank: int, case: str) -> str:
+    os.environ.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"})
+    os.environ.update({"MASTER_ADDR": "localhost", "MASTER_PORT": "0"})
+    method = gradient_dropping(exclude=["2.bais"] if case == "exclude matches nothing" else ["2.bias"])
+    plugins: list[Any] = [TorchElasticEnvironment()]
+    if "loss scaler" in case:
+        scaler: Any = Scaler() if "of another kind" in case else torch.amp.GradScaler("cpu")
+        plugins.append(FabricMixedPrecision("16-mixed", "cpu", scaler))
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=FabricStrategy(method), plugins=plugins)
+    fabric.launch()
+    network = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    if case == "sparse embedding":
+        network.append(nn.Embedding(4, 3, sparse=True))
+    try:
+        strange = [nn.Parameter(torch.zeros(5, 2))] if case == "parameter that the model lacks" else []
+        make = torch.optim.LBFGS if case == "LBFGS" else torch.optim.SGD
+        module, optimizer = fabric.setup(network, make([*network.parameters(), *strange], lr=0.1))
+        fabric.backward(module(torch.ones(2, 6)).sum())
+        if case == "backward after clipping":
+            fabric.clip_gradients(module, optimizer, max_norm=0.1)
+            fabric.backward(module(torch.ones(2, 6)).sum())
+        (optimizer.optimizer if case == "step past the strategy" else optimizer).step()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [
+        ("nothing wrong", ""),
+        ("exclude matches nothing", "ValueError: exclude: the pattern '2.bais' matches no parameter"),
+        ("loss scaler", ""),
+        ("loss scaler of another kind", "TypeError: the precision plugin's scaler must be a torch.amp.GradScaler"),
+        ("sparse embedding", "TypeError: the gradient of '3.weight' is sparse (sparse=True)"),
+        ("LBFGS", "TypeError: the method is not defined for LBFGS: "),
+        ("parameter that the model lacks", "ValueError: the optimizer holds 1 parameter(s) that the model lacks"),
+        ("backward after clipping", "RuntimeError: a backward pass added to gradients of SGD"),
+        ("step past the strategy", "RuntimeError: SGD.step() was called past the strategy"),
+    ],
+)
+def test_fabric(case: str, text: str, tmp_path: Path) -> None:
+    (found,) = run_ranks(tmp_path, 1, _train_by_hand, case)
+    assert found.startswith(text) if text else not found
+
+
+def test_fabric_counts_no_epochs(tmp_path: Path) -> None:
+    def setup(rank: int) -> str:
+        strategy = FabricStrategy(method=dgc(warmup_epochs=2))
+        strategy._begin(torch.device("cpu"), None)
+        with pytest.raises(ValueError, match=r"warmup_epochs=2 needs a Trainer.*warmup_steps"):
+            strategy._refuse_epochs()
+        strategy._end()
+        return "refused"
+
+    assert run_ranks(tmp_path, 1, setup) == ["refused"]

@@ -1,0 +1,92 @@
+"""Selection of the largest magnitudes, in numba and in torch, against the definition."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_sparsecomm.kernels import Reference
+from lightning_sparsecomm.kernels.updates.cpu import Cpu
+from tests.kernels.bits import DTYPES, each_dtype, numbers, same_bits
+from tests.reference.selection import top_k
+
+KERNELS = [Reference(), Cpu()]
+
+
+def values(kind: str, size: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(size)
+    x = torch.randn(size, dtype=dtype, generator=generator)
+    if kind == "heavy-tailed":
+        return x**3
+    if kind == "sparse":
+        return x * (torch.rand(size, generator=generator) < 0.02)
+    if kind == "constant":
+        return torch.full((size,), -1.5, dtype=dtype)
+    if kind == "sorted":
+        return x.sort().values
+    if kind == "zero":
+        return x * 0
+    if kind == "ties":
+        return (2 * x).round()
+    if kind == "negative":
+        return -x.abs()
+    if kind == "subnormal":
+        # Multiples of the smallest subnormal, some of them 0.
+        return (4 * x).round() * torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    if kind == "mixed":
+        return numbers(size, dtype, size)
+    return x
+
+
+VALUES = ["normal", "heavy-tailed", "sparse", "constant", "sorted", "zero", "ties", "negative", "subnormal", "mixed"]
+each_values = pytest.mark.parametrize("kind", VALUES)
+
+
+@each_dtype
+@each_values
+def test_largest(kind, dtype):
+    for size in (0, 1, 33, 2049):
+        x = values(kind, size, dtype)
+        before = x.clone()
+        for k in sorted({1, 2, size // 100, size // 2, size - 1, size, size + 1, 3 * size} - {0, -1}):
+            seed = (0, 1, 2**62 + 12345, 2**63 - 1)[k % 4]
+            expected = torch.tensor(top_k(x.numpy(), k, seed), dtype=torch.int64)
+            for kernels in KERNELS:
+                assert same_bits(kernels.largest(x, k, seed), expected)
+        assert same_bits(x, before)
+
+
+@each_dtype
+@each_values
+def test_kth_largest(kind, dtype):
+    for size in (1, 33, 2049):
+        magnitudes = values(kind, size, dtype).abs()
+        ordered = magnitudes.sort(descending=True).values.tolist()
+        for k in sorted({1, 2, max(1, size // 100), (size + 1) // 2, max(1, size - 1), size}):
+            for kernels in KERNELS:
+                assert kernels.kth_largest(magnitudes, min(k, size)) == ordered[min(k, size) - 1]
+
+
+least = float(np.finfo(np.float32).smallest_subnormal)
+# Few distinct magnitudes, so ties are common.
+crowded = st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.0, -2.0, least, -least, 2 * least, 3e38, -3e38])
+spread = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+@settings(deadline=None)  # numba compiles at the first call
+@given(
+    st.lists(crowded, max_size=70) | st.lists(spread, max_size=70),
+    st.sampled_from(DTYPES),
+    st.integers(1, 80),
+    st.integers(0, 2**63 - 1),
+)
+def test_selection_of_anything(elements, dtype, k, seed):
+    x = torch.tensor(elements, dtype=dtype)
+    expected = top_k(x.numpy(), k, seed)
+    ordered = sorted((abs(value) for value in x.tolist()), reverse=True)
+    for kernels in KERNELS:
+        assert kernels.largest(x, k, seed).tolist() == expected
+        if elements:
+            assert kernels.kth_largest(x.abs(), min(k, len(elements))) == ordered[min(k, len(elements)) - 1]

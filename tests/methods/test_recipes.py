@@ -1,0 +1,67 @@
+"""What all recipes have in common."""
+
+import copy
+import doctest
+import functools
+import importlib
+import inspect
+import pickle
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from lightning_sparsecomm import ParameterAveraging, methods
+from lightning_sparsecomm.channel import Channel, MomentumCorrection
+from lightning_sparsecomm.exchange import BlockReduce, DenseAllReduce, SketchedTopK
+from lightning_sparsecomm.methods import RECIPES, default, dgc, gradient_dropping
+from lightning_sparsecomm.sharing import DeltaSync, GradientSync, Method
+
+SWITCHED: list[Callable[..., object]] = [
+    *RECIPES.values(),
+    functools.partial(GradientSync, Channel(DenseAllReduce())),
+    functools.partial(DeltaSync, Channel(DenseAllReduce())),
+    BlockReduce,
+    SketchedTopK,
+    MomentumCorrection,
+    ParameterAveraging,
+]
+
+
+@pytest.mark.parametrize("make", SWITCHED)
+def test_switches(make: Callable[..., object]) -> None:
+    for name, parameter in inspect.signature(make).parameters.items():
+        for given in ("no", 1, None) if parameter.annotation is bool else ():
+            text = f"{name} must be True or False; got {given!r}. Leave it out for its default."
+            with pytest.raises(TypeError, match=re.escape(text)):
+                make(**{name: given})
+
+
+@pytest.mark.parametrize("name", [name for name in methods.__all__ if name not in ("RECIPES", "default", "split")])
+def test_a_recipe_is_a_method_that_can_be_copied_and_says_what_it_is(name: str) -> None:
+    recipe: Any = getattr(methods, name)
+    assert issubclass(recipe, Method)
+    method = recipe()
+    for duplicate in (copy.deepcopy(method), pickle.loads(pickle.dumps(method))):
+        assert duplicate is not method
+        assert repr(duplicate) == repr(method)
+
+
+def test_names_of_strategies_are_those_of_recipes() -> None:
+    assert RECIPES.keys() <= set(methods.__all__)
+    assert all(getattr(methods, name) is recipe for name, recipe in RECIPES.items())
+
+
+def test_the_default_is_dgc_and_gradient_dropping_for_other_optimizers() -> None:
+    assert repr(default().syncs) == repr(dgc().syncs)
+    assert repr(default().fallback) == repr(gradient_dropping(density=0.01))
+
+
+@pytest.mark.parametrize("name", ["split"])
+def test_docstrings(name: str) -> None:
+    module = importlib.import_module(f"lightning_sparsecomm.methods.{name}")
+    names = {"s2_reducer": methods.s2_reducer, "dgc": dgc}
+    results = doctest.testmod(module, extraglobs=names, optionflags=doctest.ELLIPSIS)
+    assert results.failed == 0
+    assert results.attempted > 0

@@ -1,0 +1,148 @@
+"""Which method an optimizer gets: its own, the one for all others, or a refusal with the reason."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch import nn
+
+from lightning_sparsecomm.basis.parts import parts_in
+from lightning_sparsecomm.channel import Channel, ClipLocalNorm, ErrorFeedback, Momentum, MomentumCorrection
+from lightning_sparsecomm.channel.momentum import Velocity
+from lightning_sparsecomm.codecs import SparseCodec, TopK
+from lightning_sparsecomm.exchange import DenseAllReduce, Gather
+from lightning_sparsecomm.methods import default, dgc, gradient_dropping
+from lightning_sparsecomm.run.choice import method_for, takeover_for
+from lightning_sparsecomm.sharing import GradientSync, Method
+from tests import laws
+from tests.distributed.scenarios import Classifier, Scenario, fit
+
+
+class Adam(Classifier):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+class Twice(torch.optim.SGD):
+    """Evaluates its closure twice, as sharpness-aware minimization does."""
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            closure()
+        return super().step(closure)
+
+
+class Sharp(Classifier):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return Twice(self.parameters(), lr=0.01, momentum=0.9)
+
+
+class Ignoring(Classifier):
+    _ddp_params_and_buffers_to_ignore = ("head.bias",)
+
+
+class Steep(Classifier):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01, momentum=1.5)
+
+
+class Bodies(pl.Callback):
+    """Which memories each optimizer's gradients pass through."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        strategy: Any = trainer.strategy
+        optimizers = strategy.engine.registry.optimizers
+        used = [[any(parts_in(sync, Velocity)) for sync, _ in tracked.parts] for tracked in optimizers]
+        torch.save(used, self.folder / "used.pt")
+
+
+@pytest.mark.filterwarnings("ignore:the warm-up does not end before the training")
+@pytest.mark.parametrize(("model", "corrects"), [(Classifier, [[True, True]]), (Adam, [[False]])])
+def test_sparsecomm_is_dgc_for_sgd_and_gradient_dropping_otherwise(tmp_path: Path, model: Any, corrects: Any) -> None:
+    ranks = fit(tmp_path, Scenario(model, steps=3), 2, default(), (Bodies(tmp_path),))
+    assert torch.load(tmp_path / "used.pt") == corrects
+    assert ranks[0]["ledger"].density() < 0.5
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        (Adam, "the method is not defined for Adam: momentum correction takes .*torch.optim.SGD"),
+        (Sharp, r"Twice.step\(\) evaluates its closure more than once.*methods.dense\(\)"),
+        (Ignoring, "an optimizer that also holds parameters which DDP is told to ignore"),
+        (Steep, r"the momentum of SGD must be in \[0, 1\].*; got 1.5"),
+    ],
+)
+def test_dgc_refuses(tmp_path: Path, model: Any, text: str) -> None:
+    with pytest.raises(Exception, match=text):
+        fit(tmp_path, Scenario(model, steps=3), 2, dgc())
+
+
+def test_dgc_without_momentum_correction_takes_any_optimizer(tmp_path: Path) -> None:
+    method = dgc(0.1, warmup_steps=0, momentum_correction=False)
+    ranks = fit(tmp_path, Scenario(Adam, steps=3), 2, method)
+    assert all(torch.equal(ranks[0]["weights"][name], tensor) for name, tensor in ranks[1]["weights"].items())
+
+
+def sparse(*memories: Any, **options: Any) -> GradientSync:
+    return GradientSync(Channel(Gather(SparseCodec(TopK(0.1))), memories), **options)
+
+
+def test_momentum_is_taken_over_for_all_parameters_or_none(tmp_path: Path) -> None:
+    """Where one sync corrects momentum, the others apply it to what they share, as if they had been told to."""
+    corrected = sparse(MomentumCorrection(), ErrorFeedback(), min_dimensions=2)
+    ends = []
+    for i, memories in enumerate(([], [Momentum()])):
+        method = Method([corrected, GradientSync(Channel(DenseAllReduce(), memories), rest=True)])
+        ends.append(fit(tmp_path / str(i), Scenario(Classifier, steps=5), 2, method)[0])
+    laws.bit_equal(*ends)
+    drifting = GradientSync(Channel(DenseAllReduce()), rest=True, local="partial")
+    with pytest.raises(Exception, match=r"takes over the momentum of RecordingSGD, which also holds '.*bias': a sync"):
+        fit(tmp_path, Scenario(Classifier, steps=3), 2, Method([corrected, drifting]))
+
+
+def held(*optimizers: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]:
+    parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    return [(str(index), parameter) for index, parameter in enumerate(parameters)]
+
+
+def parameters() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.zeros(3, 2)), nn.Parameter(torch.zeros(2))]
+
+
+def test_the_first_method_that_is_defined_is_chosen() -> None:
+    methods = [dgc(), gradient_dropping()]
+    sgd, adam = torch.optim.SGD(parameters(), lr=0.1), torch.optim.Adam(parameters())
+    assert len(method_for(sgd, methods, held(sgd)).syncs) == 2
+    assert len(method_for(adam, methods, held(adam)).syncs) == 1
+    with pytest.raises(TypeError, match="the method is not defined for Adam: "):
+        method_for(adam, methods[:1], held(adam))
+
+
+def test_what_one_sync_takes_over_all_do_that_hold_parameters_of_the_optimizer() -> None:
+    clipped = sparse(ClipLocalNorm(2.0), MomentumCorrection(), ErrorFeedback(), min_dimensions=2)
+    plain = GradientSync(Channel(DenseAllReduce()), rest=True)
+    optimizer = torch.optim.SGD(parameters(), lr=0.1)
+    method = method_for(optimizer, [Method([clipped, plain])], held(optimizer))
+    assert method.syncs[0] is clipped
+    joined = method.syncs[1]
+    assert isinstance(joined, GradientSync)
+    assert [type(memory) for memory in joined.channel.memories] == [ClipLocalNorm, Momentum]
+    # Alone, the other sync stays what it is.
+    alone = torch.optim.SGD(parameters()[1:], lr=0.1)
+    assert method_for(alone, [Method([clipped, plain])], held(alone)).syncs[1] is plain
+
+
+def test_momentum_is_taken_over_from_sgd_only_and_only_where_a_method_applies_it() -> None:
+    sgd, adam = torch.optim.SGD(parameters(), lr=0.1, momentum=0.9), torch.optim.Adam(parameters())
+    takeover = takeover_for(sgd, dgc(), held(sgd), set())
+    assert takeover is not None
+    assert takeover.optimizer is sgd
+    takeover.close()
+    assert takeover_for(sgd, gradient_dropping(), held(sgd), set()) is None
+    assert takeover_for(adam, dgc(momentum_correction=False), held(adam), set()) is None

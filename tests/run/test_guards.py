@@ -1,0 +1,88 @@
+"""Misuse that would let replicas drift is refused."""
+
+import pytest
+import torch
+
+from lightning_sparsecomm.basis import PeerError, Wire
+from lightning_sparsecomm.methods import dense, gradient_dropping
+from lightning_sparsecomm.run.engine import Engine
+from tests.run.training import Halving, backward, chain, equal, gradients, ready, step
+
+
+def test_backward_after_sharing(engine: Engine) -> None:
+    module, optimizer, shared = ready(engine)
+    engine.synchronize(optimizer)
+    with pytest.raises(RuntimeError, match=r"clipping had already\s+shared.*zero_grad\(\) first"):
+        backward(engine, module)
+    for set_to_none in (True, False):
+        optimizer.zero_grad(set_to_none)
+        backward(engine, module)
+        engine.synchronize(optimizer)
+        assert equal(gradients(module), shared)
+    assert len(Halving.rounds) == 3
+
+
+def test_a_backward_pass_elsewhere_does_not_matter(engine: Engine) -> None:
+    module, optimizer, shared = ready(engine)
+    other = chain()
+    engine.registry.add_module(other)
+    engine.synchronize(optimizer)
+    backward(engine, other)
+    engine.synchronize(optimizer)
+    assert equal(gradients(module), shared)
+    assert len(Halving.rounds) == 1
+
+
+def test_the_guard_watches_until_close(wire: Wire) -> None:
+    engine = Engine(gradient_dropping(1.0), wire)
+    module, optimizer, _ = ready(engine)
+    other = chain()
+    other(torch.ones(1, 2)).sum().backward()
+    weights = [p.clone() for p in module.parameters()]
+    with pytest.raises(RuntimeError, match=r"SGD.step\(\) was called past the strategy"):
+        optimizer.step()
+    assert equal([p.detach() for p in module.parameters()], [w.detach() for w in weights])
+    # Optimizers of other models are none of our business.
+    torch.optim.SGD(other.parameters(), lr=0.1).step()
+    engine.close()
+    optimizer.step()
+    engine.close()
+
+
+def test_a_method_in_buckets_needs_no_guard(wire: Wire) -> None:
+    engine = Engine(dense(), wire)
+    _, optimizer, _ = ready(engine)
+    optimizer.step()
+    engine.close()
+
+
+def test_gradients_that_were_changed_before_they_are_shared_are_warned_of(engine: Engine) -> None:
+    module, optimizer, _ = ready(engine)
+    step(engine, optimizer)
+    optimizer.zero_grad()
+    backward(engine, module)
+    torch.nn.utils.clip_grad_norm_(module.parameters(), 1e-3)
+    with pytest.warns(UserWarning, match=r"gradients of SGD were changed.*strategy.synchronize\(optimizer\)"):
+        engine.synchronize(optimizer)
+    step(engine, optimizer)
+    optimizer.zero_grad()
+    backward(engine, module)
+    step(engine, optimizer)
+
+
+def test_a_step_that_never_calls_its_closure_is_refused(engine: Engine) -> None:
+    _, optimizer, _ = ready(engine)
+    unshared = r"SGD.step\(\) did not call the closure.*strategy.synchronize"
+    with pytest.raises(RuntimeError, match=unshared), engine.stepping(optimizer):
+        optimizer.step()
+
+
+def test_a_backward_pass_that_fails_for_want_of_a_peer_says_so(wire: Wire) -> None:
+    engine = Engine(dense(), wire)
+    failure = PeerError("rank 0 waited in vain")
+    with pytest.raises(RuntimeError, match="quoted"), engine.guards.backward():
+        raise RuntimeError("quoted")
+    wire.failures.append(failure)
+    with pytest.raises(PeerError, match="in vain"), engine.guards.backward():
+        raise RuntimeError("quoted")
+    engine.close()

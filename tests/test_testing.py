@@ -1,0 +1,540 @@
+"""The laws for other people's parts: ours obey them, and parts with one fault each do not."""
+
+import doctest
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_sparsecomm import Channel, ErrorFeedback, GradientSync, Method, methods
+from lightning_sparsecomm.basis import Layout, Round, SparseVector, Vector, Wire
+from lightning_sparsecomm.channel import Contribution, Memory, Momentum, MomentumCorrection
+from lightning_sparsecomm.codecs import (
+    INDEX_CODECS,
+    VALUE_CODECS,
+    Auto,
+    Bitmap,
+    ChunkTopK,
+    Compressor,
+    Float16,
+    Float32,
+    Golomb,
+    IndexCoding,
+    OneSidedTopK,
+    Raw32,
+    Runs,
+    Selector,
+    SharedMean,
+    SparseCodec,
+    TopBlocks,
+    TopK,
+    TwoBit,
+    ValueCodec,
+    register_index_codec,
+    register_value_codec,
+)
+from lightning_sparsecomm.exchange import (
+    BlockReduce,
+    DenseAllReduce,
+    Exchange,
+    Exchanged,
+    Gather,
+    PlainExchange,
+    SketchedTopK,
+)
+from lightning_sparsecomm.testing import (
+    RankError,
+    check_compressor,
+    check_exchange,
+    check_index_codec,
+    check_memory,
+    check_method,
+    check_selector,
+    check_value_codec,
+    ranks,
+    run_ranks,
+)
+
+# -- ours
+
+
+@pytest.mark.parametrize("selector", [TopK(0.1), TopK(0.1, "tensor"), OneSidedTopK(0.1), ChunkTopK(0.1, 16)], ids=repr)
+def test_our_selectors(selector: Selector) -> None:
+    check_selector(selector)
+
+
+@pytest.mark.parametrize(
+    ("codec", "tolerance"), [(Float32(), 0), (Float16(), 1e-3), (SharedMean(), 2), (TwoBit(3), 1)], ids=repr
+)
+def test_our_value_codecs(codec: ValueCodec, tolerance: float) -> None:
+    check_value_codec(codec, tolerance)
+
+
+@pytest.mark.parametrize("coding", [*INDEX_CODECS.values(), Auto()], ids=repr)
+def test_our_index_codecs(coding: IndexCoding) -> None:
+    check_index_codec(coding)
+
+
+@pytest.mark.parametrize(
+    ("compressor", "tolerance"),
+    [(SparseCodec(TopK(0.1)), 0), (SparseCodec(TopBlocks(0.1, 6), TwoBit(), Runs()), 1)],
+    ids=["top k", "blocks"],
+)
+def test_our_compressors(compressor: Compressor, tolerance: float) -> None:
+    check_compressor(compressor, tolerance)
+
+
+EXCHANGES: dict[str, tuple[Callable[[], Exchange], float | None]] = {
+    "gather": (lambda: Gather(SparseCodec(TopK(0.1))), 1e-5),
+    "gather of any length": (lambda: Gather(SparseCodec(TopK(0.1), Float16(), Golomb())), 1e-5),
+    "dense": (DenseAllReduce, 1e-5),
+    "dense, rounded": (lambda: DenseAllReduce("bfloat16"), 1e-2),
+    "blocks": (lambda: BlockReduce(TopBlocks(0.2, 6)), 1e-5),
+    "sketch": (lambda: SketchedTopK(0.05, columns=300, always_sketch=True), None),
+}
+
+
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_our_exchanges(name: str) -> None:
+    factory, tolerance = EXCHANGES[name]
+    # The sketch's kernels may have to be compiled.
+    check_exchange(factory, tolerance=tolerance, timeout=110)
+
+
+def test_one_rank_is_enough() -> None:
+    check_exchange(lambda: Gather(SparseCodec(TopK(0.1))), world_size=1)
+
+
+@pytest.mark.parametrize("memory", [ErrorFeedback, MomentumCorrection, Momentum], ids=lambda memory: memory.__name__)
+def test_our_memories(memory: Callable[[], Memory]) -> None:
+    check_memory(memory)
+
+
+@pytest.mark.parametrize("name", ["dgc", "sbc"])
+def test_our_methods(name: str) -> None:
+    check_method({"dgc": lambda: methods.dgc(0.1, warmup_steps=4), "sbc": lambda: methods.sbc(0.1, every=4)}[name])
+
+
+# -- with one fault each
+
+
+class Unsorted(TopK):
+    def select_hinted(self, x: Tensor, context: Round, hints: Any) -> Tensor:
+        return super().select_hinted(x, context, hints).flip(0)
+
+
+class Impure(TopK):
+    def select(self, x: Tensor, context: Round) -> Tensor:
+        return super().select(x, context)[int(torch.randint(3, ())) :]
+
+
+class TooMany(TopK):
+    def count(self, context: Round) -> int:
+        return super().count(context) - 1
+
+
+class OfItsRank(TopK):
+    def count(self, context: Round) -> int:
+        return super().count(context) + context.rank
+
+
+class Overwriting(TopK):
+    def select(self, x: Tensor, context: Round) -> Tensor:
+        indices = super().select(x, context)
+        x[indices] = 0
+        return indices
+
+
+class Beyond(TopK):
+    def select_hinted(self, x: Tensor, context: Round, hints: Any) -> Tensor:
+        return super().select_hinted(x, context, hints) + 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Unsorted, "must return strictly increasing positions"),
+        (Impure, "is not pure: two calls differ"),
+        (TooMany, "more than count"),
+        (OfItsRank, "count must be equal on all ranks"),
+        (Overwriting, "changed the vector"),
+        (Beyond, "must return positions from 0 to"),
+    ],
+)
+def test_selectors_with_a_fault(kind: type[TopK], message: str) -> None:
+    with pytest.raises(AssertionError, match=f"{kind.__name__}.*{message}.*\\.$"):
+        check_selector(kind(0.1))
+
+
+@pytest.fixture
+def _codecs_of_tests() -> Iterator[None]:
+    before = dict(VALUE_CODECS), dict(INDEX_CODECS)
+    yield
+    for registry, codecs in zip((VALUE_CODECS, INDEX_CODECS), before):
+        registry.clear()
+        registry.update(codecs)
+
+
+def unchecked(self: Any, section: Tensor, count: int, parameter: int) -> Tensor:
+    return section.clone().view(torch.float32)
+
+
+def off(self: Any, section: Tensor, count: int, parameter: int) -> Tensor:
+    return Float32().decode(section, count, parameter) * 1.001
+
+
+def shared(self: Any, section: Tensor, count: int, parameter: int) -> Tensor:
+    Float32().decode(section, count, parameter)
+    return section.view(torch.float32)
+
+
+def cut(self: Any, values: Tensor, indices: Tensor, layout: Layout) -> Tensor:
+    return Float32().encode(values, indices, layout)[1:]
+
+
+@pytest.mark.usefixtures("_codecs_of_tests")
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ({"decode": unchecked}, r"must raise PayloadError, or decode|must return finite values"),
+        ({"decode": off}, r"is off by .* more than"),
+        ({"decode": shared}, "must return memory of its own"),
+        ({"bound_bytes": lambda self, count, layout: 2 * count}, "more than bound_bytes"),
+        ({"encode": lambda self, values, indices, layout: values.to(torch.int64)}, r"must return \[bytes\] uint8"),
+        ({"encode": cut}, "must decode what encode returned"),
+        ({"parameter": 1}, "parameter must be one of"),
+    ],
+)
+def test_value_codecs_with_a_fault(fault: dict[str, Any], message: str) -> None:
+    kind = register_value_codec(dataclass(frozen=True)(type("Faulty", (Float32,), {"code": 200, **fault})))
+    with pytest.raises(AssertionError, match=message):
+        check_value_codec(kind())
+
+
+def test_codecs_that_nobody_knows() -> None:
+    @dataclass(frozen=True)
+    class Unregistered(Float32):
+        code: ClassVar[int] = 201
+
+    @dataclass(frozen=True)
+    class Secret(Raw32):
+        code: ClassVar[int] = 201
+
+    with pytest.raises(AssertionError, match=r"Unregistered must be registered.*@register_value_codec"):
+        check_value_codec(Unregistered())
+    with pytest.raises(AssertionError, match=r"Secret must be registered.*@register_index_codec"):
+        check_index_codec(Secret())
+
+
+def trusting(self: Any, section: Tensor, count: int, size: int, parameter: int) -> Tensor:
+    bits = section[:, None] >> torch.arange(8) & 1
+    return bits.view(-1).nonzero().view(-1) if count < size else torch.arange(size)
+
+
+@pytest.mark.usefixtures("_codecs_of_tests")
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ({"section_bytes": lambda self, indices, size: 1}, "but section_bytes says 1"),
+        ({"bound_bytes": lambda self, count, size: 0}, "more than bound_bytes"),
+        ({"decode": lambda self, *args: Bitmap().decode(*args) + 1}, "returned other positions"),
+        ({"decode": trusting}, r"must return positions from|positions, not"),
+    ],
+)
+def test_index_codecs_with_a_fault(fault: dict[str, Any], message: str) -> None:
+    kind = register_index_codec(dataclass(frozen=True)(type("Faulty", (Bitmap,), {"code": 200, **fault})))
+    with pytest.raises(AssertionError, match=message):
+        check_index_codec(kind())
+
+
+class Trusting(SparseCodec):
+    def decode(self, payload: Tensor, size: int) -> SparseVector:
+        decoded = super().decode(payload, int.from_bytes(payload[4:8].tolist(), "little"))
+        return SparseVector(decoded.indices, decoded.values, size)
+
+
+class Guessing(SparseCodec):
+    def bound_bytes(self, context: Round) -> int:
+        return 20
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"), [(Trusting, r"must raise PayloadError"), (Guessing, "more than bound_bytes, 20")]
+)
+def test_compressors_with_a_fault(kind: type[SparseCodec], message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        check_compressor(kind(TopK(0.1)))
+
+
+class Mean(PlainExchange):
+    """The mean, with a count of rounds; every fault is a subclass."""
+
+    def __init__(self) -> None:
+        self.rounds = torch.zeros(())
+        self.next = self.rounds
+
+    def reduce(self, x: Vector, context: Round, wire: Wire) -> tuple[Tensor, Tensor]:
+        self.next = self.rounds + 1
+        sent = x.values * (1 - 0.5 ** (1 + self.rounds))
+        return wire.all_reduce_(sent / wire.world_size), sent
+
+    def commit(self) -> None:
+        self.rounds = self.next
+
+    def abort(self) -> None:
+        self.next = self.rounds
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"rounds": self.rounds}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.rounds = state["rounds"]
+
+
+class Apart(Mean):
+    def reduce(self, x: Vector, context: Round, wire: Wire) -> tuple[Tensor, Tensor]:
+        shared, sent = super().reduce(x, context, wire)
+        return shared * (1 + context.rank * 1e-7), sent
+
+
+class Sum(Mean):
+    def reduce(self, x: Vector, context: Round, wire: Wire) -> tuple[Tensor, Tensor]:
+        shared, sent = super().reduce(x, context, wire)
+        return shared * wire.world_size, sent
+
+
+class Boastful(Mean):
+    """Says that it has sent all, and has the residual changed."""
+
+    def reduce(self, x: Vector, context: Round, wire: Wire) -> tuple[Tensor, Tensor]:
+        result = super().reduce(x, context, wire)
+        x.values.mul_(0.5)
+        return result
+
+
+class Hasty(Mean):
+    """Keeps its state before the round counts."""
+
+    def reduce(self, x: Vector, context: Round, wire: Wire) -> tuple[Tensor, Tensor]:
+        result = super().reduce(x, context, wire)
+        self.rounds = self.next
+        return result
+
+
+class Secretive(Hasty):
+    """As hasty, in a state that is not saved."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        pass
+
+
+class Forgetful(Mean):
+    def state_dict(self) -> dict[str, Tensor]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        pass
+
+
+class Smuggling(Mean):
+    def reduce(self, x: Vector, context: Round, wire: Wire) -> tuple[Tensor, Tensor]:
+        dist.broadcast(torch.zeros(3), 0)
+        return super().reduce(x, context, wire)
+
+
+class Unwary(Exchange):
+    """Asks no rank whether its gradient is finite."""
+
+    def exchange(self, x: Vector, context: Round, wire: Wire) -> Exchanged:
+        present = [bool(here) for here in wire.all_reduce_(torch.tensor(x.present, dtype=torch.int64))]
+        return Exchanged(wire.all_reduce_(x.values / wire.world_size), x.values.clone(), present)
+
+
+class Absent(DenseAllReduce):
+    """Says that all tensors are present."""
+
+    def exchange(self, x: Vector, context: Round, wire: Wire) -> Exchanged:
+        exchanged = super().exchange(x, context, wire)
+        return exchanged._replace(present=[True] * len(exchanged.present))
+
+
+def test_an_exchange_without_a_fault() -> None:
+    check_exchange(Mean)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Apart, "shared must be equal on all ranks, to the bit"),
+        (Sum, "shared must be the mean of what ranks sent"),
+        (Boastful, "what was sent plus what is held must be what was taken in"),
+        (Hasty, "aborted after the exchange must leave all as before"),
+        (Secretive, "a round must give what it would have given without them"),
+        (Forgetful, "saved and loaded before round 1 must go on as one that was not"),
+        (Smuggling, "the ledger must have every collective"),
+        (Unwary, "all ranks must raise NonFiniteGradientError"),
+        (Absent, "present must say which tensors have a gradient on any rank"),
+    ],
+)
+def test_exchanges_with_a_fault(kind: Callable[[], Exchange], message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        check_exchange(kind)
+
+
+def test_an_exchange_that_objects() -> None:
+    with pytest.raises(ValueError, match="this one objects: k must be"):
+        check_exchange(lambda: SketchedTopK(k=10_000))
+
+
+class Residual(Memory):
+    """Error feedback by hand; every fault is a subclass."""
+
+    def __init__(self) -> None:
+        super().__init__("rest")
+
+    def prepare(self, contribution: Contribution, context: Round) -> Contribution:
+        pairs = zip(contribution.parts, self.held["rest"].parts)
+        self.sums = [None if part is None else part + rest for part, rest in pairs]
+        return contribution.with_parts(self.sums)
+
+    def commit(self, exchanged: Exchanged, context: Round) -> Exchanged:
+        for rest, total in zip(self.held["rest"].parts, self.sums):
+            if total is not None:
+                rest.copy_(total)
+        self.held["rest"].subtract_(exchanged.sent)
+        return exchanged
+
+
+class Keeping(Residual):
+    """Changes what it holds, and does not undo it."""
+
+    def prepare(self, contribution: Contribution, context: Round) -> Contribution:
+        contribution = super().prepare(contribution, context)
+        self.held["rest"].add_(torch.ones(context.layout.size))
+        return contribution
+
+
+class InPlace(Residual):
+    def prepare(self, contribution: Contribution, context: Round) -> Contribution:
+        result = super().prepare(contribution, context)
+        for part in contribution.parts:
+            if part is not None:
+                part.add_(1)
+        return result
+
+
+class Lossy(Residual):
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        return {}
+
+
+class Fading(Residual):
+    def commit(self, exchanged: Exchanged, context: Round) -> Exchanged:
+        exchanged = super().commit(exchanged, context)
+        self.held["rest"].flat.mul_(0.5)
+        return exchanged
+
+
+class Selfish(Residual):
+    def commit(self, exchanged: Exchanged, context: Round) -> Exchanged:
+        super().commit(exchanged, context)
+        return exchanged._replace(shared=exchanged.sent)
+
+
+class Starting(Residual):
+    def bind(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
+        super().bind(layout, dtype, device)
+        self.held["rest"].flat.zero_()
+
+
+def test_a_memory_without_a_fault() -> None:
+    check_memory(Residual)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Keeping, "abort must leave what is held as it was before prepare"),
+        (InPlace, "must not change gradients"),
+        (Lossy, "saved and loaded must go on as one that was not"),
+        (Fading, "a tensor without a gradient must keep what is held for it"),
+        (Selfish, "commit must replace .* equally on all ranks"),
+        (Starting, "bind must keep what is held when tensors join"),
+    ],
+)
+def test_memories_with_a_fault(kind: Callable[[], Memory], message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        check_memory(kind)
+
+
+class Backwards(Mean):
+    def reduce(self, x: Vector, context: Round, wire: Wire) -> tuple[Tensor, Tensor]:
+        shared, sent = super().reduce(x, context, wire)
+        return -shared, sent
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [(Forgetful, "resumed must end as one that was never stopped"), (Backwards, "training must lower the loss")],
+)
+def test_methods_with_a_fault(kind: Callable[[], Exchange], message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        check_method(lambda: Method([GradientSync(Channel(kind()))]))
+
+
+# -- the runner
+
+
+def test_docstrings() -> None:
+    results = doctest.testmod(ranks)
+    assert results.failed == 0 < results.attempted
+
+
+def test_results_by_rank() -> None:
+    results = run_ranks(3, lambda rank, factor: Wire().all_gather(torch.tensor([factor * rank])), 2)
+    assert [result.view(-1).tolist() for result in results] == [[0, 2, 4]] * 3
+
+
+def test_a_rank_that_raises() -> None:
+    def fails(rank: int) -> None:
+        if rank == 1:
+            raise KeyError("lost")
+        Wire().all_reduce_(torch.zeros(1))
+
+    with pytest.raises(KeyError, match="lost") as raised:
+        run_ranks(2, fails)
+    assert isinstance(raised.value.__cause__, RankError)
+    assert 'raise KeyError("lost")' in str(raised.value.__cause__)
+
+
+def test_a_rank_that_dies() -> None:
+    with pytest.raises(RuntimeError, match=r"rank \d ended without a result"):
+        run_ranks(2, lambda rank: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def test_ranks_that_hang_are_killed(tmp_path: Path) -> None:
+    def hangs(rank: int) -> None:
+        (tmp_path / str(os.getpid())).touch()
+        time.sleep(60)
+
+    with pytest.raises(TimeoutError, match=r"ranks \[0, 1\] did not return within 2 s"):
+        run_ranks(2, hangs, timeout=2)
+    for file in tmp_path.iterdir():
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(file.name), 0)
+
+
+def test_a_part_instead_of_what_makes_it_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"exchange_factory must make the part.*Use lambda: DenseAllReduce\(\.\.\.\)"):
+        check_exchange(DenseAllReduce())  # type: ignore[arg-type]
