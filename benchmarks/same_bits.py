@@ -151,7 +151,7 @@ class Collectives:
         # torch compares the operation with its own function.
         make = dist.P2POp
         watched = dist.isend
-        dist.P2POp = lambda op, *args, **kwargs: make(isend if op is watched else op, *args, **kwargs)  # type: ignore
+        dist.P2POp = lambda op, *args, **kwargs: make(isend if op is watched else op, *args, **kwargs)  # type: ignore[assignment,misc]
 
     def begin(self, ledger: Callable[[], "Ledger | None"]) -> None:
         """From now on calls are hashed, until `end`. `ledger` gives that of the strategy at work."""

@@ -136,6 +136,6 @@ def _pickled_error(error: BaseException) -> bytes:
             message = pickle.dumps(_Outcome(None, error, text))
             pickle.loads(message)
             return message
-        except Exception:
+        except Exception:  # Pickling runs the error's own code: what cannot travel is told by its text, below.
             pass
     return pickle.dumps(_Outcome(None, RuntimeError(f"{type(error).__name__}: {error}"), text))
