@@ -78,12 +78,9 @@ class Ledger:
         yield
         self.exchange_seconds += time.perf_counter() - begin
 
-    def record(self, row: str, collective: Collective, handed_bytes: int) -> None:
-        """Enters one call. Raises `ValueError` for an unknown collective, which has no price on the link."""
+    def record(self, row: str, collective: Collective, handed_bytes: int, calls: int = 1) -> None:
+        """Enters calls. Raises `ValueError` for an unknown collective, which has no price on the link."""
         link_bytes(collective, handed_bytes, self.world_size)
-        self._add(row, collective, 1, handed_bytes)
-
-    def _add(self, row: str, collective: Collective, calls: int, handed_bytes: int) -> None:
         traffic = self.rows.setdefault(row, {}).setdefault(collective, Traffic())
         traffic.calls += calls
         traffic.handed_bytes += handed_bytes
@@ -128,7 +125,7 @@ class Ledger:
         """Adds the totals of an earlier run in a world of the same size, which this one goes on with."""
         for row, kinds in state["rows"].items():
             for kind, (calls, handed_bytes) in kinds.items():
-                self._add(row, kind, calls, handed_bytes)
+                self.record(row, kind, handed_bytes, calls)
         for name in _TOTALS:
             setattr(self, name, getattr(self, name) + state[name])
 

@@ -9,8 +9,6 @@ from typing import Literal, cast
 
 from lightning_sparsecomm.basis.arguments import check_whole_number, is_number, is_whole_number
 
-# Stages of a warm-up counted in steps: as many as the paper's warm-up has epochs.
-_STEP_STAGES = 4
 # The least number that counts as one step.
 _LEAST = 0.5
 
@@ -167,7 +165,8 @@ class Warmup:
         if done >= length:
             return density
         if isinstance(self.shape, str):
-            stages = self.epochs or _STEP_STAGES
+            # Counted in steps, as many stages as the paper's warm-up has epochs.
+            stages = self.epochs or 4
             return float(density ** ((int(done * stages / length) + 1) / (stages + 1)))
         return self.shape[int(done * len(self.shape) / length)]
 

@@ -164,10 +164,9 @@ def warmed(
     A schedule is returned unchanged, as it already says what to send when; so is a density if the length is 0.
     """
     check_density("density", density)
-    check_whole_number("warmup_steps", warmup_steps, 0, "", "Use 0 for no warm-up.")
-    if warmup_epochs is not None:
-        check_whole_number("warmup_epochs", warmup_epochs, 0, "", "Use 0 for no warm-up.")
-    length = warmup_steps if warmup_epochs is None else warmup_epochs
-    if isinstance(density, Schedule) or length == 0:
+    steps, epochs = (warmup_steps, 0) if warmup_epochs is None else (0, warmup_epochs)
+    for name, length in (("warmup_steps", warmup_steps), ("warmup_epochs", epochs)):
+        check_whole_number(name, length, 0, "", "Use 0 for no warm-up.")
+    if isinstance(density, Schedule) or steps == epochs == 0:
         return density
-    return DensityWarmup(density, 0 if warmup_epochs is not None else warmup_steps, warmup_epochs or 0, shape)
+    return DensityWarmup(density, steps, epochs, shape)

@@ -1,21 +1,12 @@
 """Memories and an exchange, joined: one round of communication."""
 
-from lightning_sparsecomm.channel.channel import Channel
-from lightning_sparsecomm.channel.clipping import ClipLocalNorm
-from lightning_sparsecomm.channel.contribution import Contribution, MomentumRule, StepSettings
-from lightning_sparsecomm.channel.error_feedback import ErrorFeedback
-from lightning_sparsecomm.channel.memory import Memory, NamedVector
-from lightning_sparsecomm.channel.momentum import Momentum, MomentumCorrection
-
-__all__ = [
-    "Channel",
-    "ClipLocalNorm",
-    "Contribution",
-    "ErrorFeedback",
-    "Memory",
-    "Momentum",
-    "MomentumCorrection",
-    "MomentumRule",
-    "NamedVector",
-    "StepSettings",
-]
+from lightning_sparsecomm.channel.channel import Channel as Channel
+from lightning_sparsecomm.channel.clipping import ClipLocalNorm as ClipLocalNorm
+from lightning_sparsecomm.channel.contribution import Contribution as Contribution
+from lightning_sparsecomm.channel.contribution import MomentumRule as MomentumRule
+from lightning_sparsecomm.channel.contribution import StepSettings as StepSettings
+from lightning_sparsecomm.channel.error_feedback import ErrorFeedback as ErrorFeedback
+from lightning_sparsecomm.channel.memory import Memory as Memory
+from lightning_sparsecomm.channel.memory import NamedVector as NamedVector
+from lightning_sparsecomm.channel.momentum import Momentum as Momentum
+from lightning_sparsecomm.channel.momentum import MomentumCorrection as MomentumCorrection

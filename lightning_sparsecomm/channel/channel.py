@@ -4,16 +4,13 @@ import copy
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_sparsecomm.basis.layout import Layout, SparseVector, Vector
+from lightning_sparsecomm.basis import Layout, Round, SparseVector, Vector, Wire
 from lightning_sparsecomm.basis.parts import Part, parts_in
-from lightning_sparsecomm.basis.rounds import Round
-from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.channel.clipping import ClipLocalNorm
 from lightning_sparsecomm.channel.contribution import Contribution, StepSettings
 from lightning_sparsecomm.channel.error_feedback import ErrorFeedback
@@ -22,7 +19,7 @@ from lightning_sparsecomm.channel.memory import Memory
 from lightning_sparsecomm.channel.momentum import Momentum, MomentumCorrection, Velocity
 from lightning_sparsecomm.channel.saved import Saved, load_saved, saved_of
 from lightning_sparsecomm.codecs.selectors.candidates import HintedSelector
-from lightning_sparsecomm.exchange.base import Exchange, Exchanged
+from lightning_sparsecomm.exchange import Exchange, Exchanged
 from lightning_sparsecomm.kernels import OutOfRangeError
 
 # Memories that are safe to call with gradients that are not finite: they only describe, or check as they take in. Their
@@ -35,18 +32,11 @@ _ORDER = (ClipLocalNorm, MomentumCorrection, ErrorFeedback)
 
 @dataclass
 class _Round:
-    """A round that has been prepared.
-
-    Attributes:
-        context: Its layout, step and seeds.
-        wire: Where it communicates.
-        contributions: What each memory was given, and what the last one returned.
-        vector: What this rank brings; None until it is known.
-        exchanged: The result; None before the exchange.
-    """
+    """A round that is neither committed nor aborted yet."""
 
     context: Round
     wire: Wire
+    # What each memory was given, and what the last one returned.
     contributions: list[Contribution] = field(default_factory=list)
     vector: Vector | None = None
     exchanged: Exchanged | None = None
@@ -80,12 +70,7 @@ class Channel(Part):
         return copy.deepcopy(self)
 
     def bind(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
-        """Allocates room for `layout`. Call it again when the layout has grown.
-
-        Args:
-            layout: Of the gradients in the rounds that follow.
-            dtype: Of the vectors, float32 or wider.
-            device: Where the gradients are.
+        """As `Memory.bind`, for all memories. Call it again when the layout has grown.
 
         Raises:
             TypeError: A part holds something that cannot be saved.
@@ -252,7 +237,7 @@ def _check_parts(exchange: Exchange, memories: Sequence[Memory]) -> None:
     if not isinstance(memories, Sequence) or not all(isinstance(memory, Memory) for memory in memories):
         raise TypeError(f"memories must be a list of memories; got {memories!r}. Use [ErrorFeedback()], or [].")
     ranks = [rank for memory in memories for rank, kind in enumerate(_ORDER) if isinstance(memory, kind)]
-    if any(earlier > later for earlier, later in pairwise(ranks)):
+    if ranks != sorted(ranks):
         raise ValueError(
             "memories must be in the order ClipLocalNorm, MomentumCorrection, ErrorFeedback; got"
             f" {list(memories)!r}. Change their order."

@@ -35,9 +35,8 @@ class ClipLocalNorm(Memory):
         self.max_norm = max_norm
 
     def prepare(self, contribution: Contribution, context: Round) -> Contribution:
-        norm, max_norm = contribution.settings.gradient_norm, self.max_norm
-        if max_norm is None:
-            max_norm = contribution.settings.max_norm
+        norm = contribution.settings.gradient_norm
+        max_norm = contribution.settings.max_norm if self.max_norm is None else self.max_norm
         if max_norm is None:
             return contribution
         limit = max_norm * math.sqrt(context.world_size)

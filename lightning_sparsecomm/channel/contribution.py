@@ -1,7 +1,8 @@
 """From gradients to the vector that is sent: memories describe one sum, and the last one carries it out in one pass."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -17,9 +18,6 @@ from lightning_sparsecomm.codecs.selectors.candidates import (
     threshold_for,
 )
 from lightning_sparsecomm.kernels import Update, kernels_for
-
-Carry = Callable[[Update, float | None, int], Tensor | None]
-"""Carries out an update, as `Reference.update_` does."""
 
 
 class MomentumRule(NamedTuple):
@@ -134,11 +132,10 @@ class Contribution:
                 then is in `done`.
         """
         views, flats = layout.views(residual), layout.flats(residual)
-        kernels = kernels_for(residual.device, residual.dtype)
-        updates: list[Update | None] = []
+        updates: list[tuple[int, Update]] = []
+        given: list[Tensor] = []
         for index, (flat, part) in enumerate(zip(flats, self.parts)):
-            if part is None:
-                updates.append(None)
+            if part is None or not part.numel():
                 continue
             # Positions count in row-major order; a channels-last gradient lies differently in memory.
             gradient = part.to(flat.dtype).contiguous().view(-1)
@@ -147,72 +144,61 @@ class Contribution:
             if step is not None:
                 velocity, momentum, gain, lookahead = step
                 update = update._replace(velocity=velocity.view(-1), momentum=momentum, gain=gain, lookahead=lookahead)
-            updates.append(update)
+            updates.append((layout.segments[index].offset, update))
+            given.append(part)
         before = len(self.done)
-
-        def carry(update: Update, threshold: float | None, capacity: int) -> Tensor | None:
-            # Noted first: an interrupt that arrives during a kernel is raised right after it.
-            self.done.append(update)
-            return kernels.update_(update, threshold, capacity)
-
-        hints = _carry_out(updates, layout, self.wanted, carry)
+        hints = self._apply_all(updates)
         # Converted gradients need not be kept for as long as an exchange takes.
-        given = zip(updates, self.parts)
-        self.done[before:] = [update._replace(gradient=part) for update, part in given if update and part is not None]
+        self.done[before:] = [update._replace(gradient=part) for (_, update), part in zip(updates, given)]
         parts = [None if part is None else view for part, view in zip(self.parts, views)]
         return Contribution(parts, self.settings, wanted=self.wanted, flat=residual, hints=hints, done=self.done)
+
+    def _apply_all(self, updates: Sequence[tuple[int, Update]]) -> dict[tuple[int, int, int], Tensor]:
+        """Applies updates, given with their offsets in order; the candidates found for the wanted stretches."""
+        hints: dict[tuple[int, int, int], Tensor] = {}
+        waiting = deque(updates)
+        for stretch in self.wanted:
+            while waiting and waiting[0][0] < stretch.start:
+                self._apply(waiting.popleft()[1])
+            inside: list[tuple[int, Update]] = []
+            while waiting and waiting[0][0] + waiting[0][1].residual.numel() <= stretch.stop:
+                inside.append(waiting.popleft())
+            found = self._apply_noting(inside, stretch.k) if inside else None
+            if found is not None:
+                hints[stretch] = found
+        for _, update in waiting:
+            self._apply(update)
+        return hints
+
+    def _apply_noting(self, inside: Sequence[tuple[int, Update]], k: int) -> Tensor | None:
+        """Applies the updates of one stretch; its candidates, unless there are too few or too many."""
+        residual = inside[0][1].residual
+        kernels = kernels_for(residual.device, residual.dtype)
+        size = sum(update.residual.numel() for _, update in inside)
+        stride = sample_stride(size)
+        sample = [kernels.probe(update, stride) for _, update in inside]
+        threshold = threshold_for(sample[0] if len(sample) == 1 else torch.cat(sample), size, k)
+        room = candidate_room(k)
+        found: list[Tensor] | None = []
+        for offset, update in inside:
+            positions = self._apply(update, threshold if found is not None else None, room)
+            if positions is None or found is None:
+                found = None
+            else:
+                found.append(positions.add_(offset))
+                room -= positions.numel()
+        if threshold is None or found is None:
+            return None
+        candidates = torch.cat(found) if len(found) > 1 else found[0]
+        return candidates if enough(candidates, k, threshold) else None
+
+    def _apply(self, update: Update, threshold: float | None = None, room: int = 0) -> Tensor | None:
+        # Noted first: an interrupt that arrives during a kernel is raised right after it.
+        self.done.append(update)
+        return kernels_for(update.residual.device, update.residual.dtype).update_(update, threshold, room)
 
     def abort(self) -> None:
         """Undoes, to round-off, all that has been carried out. The gradients must still be what they were then."""
         while self.done:
             update = self.done.pop()
             kernels_for(update.residual.device, update.residual.dtype).take_back_(update)
-
-
-def _carry_out(
-    updates: Sequence[Update | None], layout: Layout, wanted: Sequence[Wanted], carry: Carry
-) -> dict[tuple[int, int, int], Tensor]:
-    hints: dict[tuple[int, int, int], Tensor] = {}
-    segments = layout.segments
-    index = 0
-    for stretch in wanted:
-        while index < len(segments) and segments[index].offset < stretch.start:
-            if (update := updates[index]) is not None:
-                carry(update, None, 0)
-            index += 1
-        inside: list[tuple[Update, int]] = []
-        while index < len(segments) and segments[index].offset + segments[index].size <= stretch.stop:
-            if (update := updates[index]) is not None and segments[index].size:
-                inside.append((update, segments[index].offset))
-            index += 1
-        found = _noting(inside, stretch.k, carry)
-        if found is not None:
-            hints[stretch] = found
-    for update in updates[index:]:
-        if update is not None:
-            carry(update, None, 0)
-    return hints
-
-
-def _noting(inside: Sequence[tuple[Update, int]], k: int, carry: Carry) -> Tensor | None:
-    """Carries out the updates of one stretch; its candidates, unless there are too few or too many."""
-    if not inside:
-        return None
-    kernels = kernels_for(inside[0][0].residual.device, inside[0][0].residual.dtype)
-    size = sum(update.residual.numel() for update, _ in inside)
-    stride = sample_stride(size)
-    sample = [kernels.probe(update, stride) for update, _ in inside]
-    threshold = threshold_for(sample[0] if len(sample) == 1 else torch.cat(sample), size, k)
-    room = candidate_room(k)
-    found: list[Tensor] | None = []
-    for update, offset in inside:
-        positions = carry(update, threshold if found is not None else None, room)
-        if positions is None or found is None:
-            found = None
-        else:
-            found.append(positions.add_(offset))
-            room -= positions.numel()
-    if threshold is None or found is None:
-        return None
-    candidates = torch.cat(found) if len(found) > 1 else found[0]
-    return candidates if enough(candidates, k, threshold) else None

@@ -1,10 +1,10 @@
 """The residual: what earlier rounds did not send is added to the next gradient."""
 
+from lightning_sparsecomm.basis import Round
 from lightning_sparsecomm.basis.arguments import is_number
-from lightning_sparsecomm.basis.rounds import Round
 from lightning_sparsecomm.channel.contribution import Contribution
 from lightning_sparsecomm.channel.memory import Memory
-from lightning_sparsecomm.exchange.base import Exchanged
+from lightning_sparsecomm.exchange import Exchanged
 
 
 class ErrorFeedback(Memory):

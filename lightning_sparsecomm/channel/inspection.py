@@ -46,17 +46,7 @@ def norm_of(gradients: Sequence[Tensor]) -> float:
 def joined_sparse(
     gradients: Sequence[Tensor | None], layout: Layout, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Sparse, coalesced gradients as one vector over `layout`: its elements and their sorted positions.
-
-    Args:
-        gradients: One for each segment; None where this rank has none.
-        layout: Of the vector.
-        dtype: Of the elements.
-        device: Of the result, where there is no gradient to tell.
-
-    Returns:
-        Values `[k]` in `dtype`, and positions `[k]` int64.
-    """
+    """Sparse, coalesced gradients as one vector over `layout`: values `[k]` in `dtype`, positions `[k]` int64."""
     indices = [torch.empty(0, dtype=torch.int64, device=device)]
     values = [torch.empty(0, dtype=dtype, device=device)]
     for gradient, segment in zip(gradients, layout.segments):

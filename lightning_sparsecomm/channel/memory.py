@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_sparsecomm.basis.layout import Layout, SparseVector
+from lightning_sparsecomm.basis import Layout, Round, SparseVector
 from lightning_sparsecomm.basis.parts import Part
-from lightning_sparsecomm.basis.rounds import Round
 from lightning_sparsecomm.channel.contribution import Contribution
-from lightning_sparsecomm.exchange.base import Exchanged
+from lightning_sparsecomm.exchange import Exchanged
 
 
 class NamedVector:

@@ -7,12 +7,11 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
+from lightning_sparsecomm.basis import Layout, Round, SparseVector
 from lightning_sparsecomm.basis.arguments import check_booleans
-from lightning_sparsecomm.basis.layout import Layout, SparseVector
-from lightning_sparsecomm.basis.rounds import Round
 from lightning_sparsecomm.channel.contribution import Contribution, MomentumRule, Step
 from lightning_sparsecomm.channel.memory import Memory
-from lightning_sparsecomm.exchange.base import Exchanged
+from lightning_sparsecomm.exchange import Exchanged
 
 _VELOCITY = "velocity"
 
@@ -89,8 +88,7 @@ class MomentumCorrection(Velocity):
         self.mask = mask
 
     def prepare(self, contribution: Contribution, context: Round) -> Contribution:
-        steps = self.steps(contribution.present, contribution.settings.momentum)
-        return replace(contribution, steps=steps)
+        return replace(contribution, steps=self.steps(contribution.present, contribution.settings.momentum))
 
     def commit(self, exchanged: Exchanged, context: Round) -> Exchanged:
         self.begin()

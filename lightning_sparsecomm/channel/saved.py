@@ -1,13 +1,13 @@
 """State as it is saved: by kind, such as the class of a memory, and then by name, mostly that of a parameter."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from lightning_sparsecomm.channel.memory import Memory
-from lightning_sparsecomm.exchange.base import Exchange
+from lightning_sparsecomm.exchange import Exchange
 
 Saved = dict[str, dict[str, Any]]
 """Kind to name to what is held: a tensor, mostly."""
@@ -32,10 +32,8 @@ def strip_prefix(prefix: str, saved: Saved) -> Saved:
 def saved_of(parts: Sequence[Memory | Exchange], names: Sequence[str]) -> Saved:
     """What the parts of a channel hold. A part's class is its kind, numbered where there are several of one.
 
-    Args:
-        parts: Memories and exchanges.
-        names: The channel's parameters. Tensors under other names are saved with the first parameter's name, since two
-            channels may hold others of the same name.
+    Tensors under other names than the channel's parameters' are saved with the name of the first, since two channels
+    may hold others of the same name.
 
     Raises:
         TypeError: A part holds something that cannot be saved.
@@ -43,7 +41,8 @@ def saved_of(parts: Sequence[Memory | Exchange], names: Sequence[str]) -> Saved:
     saved: Saved = {}
     known = set(names)
     for kind, part in _kinds(parts):
-        for group, tensors in _groups_of(part).items():
+        groups = part.state_dict() if isinstance(part, Memory) else {"": part.state_dict()}
+        for group, tensors in groups.items():
             for name, tensor in tensors.items():
                 if not isinstance(name, str) or not isinstance(tensor, Tensor):
                     raise TypeError(
@@ -82,10 +81,6 @@ def _kinds(parts: Sequence[Memory | Exchange]) -> Iterator[tuple[str, Memory | E
         kind = type(part).__name__
         met[kind] += 1
         yield (kind if met[kind] == 1 else f"{kind} {met[kind]}"), part
-
-
-def _groups_of(part: Memory | Exchange) -> Mapping[str, Mapping[str, Tensor]]:
-    return part.state_dict() if isinstance(part, Memory) else {"": part.state_dict()}
 
 
 def _only_group(part: Memory | Exchange) -> str:

@@ -1,8 +1,12 @@
-"""The base class of codecs, and how receivers find the one that a payload names."""
+"""The base classes of codecs, and the registries in which receivers find the one that a payload names."""
 
-from abc import ABC
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import ClassVar, TypeVar
 
+from torch import Tensor
+
+from lightning_sparsecomm.basis.layout import Layout
 from lightning_sparsecomm.codecs.payload import PayloadError
 
 _FREE = "codes 128 to 255 are free for codecs of your own"
@@ -34,10 +38,171 @@ class Codec(ABC):
             )
 
 
+class IndexCoding(ABC):
+    """Chooses the index codec for given positions: always the same one, or the one that suits them. Frozen and pure."""
+
+    @abstractmethod
+    def codecs(self) -> Sequence["IndexCodec"]:
+        """All codecs that `chosen` can return."""
+
+    @abstractmethod
+    def chosen(self, indices: Tensor, size: int) -> "IndexCodec":
+        """The codec for these positions, which the payload names. Arguments as for `IndexCodec.encode`."""
+
+    @abstractmethod
+    def bound_bytes(self, count: int, size: int) -> int | None:
+        """The greatest length of a section for at most `count` of `size` positions; None if far above the usual."""
+
+
+class IndexCodec(Codec, IndexCoding):
+    """Encodes sorted positions exactly; see `Codec` and `register_index_codec`."""
+
+    _parameter_field: ClassVar[str] = "index codec parameter at byte 2"
+
+    def codecs(self) -> Sequence["IndexCodec"]:
+        return (self,)
+
+    def chosen(self, indices: Tensor, size: int) -> "IndexCodec":
+        return self
+
+    def parameter(self, count: int, size: int) -> int:
+        """The byte that tells `decode` how `encode` writes `count` of `size` positions: one of `parameters`."""
+        return 0
+
+    @abstractmethod
+    def section_bytes(self, indices: Tensor, size: int) -> int:
+        """The length of the section that `encode` returns, computed without writing it."""
+
+    @abstractmethod
+    def encode(self, indices: Tensor, size: int) -> Tensor:
+        """The index section of a payload.
+
+        Args:
+            indices: `[k]` int64, strictly increasing, each in `[0, size)`. Not changed.
+            size: Length of the vector that they point into.
+
+        Returns:
+            `[bytes]` uint8 on the device of `indices`.
+        """
+
+    @abstractmethod
+    def decode(self, section: Tensor, count: int, size: int, parameter: int) -> Tensor:
+        """The positions in an index section.
+
+        Args:
+            section: `[bytes]` uint8, from any source.
+            count: How many positions it holds, at most `size`. A full selection has no bytes, so the caller makes sure
+                that there is memory for so many.
+            size: Length of the vector that they point into.
+            parameter: The sender's `parameter`, from any source; see `check_parameter`.
+
+        Returns:
+            `[count]` int64, strictly increasing, each in `[0, size)`. Shares no memory with the section.
+
+        Raises:
+            PayloadError: `encode` writes such a section for no `count` of `size` positions.
+        """
+
+
+class ValueCodec(Codec):
+    """Encodes the values of the selected elements, exactly or rounded; see `Codec` and `register_value_codec`."""
+
+    _parameter_field: ClassVar[str] = "value codec parameter at byte 3"
+
+    @property
+    def parameter(self) -> int:
+        """The byte that tells `decode` how `encode` was configured: one of `parameters`."""
+        return 0
+
+    @abstractmethod
+    def encode(self, values: Tensor, indices: Tensor, layout: Layout) -> Tensor:
+        """The value section of a payload.
+
+        Args:
+            values: `[k]` float32 or float64, finite. Not changed.
+            indices: `[k]` int64, strictly increasing: the values' positions.
+            layout: Tells which segment each position belongs to.
+
+        Returns:
+            `[bytes]` uint8 on the device of `values`.
+        """
+
+    @abstractmethod
+    def decode(self, section: Tensor, count: int, parameter: int) -> Tensor:
+        """The values in a value section.
+
+        Args:
+            section: `[bytes]` uint8, from any source. It begins where it can be viewed in any dtype.
+            count: How many values it holds. One number can stand for all of them, so the caller makes sure that there
+                is memory for so many.
+            parameter: The sender's `parameter`, from any source; see `check_parameter`.
+
+        Returns:
+            `[count]` float32 or float64, finite. Shares no memory with the section.
+
+        Raises:
+            PayloadError: `encode` writes such a section for no `count` values.
+        """
+
+    @abstractmethod
+    def bound_bytes(self, count: int, layout: Layout) -> int | None:
+        """The greatest length of a section for at most `count` values; None if that is far above the usual length."""
+
+
+INDEX_CODECS: dict[int, IndexCodec] = {}
+"""The codec that decodes an index section, by its code in the payload. `register_index_codec` adds to it."""
+
+VALUE_CODECS: dict[int, ValueCodec] = {}
+"""The codec that decodes a value section, by its code in the payload. `register_value_codec` adds to it."""
+
+IndexClass = TypeVar("IndexClass", bound=type[IndexCodec])
+ValueClass = TypeVar("ValueClass", bound=type[ValueCodec])
 AnyCodec = TypeVar("AnyCodec", bound=Codec)
 
 
-def register(codec_class: type[AnyCodec], base: type[Codec], codecs: dict[int, AnyCodec]) -> None:
+def register_index_codec(codec_class: IndexClass) -> IndexClass:
+    """Class decorator: lets receivers decode what a codec of this class encodes.
+
+    A payload names its index codec by one byte. Codes 128 to 255 are free for codecs of your own; lower ones are this
+    package's, now or later. Every rank must register the same codecs. A class defined again under the same name, as in
+    notebooks and reloaded modules, replaces the earlier one.
+
+    >>> from dataclasses import dataclass
+    >>> from lightning_sparsecomm.codecs import Raw32
+    >>> @register_index_codec
+    ... @dataclass(frozen=True)
+    ... class FromTheEnd(Raw32):
+    ...     code: ClassVar[int] = 128
+    ...     def encode(self, indices: Tensor, size: int) -> Tensor:
+    ...         return super().encode((size - 1 - indices).flip(0), size)
+    ...     def decode(self, section: Tensor, count: int, size: int, parameter: int) -> Tensor:
+    ...         return (size - 1 - super().decode(section, count, size, parameter)).flip(0)
+    >>> INDEX_CODECS.pop(128)  # This example leaves nothing behind; yours would stay registered.
+    FromTheEnd()
+
+    Raises:
+        TypeError: The class is not a subclass of `IndexCodec`, has no `code`, or cannot be made without arguments.
+        ValueError: `code` is not from 1 to 255, or belongs to another class.
+    """
+    _register(codec_class, IndexCodec, INDEX_CODECS)
+    return codec_class
+
+
+def register_value_codec(codec_class: ValueClass) -> ValueClass:
+    """Class decorator: lets receivers decode what a codec of this class encodes.
+
+    What `register_index_codec` says about codes, and about classes defined again, holds here too. docs/extending.md
+    builds an example.
+
+    Raises:
+        TypeError: The class is not a subclass of `ValueCodec`, has no `code`, or cannot be made without arguments.
+        ValueError: `code` is not from 1 to 255, or belongs to another class.
+    """
+    _register(codec_class, ValueCodec, VALUE_CODECS)
+    return codec_class
+
+
+def _register(codec_class: type[AnyCodec], base: type[Codec], codecs: dict[int, AnyCodec]) -> None:
     """Enters an instance of `codec_class` in `codecs`, kept in the order of codes; see `register_index_codec`."""
     if not (isinstance(codec_class, type) and issubclass(codec_class, base)):
         raise TypeError(

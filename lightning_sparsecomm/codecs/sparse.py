@@ -10,12 +10,12 @@ from torch import Tensor
 from lightning_sparsecomm.basis.layout import MAX_SIZE, Layout, SparseVector, Vector
 from lightning_sparsecomm.basis.rounds import Round
 from lightning_sparsecomm.codecs.compressor import Compressor
-from lightning_sparsecomm.codecs.indices import INDEX_CODECS, IndexCoding, Raw32
+from lightning_sparsecomm.codecs.indices import Raw32
 from lightning_sparsecomm.codecs.payload import PayloadError
-from lightning_sparsecomm.codecs.registry import is_same_class
+from lightning_sparsecomm.codecs.registry import INDEX_CODECS, VALUE_CODECS, IndexCoding, ValueCodec, is_same_class
 from lightning_sparsecomm.codecs.selectors.base import Selector
 from lightning_sparsecomm.codecs.selectors.candidates import HintedSelector
-from lightning_sparsecomm.codecs.values import VALUE_CODECS, Float32, ValueCodec
+from lightning_sparsecomm.codecs.values import Float32
 
 _HEAD = struct.Struct("<BBBBIII")
 

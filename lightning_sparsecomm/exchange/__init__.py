@@ -1,20 +1,11 @@
 """Whole rounds of communication."""
 
-from lightning_sparsecomm.exchange.base import Exchange, Exchanged, PlainExchange, SparseExchange
-from lightning_sparsecomm.exchange.block import BlockReduce
-from lightning_sparsecomm.exchange.dense import DenseAllReduce
-from lightning_sparsecomm.exchange.gather import Gather
-from lightning_sparsecomm.exchange.sketched import SketchedTopK
-from lightning_sparsecomm.exchange.status import NonFiniteGradientError
-
-__all__ = [
-    "BlockReduce",
-    "DenseAllReduce",
-    "Exchange",
-    "Exchanged",
-    "Gather",
-    "NonFiniteGradientError",
-    "PlainExchange",
-    "SketchedTopK",
-    "SparseExchange",
-]
+from lightning_sparsecomm.exchange.base import Exchange as Exchange
+from lightning_sparsecomm.exchange.base import Exchanged as Exchanged
+from lightning_sparsecomm.exchange.base import PlainExchange as PlainExchange
+from lightning_sparsecomm.exchange.base import SparseExchange as SparseExchange
+from lightning_sparsecomm.exchange.block import BlockReduce as BlockReduce
+from lightning_sparsecomm.exchange.dense import DenseAllReduce as DenseAllReduce
+from lightning_sparsecomm.exchange.gather import Gather as Gather
+from lightning_sparsecomm.exchange.sketched import SketchedTopK as SketchedTopK
+from lightning_sparsecomm.exchange.status import NonFiniteGradientError as NonFiniteGradientError

@@ -5,10 +5,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from lightning_sparsecomm.basis.layout import Layout, SparseVector, Vector
+from lightning_sparsecomm.basis import Layout, Round, SparseVector, Vector, Wire
 from lightning_sparsecomm.basis.parts import Part
-from lightning_sparsecomm.basis.rounds import Round
-from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.exchange.status import agree, masked
 
 
@@ -108,11 +106,7 @@ class PlainExchange(Exchange):
 
 
 def dense_values(x: Vector, exchange: Exchange) -> Tensor:
-    """The values of a vector that an exchange can only take whole.
-
-    Raises:
-        TypeError: It is sparse.
-    """
+    """The values of a vector that an exchange can only take whole; raises `TypeError` if it is sparse."""
     if x.indices is not None:
         raise TypeError(
             f"{type(exchange).__name__} cannot take sparse gradients. Use BlockReduce for them, or build the layer with"

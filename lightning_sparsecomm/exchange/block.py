@@ -6,15 +6,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lightning_sparsecomm.basis import Round, SparseVector, Vector, Wire
 from lightning_sparsecomm.basis.arguments import check_booleans, is_number
-from lightning_sparsecomm.basis.layout import SparseVector, Vector
-from lightning_sparsecomm.basis.rounds import Round
-from lightning_sparsecomm.basis.wire import Wire
-from lightning_sparsecomm.codecs.selectors.blocks import TopBlocks, elements
-from lightning_sparsecomm.codecs.sketch import CountSketch
+from lightning_sparsecomm.codecs import CountSketch, TopBlocks
+from lightning_sparsecomm.codecs.selectors.blocks import elements
 from lightning_sparsecomm.exchange.base import Exchanged, SparseExchange
-from lightning_sparsecomm.exchange.status import read_status_bits, status_bits
-from lightning_sparsecomm.kernels import position_kernels_for
+from lightning_sparsecomm.exchange.status import union_of
 
 SizedBy = Literal["union", "rank"]
 
@@ -78,7 +75,7 @@ class BlockReduce(SparseExchange):
         mine = values.new_empty(0, dtype=torch.int64)
         if x.nonfinite_segment is None:
             mine = self.blocks.blocks(values, context, x.indices)
-        union, present = _union_of(mine, bounds.numel() - 1, x, context, wire)
+        union, present = union_of(mine, bounds.numel() - 1, x, context, wire)
         lengths = bounds[mine + 1] - bounds[mine]
 
         together = elements(union, bounds)
@@ -120,27 +117,3 @@ class BlockReduce(SparseExchange):
                 packed.copy_(sketch.query(table, packed.numel(), seed))
                 return
         wire.all_reduce_(packed)
-
-    def __repr__(self) -> str:
-        options = "" if self.sketch_ratio is None else f", sketch_ratio={self.sketch_ratio}, rows={self.rows}"
-        options += f", sized_by={self.sized_by!r}" if self.sized_by != "union" else ""
-        options += ", always_sketch=True" if self.always_sketch else ""
-        return f"BlockReduce({self.blocks!r}{options})"
-
-
-def _union_of(blocks: Tensor, count: int, x: Vector, context: Round, wire: Wire) -> tuple[Tensor, list[bool]]:
-    """The numbers of the blocks (of `count`) that any rank sends, int64, increasing; and who is present.
-
-    One all-reduce with OR: a bit for each block, and the ranks' status behind them.
-
-    Raises:
-        NonFiniteGradientError: Some rank has a gradient that is not finite; raised on all of them.
-    """
-    segments = len(context.layout.segments)
-    status = torch.tensor(status_bits(x, segments), dtype=torch.int64, device=blocks.device)
-    kernels = position_kernels_for(blocks.device)
-    size = count + 2 * segments
-    bitmap = wire.all_reduce_or_(kernels.write_bitmap(torch.cat([blocks, status + count]), size))
-    found = kernels.read_bitmap(bitmap, size).indices
-    end = int(torch.searchsorted(found, count))
-    return found[:end], read_status_bits(found[end:].sub(count).tolist(), x, context, wire)

@@ -1,14 +1,12 @@
 """Everything is sent: one all-reduce."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_sparsecomm.basis.layout import Vector
-from lightning_sparsecomm.basis.rounds import Round
-from lightning_sparsecomm.basis.wire import Wire
+from lightning_sparsecomm.basis import Round, Vector, Wire
 from lightning_sparsecomm.exchange.base import Exchange, Exchanged, dense_values
 from lightning_sparsecomm.exchange.status import read_counts, write_counts_
 
@@ -21,16 +19,12 @@ WIRE_DTYPES: dict[str, torch.dtype | None] = {
 }
 
 
-def check_wire_dtype(wire_dtype: str) -> None:
-    """Refuses an unknown name.
-
-    Raises:
-        ValueError: `wire_dtype` is not a known name.
-    """
-    if wire_dtype not in WIRE_DTYPES:
+def check_wire_dtype(wire_dtype: str, known: Iterable[str] = WIRE_DTYPES) -> None:
+    """Raises `ValueError` for an unknown name."""
+    if wire_dtype not in known:
         raise ValueError(
-            f"wire_dtype must be one of {', '.join(WIRE_DTYPES)}; got {wire_dtype!r}."
-            " Use 'same' to send each gradient in its own dtype."
+            f"wire_dtype must be one of {', '.join(known)}; got {wire_dtype!r}."
+            " Use 'same' to send each vector in its own dtype."
         )
 
 
@@ -44,15 +38,11 @@ def addend_limit(dtype: torch.dtype, addends: int) -> float:
 
 
 class _Started(NamedTuple):
-    """An all-reduce in progress.
+    """An all-reduce in progress."""
 
-    Attributes:
-        buffer: `[n + segments]`: this rank's part of the mean, and its status; then the sums.
-        sent: `[n]`: what this rank sent, as received.
-        wait: Returns once `buffer` holds the sums.
-    """
-
+    # `[n + segments]`: this rank's part of the mean, and its status; once `wait` returns, the sums.
     buffer: Tensor
+    # `[n]`: what this rank sent, as received.
     sent: Tensor
     wait: Callable[[], None]
 

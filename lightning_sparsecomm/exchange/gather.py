@@ -5,20 +5,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from lightning_sparsecomm.basis.layout import SparseVector, Vector, mean
-from lightning_sparsecomm.basis.ledger import link_bytes
-from lightning_sparsecomm.basis.rounds import Round
-from lightning_sparsecomm.basis.wire import Wire
-from lightning_sparsecomm.codecs.compressor import Compressor
-from lightning_sparsecomm.codecs.payload import (
-    Envelope,
-    PayloadError,
-    check_length,
-    most_bytes,
-    open_envelope,
-    seal,
-    sealed_bytes,
-)
+from lightning_sparsecomm.basis import Round, SparseVector, Vector, Wire, link_bytes
+from lightning_sparsecomm.basis.layout import mean
+from lightning_sparsecomm.codecs import Compressor, Envelope, PayloadError
+from lightning_sparsecomm.codecs.payload import check_length, most_bytes, open_envelope, seal, sealed_bytes
 from lightning_sparsecomm.exchange.base import Exchange, Exchanged, dense_values
 from lightning_sparsecomm.exchange.dense import DenseAllReduce
 from lightning_sparsecomm.exchange.status import masked, read_envelopes
@@ -102,9 +92,9 @@ class Gather(Exchange):
             decoded = self.compressor.decode(body, context.layout.size)
         except PayloadError as error:
             raise PayloadError(f"rank {rank}'s payload: {error}") from error
-        if isinstance(decoded, SparseVector):
-            return SparseVector(decoded.indices.to(device), decoded.values.to(device), decoded.size)
-        return decoded.to(device)
+        if isinstance(decoded, Tensor):
+            return decoded.to(device)
+        return SparseVector(decoded.indices.to(device), decoded.values.to(device), decoded.size)
 
     def __repr__(self) -> str:
         return f"Gather({self.compressor!r})"

@@ -5,15 +5,12 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
-from lightning_sparsecomm.basis.arguments import check_booleans, is_number
-from lightning_sparsecomm.basis.layout import Layout, SparseVector, Vector
-from lightning_sparsecomm.basis.rounds import Round
-from lightning_sparsecomm.basis.schedules import Density, check_density
-from lightning_sparsecomm.basis.wire import Wire
-from lightning_sparsecomm.codecs.selectors.base import k_of
-from lightning_sparsecomm.codecs.sketch import CountSketch
+from lightning_sparsecomm.basis import Density, Layout, Round, SparseVector, Vector, Wire
+from lightning_sparsecomm.basis.arguments import check_booleans, check_whole_number, is_number
+from lightning_sparsecomm.basis.schedules import check_density
+from lightning_sparsecomm.codecs import CountSketch, k_of
 from lightning_sparsecomm.exchange.base import Exchange, Exchanged, dense_values
-from lightning_sparsecomm.exchange.dense import WIRE_DTYPES, DenseAllReduce, addend_limit
+from lightning_sparsecomm.exchange.dense import WIRE_DTYPES, DenseAllReduce, addend_limit, check_wire_dtype
 from lightning_sparsecomm.exchange.status import read_counts, write_counts_
 from lightning_sparsecomm.kernels import kernels_for
 
@@ -66,20 +63,17 @@ class SketchedTopK(Exchange):
                 f"density and k both say how many elements are shared; got {density!r} and {k!r}. Give one."
             )
         check_booleans(always_sketch=always_sketch)
-        density = 0.001 if density is None else density
-        check_density("density", density)
-        if k is not None and (type(k) is not int or k < 1):
-            raise ValueError(f"k must be a whole number, at least 1: how many elements are shared; got {k!r}.")
+        if k is None:
+            density = 0.001 if density is None else density
+            check_density("density", density)
+        else:
+            check_whole_number("k", k, 1, "how many elements are shared", "Give a density instead, such as 0.001.")
         if not (is_number(candidates) and 1 <= candidates < math.inf):
             raise ValueError(
                 "candidates must be at least 1: how many times k elements have their sums exchanged; got"
                 f" {candidates!r}. Use 16 to 36, as in the paper."
             )
-        if wire_dtype not in get_args(SketchDtype):
-            raise ValueError(
-                f"wire_dtype must be one of {', '.join(get_args(SketchDtype))}; got {wire_dtype!r}."
-                " 'same' sends the sketch in the vector's dtype."
-            )
+        check_wire_dtype(wire_dtype, get_args(SketchDtype))
         self.density = density
         self.k = k
         self.rows = CountSketch(rows, 1).rows
@@ -123,6 +117,7 @@ class SketchedTopK(Exchange):
 
     def _k(self, n: int, context: Round) -> int:
         if self.k is None:
+            assert self.density is not None
             return k_of(context.density(self.density), n)
         # A warm-up is of a density; without one, k is k.
         return self.k if context.warmup is None else k_of(context.density(self.k / n), n)
@@ -145,10 +140,3 @@ class SketchedTopK(Exchange):
         write_counts_(buffer[size:], x)
         wire.all_reduce_(buffer)
         return buffer[:size], read_counts(buffer[size:], x, context, wire)
-
-    def __repr__(self) -> str:
-        size = f"density={self.density}" if self.k is None else f"k={self.k}"
-        return (
-            f"SketchedTopK({size}, rows={self.rows}, columns={self.columns}, candidates={self.candidates},"
-            f" wire_dtype={self.wire_dtype!r}{', always_sketch=True' if self.always_sketch else ''})"
-        )

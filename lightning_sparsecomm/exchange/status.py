@@ -9,10 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_sparsecomm.basis.layout import Layout, SparseVector, Vector
-from lightning_sparsecomm.basis.rounds import Round
-from lightning_sparsecomm.basis.wire import Wire
-from lightning_sparsecomm.codecs.payload import Envelope
+from lightning_sparsecomm.basis import Layout, Round, SparseVector, Vector, Wire
+from lightning_sparsecomm.codecs import Envelope
 from lightning_sparsecomm.kernels import position_kernels_for
 
 
@@ -46,30 +44,31 @@ def agree(x: Vector, context: Round, wire: Wire) -> list[bool]:
     Raises:
         NonFiniteGradientError: Some rank has a gradient that is not finite; raised on all of them.
     """
-    device, segments = x.values.device, len(context.layout.segments)
-    kernels = position_kernels_for(device)
-    bits = torch.tensor(status_bits(x, segments), dtype=torch.int64, device=device)
-    bitmap = wire.all_reduce_or_(kernels.write_bitmap(bits, 2 * segments))
-    found, held, _ = kernels.read_bitmap(bitmap, 2 * segments)
-    return read_status_bits(found[:held].tolist(), x, context, wire)
+    return union_of(torch.empty(0, dtype=torch.int64, device=x.values.device), 0, x, context, wire)[1]
 
 
-def status_bits(x: Vector, segments: int) -> list[int]:
-    """Which of 2 · `segments` bits are 1: one for each segment that is present, one for the one that is not finite."""
-    present = [i for i, here in enumerate(x.present or [True] * segments) if here]
-    return present + ([] if x.nonfinite_segment is None else [segments + x.nonfinite_segment])
+def union_of(positions: Tensor, size: int, x: Vector, context: Round, wire: Wire) -> tuple[Tensor, list[bool]]:
+    """The positions that any rank gives, and for each segment whether any rank has a gradient for it.
 
-
-def read_status_bits(bits: Sequence[int], x: Vector, context: Round, wire: Wire) -> list[bool]:
-    """What the ranks' `status_bits`, joined by OR, say of who is present.
+    One all-reduce with OR: a bit for each position, then two for each segment, for "present" and for "not finite".
+    Positions are `[k]` int64, increasing and below `size`, which is equal on all ranks.
 
     Raises:
-        NonFiniteGradientError: As they say; on all ranks.
+        NonFiniteGradientError: Some rank has a gradient that is not finite; raised on all of them.
     """
-    segments, anyone = len(context.layout.segments), set(bits)
-    if anyone and max(anyone) >= segments:
+    segments, device = len(context.layout.segments), positions.device
+    status = [size + i for i, here in enumerate(x.present or [True] * segments) if here]
+    if x.nonfinite_segment is not None:
+        status.append(size + segments + x.nonfinite_segment)
+    bits = torch.cat([positions, torch.tensor(status, dtype=torch.int64, device=device)])
+    kernels, bitmap_size = position_kernels_for(device), size + 2 * segments
+    bitmap = wire.all_reduce_or_(kernels.write_bitmap(bits, bitmap_size))
+    found = kernels.read_bitmap(bitmap, bitmap_size).indices
+    end = int(torch.searchsorted(found, size))
+    anyone = set(found[end:].sub(size).tolist())
+    if any(bit >= segments for bit in anyone):
         raise NonFiniteGradientError.somewhere(x, context, wire)
-    return [i in anyone for i in range(segments)]
+    return found[:end], [i in anyone for i in range(segments)]
 
 
 def write_counts_(counts: Tensor, x: Vector) -> None:
@@ -83,11 +82,7 @@ def write_counts_(counts: Tensor, x: Vector) -> None:
 
 
 def read_counts(counts: Tensor, x: Vector, context: Round, wire: Wire) -> list[bool]:
-    """What the sum of the ranks' `write_counts_` says of who is present.
-
-    Raises:
-        NonFiniteGradientError: As it says; on all ranks.
-    """
+    """What the sum of the ranks' `write_counts_` says: who is present, or a `NonFiniteGradientError` on all ranks."""
     if bool(counts.isnan().any()):
         raise NonFiniteGradientError.somewhere(x, context, wire)
     present: list[bool] = (counts > 0).tolist()
@@ -95,11 +90,7 @@ def read_counts(counts: Tensor, x: Vector, context: Round, wire: Wire) -> list[b
 
 
 def read_envelopes(envelopes: Sequence[Envelope], context: Round) -> list[bool]:
-    """What the envelopes of all ranks say of who is present.
-
-    Raises:
-        NonFiniteGradientError: As the first such envelope says; on all ranks.
-    """
+    """What all ranks' envelopes say: who is present, or the first `NonFiniteGradientError`, on all ranks."""
     for rank, received in enumerate(envelopes):
         if received.nonfinite_segment is not None:
             raise NonFiniteGradientError.of(received.nonfinite_segment, context, rank)
@@ -110,10 +101,7 @@ def read_envelopes(envelopes: Sequence[Envelope], context: Round) -> list[bool]:
 def masked(vector: SparseVector | Tensor, present: Sequence[bool] | None, layout: Layout) -> SparseVector | Tensor:
     """The vector without what it holds for segments that are not present: nothing is sent for these.
 
-    Args:
-        vector: Over `layout`; not changed, since it may be shared by all ranks too.
-        present: For each segment; empty or None where all are.
-        layout: Of the vector.
+    `present` is empty or None where all are. The vector given is not changed, since ranks may share it.
     """
     if not present or all(present):
         return vector

@@ -4,15 +4,12 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from lightning_sparsecomm.basis.ledger import OURS, Ledger
 from lightning_sparsecomm.basis.schedules import Warmup
-from lightning_sparsecomm.frontends.packages import callback_bases
+from lightning_sparsecomm.frontends.packages import Callback
 from lightning_sparsecomm.frontends.trainer import TrainerMixin
 from lightning_sparsecomm.sharing.averaging import Averaging
 
 if TYPE_CHECKING:
-    from pytorch_lightning import Callback, LightningModule, Trainer
-else:
-    # The Callback classes of both packages have the same hooks, so it does not matter which base provides one.
-    Callback = type("Callback", callback_bases(), {})
+    from pytorch_lightning import LightningModule, Trainer
 
 
 class _Totals(NamedTuple):
@@ -28,9 +25,6 @@ class _Totals(NamedTuple):
     @classmethod
     def of(cls, ledger: Ledger) -> "_Totals":
         return cls(*(getattr(ledger, name) for name in cls._fields))
-
-    def since(self, earlier: "_Totals") -> "_Totals":
-        return _Totals(*(now - before for now, before in zip(self, earlier)))
 
 
 class CompressionMonitor(Callback):
@@ -68,7 +62,7 @@ class CompressionMonitor(Callback):
         # Lightning decides whether to log this batch: it counts batches that stepped, not optimizer steps.
         due = trainer._logger_connector.should_update_logs
         totals = _Totals.of(engine.wire.ledger)
-        new = totals.since(self._logged)
+        new = _Totals(*(now - before for now, before in zip(totals, self._logged)))
         # A step has no gradient where training_step returned None. Steps without an exchange count with the next one.
         if not due or new.steps == 0 or new.elements == 0 or new.sent_elements == 0:
             return

@@ -1,19 +1,14 @@
 """DistributedDataParallel whose reducer is idle: gradients stay local, and everything else works as in DDP."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparsecomm.basis.ledger import DDP_BUFFERS, DDP_SETUP
 from lightning_sparsecomm.basis.wire import Wire
-
-
-def tensor_bytes(tensors: Sequence[Tensor]) -> int:
-    """Bytes of all elements."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 class CountedDataParallel(DistributedDataParallel):
@@ -26,12 +21,12 @@ class CountedDataParallel(DistributedDataParallel):
             # The older of DDP's two options for buffers also excludes them from the set-up broadcast.
             older = options.get("broadcast_buffers") is False and options.get("forward_sync_buffers") is None
             named = (*module.named_parameters(), *(() if older else module.named_buffers()))
-            state = [tensor for name, tensor in named if name not in self.parameters_to_ignore]
-            wire.ledger.record(DDP_SETUP, "broadcast", tensor_bytes(state))
+            sizes = [tensor.nbytes for name, tensor in named if name not in self.parameters_to_ignore]
+            wire.ledger.record(DDP_SETUP, "broadcast", sum(sizes))
 
     # Private to DDP: the one place where it broadcasts buffers, and no code of the user runs in it.
     def _sync_buffers(self) -> None:
-        with self.wire.calling("broadcast", tensor_bytes(self.modules_buffers), DDP_BUFFERS):
+        with self.wire.calling("broadcast", sum(buffer.nbytes for buffer in self.modules_buffers), DDP_BUFFERS):
             super()._sync_buffers()  # type: ignore[no-untyped-call]
 
 
@@ -40,13 +35,8 @@ class LocalDataParallel(CountedDataParallel):
 
     DDP still broadcasts parameters once, and buffers before forward passes. The options of its reducer (unused
     parameters, static graph, gradient views) would have no effect and are dropped. So it copies nothing into buckets,
-    and neither exchanges a map of unused parameters nor complains about them.
-
-    Args:
-        module: The module to train.
-        wire: Its ledger counts the traffic.
-        broadcasts: Whether to broadcast buffers before forward passes, as far as DDP's options say so.
-        options: Options of DDP.
+    and neither exchanges a map of unused parameters nor complains about them. Without `broadcasts`, buffers are never
+    broadcast before forward passes, whatever DDP's options say.
     """
 
     REDUCER_OPTIONS = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view")

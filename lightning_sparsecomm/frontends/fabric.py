@@ -15,8 +15,6 @@ from lightning_sparsecomm.basis.schedules import Schedule
 from lightning_sparsecomm.frontends.mixin import SynchronizingMixin
 from lightning_sparsecomm.run.checkpoint import RankFiles
 from lightning_sparsecomm.run.contents import fingerprint_of
-from lightning_sparsecomm.run.engine import Engine
-from lightning_sparsecomm.sharing.method import Method
 
 if TYPE_CHECKING:
     from lightning_fabric.strategies.ddp import DDPStrategy
@@ -33,29 +31,10 @@ class FabricMixin(SynchronizingMixin, DDPStrategy):
     With a local mode, or a method that exchanges weights every few steps, replicas drift. Then call
     `fabric.strategy.settle()` after the last step to make them equal, and use `with fabric.strategy.shared_model():` to
     evaluate or save the model before that.
-
-    Args:
-        method: How ranks share what they train. By default `methods.dgc()` for SGD, and
-            `methods.gradient_dropping(density=0.01)` for other optimizers.
-        seed: Seed of the method's randomness; equal on all ranks.
-        check_replicas_every: Optimizer steps between two comparisons of the weights that ranks share; None compares
-            them in `settle()` only. If they differ by a bit, `ReplicaError` names the first such parameter on all
-            ranks. Methods that exchange weights compare the shared anchor; with local gradients, the next average is
-            compared. A comparison costs 32 bytes, and hashing at 0.6 GB/s on one core: 0.16 s for 25 M float32.
-        **kwargs: Options of DDPStrategy and of DistributedDataParallel.
-
-    Raises:
-        TypeError: `method` is not a Method.
-        ValueError: `check_replicas_every` is not a whole number of at least 1.
     """
 
-    def __init__(
-        self, method: Method | None = None, seed: int = 0, check_replicas_every: int | None = None, **kwargs: Any
-    ) -> None:
-        super().__init__(**kwargs)
-        self._prepare(method, seed, check_replicas_every)
-        self._checked = False
-        self._resumed_from: str | None = None
+    _checked = False
+    _resumed_from: str | None = None
 
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
         if self._engine is None:
@@ -82,15 +61,15 @@ class FabricMixin(SynchronizingMixin, DDPStrategy):
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         # Only by the first backward pass are all modules known to be set up.
         if not self._checked:
-            self.engine.agreement.on_optimizers()
-            self.engine.registry.check()
+            registry = self.engine.registry
+            self.engine.agreement.on_optimizers([tracked.optimizer for tracked in registry.optimizers])
+            registry.check()
             self._checked = True
         with self.engine.guards.backward():
             super().backward(tensor, module, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        engine: Engine = self.engine
-        closure = kwargs.pop("closure", None)
+        engine, closure = self.engine, kwargs.pop("closure", None)
         with engine.stepping(optimizer):
             if closure is None:
                 engine.synchronize(optimizer)
@@ -107,17 +86,13 @@ class FabricMixin(SynchronizingMixin, DDPStrategy):
         error_if_nonfinite: bool = True,
     ) -> Tensor:
         """Clips the shared gradient. Some methods clip each rank's own; then this returns the norm of that."""
-        if self.engine.clips(self._bare(optimizer)):
-            if norm_type != 2:
-                raise ValueError(
-                    f"norm_type must be 2 with a method that clips each rank's own gradient; got {norm_type}."
-                )
-            self._clip(optimizer, float(max_norm), by_value=False)
+        if norm_type != 2 and self.engine.clips(self._bare(optimizer)):
+            raise ValueError(f"norm_type must be 2 with a method that clips each rank's own gradient; got {norm_type}.")
+        if self._clip(optimizer, float(max_norm), by_value=False):
             norm = self.engine.register(self._bare(optimizer)).norm
             if not math.isinf(norm):
                 return torch.tensor(norm)
             # The loss scaler skips this step: clip as under ddp, on all ranks.
-        self.synchronize(optimizer)
         return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
@@ -151,13 +126,14 @@ class FabricMixin(SynchronizingMixin, DDPStrategy):
             self._load_state(path, resumed)
             self._resumed_from = os.fspath(path)
             return remainder
-        lost = ""
         if ready and state is None:
             lost = "by hand. To resume, give fabric.load() model and optimizer in its state."
         elif trains and not ready:
             lost = "before fabric.setup(). Call fabric.load() after fabric.setup()."
+        else:
+            return remainder
         files = RankFiles(path, self.checkpoint_io, follow=True)
-        if lost and files.found():
+        if files.found():
             warnings.warn(
                 f"memories start empty, and what the method held, in {files.folder}/, is not loaded: {path} was loaded"
                 f" {lost}",
@@ -178,7 +154,3 @@ class FabricMixin(SynchronizingMixin, DDPStrategy):
             ReplicaError: Weights still differ between ranks. Raised on all of them.
         """
         self.engine.settle()
-
-    def teardown(self) -> None:
-        self._end()
-        super().teardown()

@@ -2,13 +2,15 @@
 
 import importlib
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 TRAINERS = tuple(
     name for name in ("pytorch_lightning", "lightning.pytorch") if find_spec(name.split(".")[0]) is not None
 )
 FABRICS = tuple(name for name in ("lightning_fabric", "lightning.fabric") if find_spec(name.split(".")[0]) is not None)
 
-
-def callback_bases() -> tuple[type, ...]:
-    """The Callback class of every Lightning that is installed, so that one class serves all of them."""
-    return tuple(importlib.import_module(name).Callback for name in TRAINERS)
+if TYPE_CHECKING:
+    from pytorch_lightning import Callback as Callback
+else:
+    # Of every Lightning that is installed. All have the same hooks, so it does not matter which base provides one.
+    Callback = type("Callback", tuple(importlib.import_module(name).Callback for name in TRAINERS), {})

@@ -33,22 +33,20 @@ class SavingMixin:
     _ended: tuple[int, State] | None = None
     _written: tuple[RankFiles, RankFile] | None = None
 
-    def _keep_state(self) -> None:
-        """Keeps the state of a run that ends: a Trainer is often asked for a checkpoint after its fit."""
+    def _end(self) -> None:
+        """Ends the run, and keeps its state: a Trainer is often asked for a checkpoint after its fit."""
         if self._engine is not None:
             self._ended = self._engine.save_number(), _on_cpu(self._engine.state.state_dict())
+            self._engine.close()
+            self._engine = None
 
     def _write_state(
         self, path: Any, checkpoint: object, entries: State, to_resume: bool, storage_options: Any = None
     ) -> None:
         """Writes this rank's file beside a checkpoint that is about to be written; without a collective.
 
-        Args:
-            path: Path of the checkpoint.
-            checkpoint: Its content.
-            entries: The entries that differ on this rank. The checkpoint holds those of rank 0.
-            to_resume: Whether training can be resumed from it; False if it holds weights alone.
-            storage_options: Options for the plugin that writes both.
+        `entries` are those that differ on this rank; the checkpoint holds rank 0's. Unless it is `to_resume` from, the
+        checkpoint holds weights alone, and gets no files.
         """
         files, saved = RankFiles(path, self.checkpoint_io), self._ended
         if self._engine is not None:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parallel import DistributedDataParallel
@@ -15,12 +14,12 @@ from torch.optim import Optimizer
 
 from lightning_sparsecomm.basis.ledger import LIGHTNING, Collective, Ledger
 from lightning_sparsecomm.basis.wire import Waiting, Wire
-from lightning_sparsecomm.frontends.end_of_training import EndOfTraining
 from lightning_sparsecomm.frontends.mixin import SynchronizingMixin
+from lightning_sparsecomm.frontends.packages import Callback
 from lightning_sparsecomm.run.checkpoint import RankFiles, Resumed
 from lightning_sparsecomm.run.contents import State, fingerprint_of, own_entries, with_entries
+from lightning_sparsecomm.run.engine import Engine
 from lightning_sparsecomm.run.length import warn_of_short_run
-from lightning_sparsecomm.sharing.method import Method
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
@@ -31,15 +30,14 @@ else:
 T = TypeVar("T")
 
 
-def _with_result(closure: Callable[[], Any]) -> Callable[[], Any]:
-    """A closure that never returns None: with a loss scaler, plugins would skip the step, though gradients are shared
-    and other ranks may step. A user's closure in `optimizer_step` may return None."""
+class EndOfTraining(Callback):
+    """Settles replicas before any other callback runs: a strategy's own hook runs after all of them."""
 
-    def with_result() -> Any:
-        result = closure()
-        return torch.zeros(()) if result is None else result
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
 
-    return with_result
+    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        self._engine.settle()
 
 
 class TrainerMixin(SynchronizingMixin, DDPStrategy):
@@ -48,52 +46,32 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
     To switch from `strategy="ddp"`, change nothing else: the LightningModule, its optimizers, the Trainer's clipping
     and accumulation stay as they are. Two hooks see other gradients: `on_after_backward` finds this rank's own, and
     `on_before_optimizer_step` the mean of what ranks sent, which with dgc already contains momentum.
-
-    Args:
-        method: How ranks share what they train. By default `methods.dgc()` for SGD, and
-            `methods.gradient_dropping(density=0.01)` for other optimizers.
-        seed: Seed of the method's randomness; equal on all ranks.
-        check_replicas_every: Optimizer steps between two comparisons of the weights that ranks share; None compares
-            them at the end of fit only. If they differ by a bit, `ReplicaError` names the first such parameter on all
-            ranks. Methods that exchange weights compare the shared anchor; with local gradients, the next average is
-            compared. A comparison costs 32 bytes, and hashing at 0.6 GB/s on one core: 0.16 s for 25 M float32.
-        **kwargs: Options of DDPStrategy and of DistributedDataParallel.
-
-    Raises:
-        TypeError: `method` is not a Method.
-        ValueError: A communication hook is given besides a method, or `check_replicas_every` is below 1.
     """
 
-    def __init__(
-        self, method: Method | None = None, seed: int = 0, check_replicas_every: int | None = None, **kwargs: Any
-    ) -> None:
-        super().__init__(**kwargs)
-        self._prepare(method, seed, check_replicas_every)
-        self._viewing = False
-        self._resumed: tuple[Any, Resumed, Ledger] | None = None
-        self._handed: dict[str, Any] | None = None
-        self._end_callback: tuple[list[Any], EndOfTraining | None] = [], None
-        self._unsettled = False
+    _viewing = False
+    _resumed: tuple[Any, Resumed, Ledger] | None = None
+    _handed: dict[str, Any] | None = None
+    _end_callback: tuple[list[Any], EndOfTraining | None] = [], None
+    _unsettled = False
 
     def setup(self, trainer: "pl.Trainer") -> None:
-        fitting = trainer.state.fn == "fit"
-        if fitting:
-            self._begin(self.root_device, getattr(self.precision_plugin, "scaler", None))
+        if trainer.state.fn != "fit":
+            return super().setup(trainer)
+        self._begin(self.root_device, getattr(self.precision_plugin, "scaler", None))
         super().setup(trainer)
-        if fitting:
-            self.engine.agreement.on_optimizers(self.optimizers)
-            self.engine.registry.check()
-            for optimizer in self.optimizers:
-                self.engine.register(optimizer)
-            # As in Lightning, 0 and less mean no clipping.
-            if trainer.gradient_clip_val is not None and not trainer.gradient_clip_val <= 0:
-                by_value = trainer.gradient_clip_algorithm == "value"
-                self.engine.clipping.take_over(float(trainer.gradient_clip_val), by_value)
-            self._share_before_clipping()
-            callbacks: list[Any] = vars(trainer)["callbacks"]
-            self._end_callback = callbacks, EndOfTraining(self.engine)
-            callbacks.insert(0, self._end_callback[1])
-            self._unsettled = True
+        self.engine.agreement.on_optimizers(self.optimizers)
+        self.engine.registry.check()
+        for optimizer in self.optimizers:
+            self.engine.register(optimizer)
+        # As in Lightning, 0 and less mean no clipping.
+        if trainer.gradient_clip_val is not None and not trainer.gradient_clip_val <= 0:
+            self.engine.take_over_clipping(float(trainer.gradient_clip_val), trainer.gradient_clip_algorithm == "value")
+        self._share_before_clipping()
+        callbacks: list[Any] = vars(trainer)["callbacks"]
+        self._end_callback = callbacks, EndOfTraining(self.engine)
+        callbacks.insert(0, self._end_callback[1])
+        self._unsettled = True
+        return None
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
         return self._wrap(model, self.determine_ddp_device_ids())
@@ -116,14 +94,18 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
 
         self.precision_plugin.clip_gradients = share_and_clip  # type: ignore[method-assign]
 
+    @property
+    def _trainer(self) -> "pl.Trainer":
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
     def on_train_start(self) -> None:
         super().on_train_start()
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
+        trainer = self._trainer
         if not trainer.is_global_zero or self._is_trial():
             return
         # An epoch's length in steps may be unknown.
-        batches = trainer.num_training_batches if self.lightning_module.automatic_optimization else math.inf
+        batches = trainer.num_training_batches if trainer.lightning_module.automatic_optimization else math.inf
         each = math.ceil(batches / trainer.accumulate_grad_batches) if 0 < batches < math.inf else math.inf
         steps = trainer.max_steps if trainer.max_steps >= 0 else math.inf
         epochs = trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs >= 0 else math.inf
@@ -137,24 +119,18 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         engine = self.engine
         engine.epoch = self._epoch()
-        closure = engine.closure(optimizer, closure)
-        if engine.scaling is not None:
-            closure = _with_result(closure)
         with engine.stepping(optimizer):
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
+            return super().optimizer_step(optimizer, engine.closure(optimizer, closure), model, **kwargs)
 
     def _epoch(self) -> float:
         """Epochs finished, including a fraction if the length of an epoch is known."""
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        batches = trainer.num_training_batches
-        done = trainer.fit_loop.epoch_loop.batch_idx / batches if 0 < batches < float("inf") else 0.0
-        return trainer.current_epoch + done
+        batches = self._trainer.num_training_batches
+        done = self._trainer.fit_loop.epoch_loop.batch_idx / batches if 0 < batches < math.inf else 0.0
+        return self._trainer.current_epoch + done
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         # From 2.6 on, Lightning broadcasts before each batch whether rank 0 was told to stop: one 64-bit integer.
-        assert self.lightning_module is not None
-        if hasattr(self.lightning_module.trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"):
+        if hasattr(self._trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"):
             self.engine.wire.ledger.record(LIGHTNING, "broadcast", 8)
         return super().training_step(*args, **kwargs)
 
@@ -233,10 +209,9 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
 
     def _warn_of_random_numbers(self) -> None:
         """Warns if a resumed run cannot equal one that never stopped. The same holds under ddp."""
-        assert self.lightning_module is not None
         drawing = [
             name
-            for name, module in self.lightning_module.named_modules()
+            for name, module in self._trainer.lightning_module.named_modules()
             if (isinstance(module, _DropoutNd) and module.p > 0)
             or (isinstance(module, (nn.RNNBase, nn.MultiheadAttention)) and module.dropout > 0)
         ]
@@ -267,15 +242,11 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
 
     def _together(self) -> bool:
         """Whether all ranks call this during fit: not in its sanity check, and not one rank alone after an error."""
-        if self.lightning_module is None:
-            return False
-        trainer = self.lightning_module.trainer
-        return not trainer.sanity_checking and not trainer.interrupted
+        return self.lightning_module is not None and not (self._trainer.sanity_checking or self._trainer.interrupted)
 
     def _is_trial(self) -> bool:
         """Whether all callbacks are replaced, as by a learning rate finder."""
-        assert self.lightning_module is not None
-        return self._end_callback[1] not in vars(self.lightning_module.trainer)["callbacks"]
+        return self._end_callback[1] not in vars(self._trainer)["callbacks"]
 
     def on_train_end(self) -> None:
         if self._is_trial():
@@ -295,5 +266,4 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
             callbacks.remove(ours)
         self._end_callback = [], None
         vars(self.precision_plugin).pop("clip_gradients", None)
-        self._end()
         super().teardown()

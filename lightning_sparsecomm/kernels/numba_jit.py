@@ -20,7 +20,6 @@ Bytes = NDArray[np.uint8]
 Flags = NDArray[np.uint8]
 Positions = NDArray[np.int64]
 Scalar = np.float32 | np.float64
-Unsigned = np.uint32 | np.uint64
 
 
 def compiled(function: Callable[P, T]) -> Callable[P, T]:

@@ -6,11 +6,10 @@ name. As it is a class, LightningCLI can list it, find it by its bare name, and 
 
 from collections.abc import Callable
 
-from lightning_sparsecomm.methods.dense import dense
 from lightning_sparsecomm.methods.dropping import dgc, gradient_dropping
 from lightning_sparsecomm.methods.periodic import diloco, federated_averaging, sbc, sbc1, sbc2, sbc3, sparse_loco
 from lightning_sparsecomm.methods.split import split
-from lightning_sparsecomm.methods.sums import s2_reducer, sketched_sgd
+from lightning_sparsecomm.methods.sums import dense, s2_reducer, sketched_sgd
 from lightning_sparsecomm.sharing import Method
 
 __all__ = [
@@ -31,17 +30,9 @@ __all__ = [
     "split",
 ]
 
-RECIPES: dict[str, Callable[[], Method]] = {
-    "dense": dense,
-    "gradient_dropping": gradient_dropping,
-    "dgc": dgc,
-    "sbc": sbc,
-    "federated_averaging": federated_averaging,
-    "diloco": diloco,
-    "sparse_loco": sparse_loco,
-    "sketched_sgd": sketched_sgd,
-    "s2_reducer": s2_reducer,
-}
+_NAMED = (dense, gradient_dropping, dgc, sbc, federated_averaging, diloco, sparse_loco, sketched_sgd, s2_reducer)
+
+RECIPES: dict[str, Callable[[], Method]] = {recipe.__name__: recipe for recipe in _NAMED}
 """The methods with a strategy name of their own: `sparsecomm_` and the key."""
 
 

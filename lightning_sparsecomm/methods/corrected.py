@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from lightning_sparsecomm.basis.arguments import renamed
-from lightning_sparsecomm.channel import Channel, ClipLocalNorm, ErrorFeedback, Memory, Momentum, MomentumCorrection
+from lightning_sparsecomm.channel import Channel, ClipLocalNorm, ErrorFeedback, Momentum, MomentumCorrection
 from lightning_sparsecomm.exchange import DenseAllReduce, Exchange
 from lightning_sparsecomm.sharing import GradientSync, Sync
 
@@ -13,17 +13,13 @@ def corrected(
 ) -> list[Sync]:
     """Sends weights through `exchange`, after momentum and residual; sends all else whole, before momentum."""
     with renamed(max_norm="clip"):
-        before: list[Memory] = [ClipLocalNorm(clip)]
-        after: list[Memory] = [ClipLocalNorm(clip)]
-    if correction:
-        before.append(MomentumCorrection(masking))
-        after.append(Momentum())
+        clipping = ClipLocalNorm(clip)
+    before = [MomentumCorrection(masking)] if correction else []
+    after = [Momentum()] if correction else []
+    sparse = Channel(exchange, [clipping, *before, ErrorFeedback()])
+    whole = Channel(DenseAllReduce(), [clipping, *after])
+    masks_own = masking and not correction
     return [
-        GradientSync(
-            Channel(exchange, [*before, ErrorFeedback()]),
-            exclude=exclude,
-            min_dimensions=2,
-            mask_momentum=masking and not correction,
-        ),
-        GradientSync(Channel(DenseAllReduce(), after), rest=True),
+        GradientSync(sparse, exclude=exclude, min_dimensions=2, mask_momentum=masks_own),
+        GradientSync(whole, rest=True),
     ]

@@ -90,12 +90,9 @@ class gradient_dropping(Method):
                 " averages them before the end of fit. Use average_every=500, as the paper does.",
                 stacklevel=2,
             )
-        keeps = error_feedback and local != "error"
         mode: Literal["none", "sum", "partial"] = "partial" if local == "error" else local
-        channel = Channel(
-            _gather(warmed(density, warmup_steps, None, "inverse_time"), scope, values),
-            [ErrorFeedback()] if keeps else [],
-        )
+        memories = [ErrorFeedback()] if error_feedback and local != "error" else []
+        channel = Channel(_gather(warmed(density, warmup_steps, None, "inverse_time"), scope, values), memories)
         syncs: list[Sync] = [GradientSync(channel, exclude=exclude, local=mode, mask_momentum=momentum_masking)]
         if exclude:
             syncs.append(GradientSync(Channel(DenseAllReduce()), parameters=exclude))

@@ -49,7 +49,7 @@ class Fact(NamedTuple):
 
 
 class Agreement:
-    """Compares what ranks were set up with, and the weights that they should share.
+    """Compares what ranks were set up with, and the weights that they should share; see `require_agreement`.
 
     Attributes:
         run: A random number of this run, equal on all ranks after `on_setup`; 0 before.
@@ -61,41 +61,34 @@ class Agreement:
         self.run = 0
         self._registry = registry
         self._wire = wire
-        self._settings = seed, check_replicas_every
-        self._scales_loss = scales_loss
+        self._settings = seed, check_replicas_every, scales_loss
 
     def on_setup(self) -> None:
-        """Refuses ranks that differ in version, method, seed or parameters. A collective, to be called first.
-
-        Raises:
-            ValueError: They differ. Raised on all ranks; names the first difference.
-        """
-        method, named = self._registry.methods[0], self._registry.named
-        facts = facts_of_run(method, *self._settings, named, self._scales_loss)
+        """Refuses ranks that differ in version, method, seed or parameters. A collective, to be called first."""
+        facts = facts_of_run(self._registry.methods[0], self._registry.named, *self._settings)
         require_agreement(facts, self._wire, self._device)
         if not self.run:
             self.run = secrets.randbits(63)
             if self._wire.world_size > 1:
                 self.run = int(self._wire.all_gather(torch.tensor([self.run], device=self._device), SETUP)[0])
 
-    def on_optimizers(self, optimizers: Sequence[Optimizer] | None = None) -> None:
-        """Refuses ranks whose optimizers differ (by default, compares all registered ones). A collective."""
-        if optimizers is None:
-            optimizers = [tracked.optimizer for tracked in self._registry.optimizers]
+    def on_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Refuses ranks whose optimizers differ. A collective."""
         require_agreement(facts_of_optimizers(optimizers, self._registry.named), self._wire, self._device)
 
     def on_weights(self, shared: Sequence[tuple[int, Mapping[int, Tensor]]]) -> None:
         """Refuses ranks whose weights differ. A collective, if there are weights to compare.
 
-        Args:
-            shared: Pairs of an optimizer's finished steps and its weights, by the identity of the parameter.
+        `shared` pairs an optimizer's finished steps with its weights, by the identity of the parameter.
         """
         if self._wire.world_size == 1:
             return
-        facts: list[Fact] = []
-        for steps, weights in shared:
-            named = {name: weights[key] for key, (name, _) in self._registry.known.items() if key in weights}
-            facts += facts_of_weights(named, steps)
+        facts = [
+            Fact(f"parameter {name!r} after optimizer step {steps}", f"digest {digest_of(weights[key])}", _CHANGED)
+            for steps, weights in shared
+            for key, (name, _) in self._registry.known.items()
+            if key in weights
+        ]
         if facts:
             require_agreement(facts, self._wire, self._device, COMPARISON, ReplicaError)
 
@@ -110,7 +103,7 @@ def plain_repr(method: Method) -> str:
 
 
 def facts_of_run(
-    method: Method, seed: int, check_replicas_every: int | None, parameters: NamedParameters, scales_loss: bool
+    method: Method, parameters: NamedParameters, seed: int, check_replicas_every: int | None, scales_loss: bool
 ) -> list[Fact]:
     """What exchanges depend on: versions, the strategy's arguments, and the model's parameters."""
     # The package imports this module before it sets its version.
@@ -143,16 +136,9 @@ def facts_of_optimizers(optimizers: Sequence[Optimizer], parameters: NamedParame
     return facts
 
 
-def facts_of_weights(weights: Mapping[str, Tensor], steps: int) -> list[Fact]:
-    """A digest of each parameter's bits."""
-    return [
-        Fact(f"parameter {name!r} after optimizer step {steps}", f"digest {_digest(weight)}", _CHANGED)
-        for name, weight in weights.items()
-    ]
-
-
-def _digest(tensor: Tensor) -> str:
-    # As bytes, since NumPy lacks bfloat16; in row-major order, whatever the memory format.
+def digest_of(tensor: Tensor) -> str:
+    """A digest of a tensor's bits, in row-major order, whatever the memory format."""
+    # As bytes, since NumPy lacks bfloat16.
     data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
     return hashlib.blake2b(data.numpy().data, digest_size=8).hexdigest()
 

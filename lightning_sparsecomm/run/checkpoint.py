@@ -1,10 +1,9 @@
 """What a rank holds that ddp's checkpoints have no place for: a file per rank, in a folder beside the checkpoint."""
 
-import hashlib
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
@@ -19,6 +18,9 @@ from lightning_sparsecomm.run.contents import State, mean_with
 
 FORMAT = 1
 SUFFIX = ".sparsecomm"
+
+Load = Callable[[str], State]
+"""Reads the file at a path."""
 
 _NAME = re.compile(r"rank_(\d+)_of_(\d+)\.([0-9a-f]{16})\.pt")
 
@@ -47,11 +49,8 @@ class RankFiles:
     Each save writes files with new names. A rank removes its files of earlier saves only after all ranks have written.
     So after a crash in between, the earlier checkpoint still has all its files.
 
-    Args:
-        path: Path of the checkpoint.
-        io: Lightning's plugin that reads and writes the checkpoint.
-        follow: Whether to follow a path that is a link. Reading does. Saving does not, since the new checkpoint
-            replaces the link; nor does removing, which leaves the link's target.
+    Reading follows a path that is a link. Saving does not, since the new checkpoint replaces the link; nor does
+    removing, which leaves the link's target.
     """
 
     def __init__(self, path: Any, io: CheckpointIO, follow: bool = False) -> None:
@@ -93,12 +92,9 @@ class RankFiles:
 
     def remove(self, rank: int) -> None:
         """Removes the folder on rank 0. Other ranks remove their own files, as the folder may be on their own disk."""
-        if rank == 0:
-            self._remove(self.folder)
-            return
-        for file in self.found():
-            if file.rank == rank:
-                self._remove(self.path(file))
+        own = (self.path(file) for file in self.found() if file.rank == rank)
+        for path in [self.folder] if rank == 0 else own:
+            self._remove(path)
 
     def _remove(self, path: str) -> None:
         # Another rank may remove its file meanwhile, which stops the removal of the folder.
@@ -106,12 +102,6 @@ class RankFiles:
             with suppress(FileNotFoundError):
                 self._io.remove_checkpoint(path)
                 return
-
-
-def save_number(run: int, steps: Iterable[int]) -> int:
-    """A number for a save, equal on all ranks without a collective: a hash of the run and each optimizer's steps."""
-    text = f"{run} {list(steps)}"
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 class Resumed(NamedTuple):
@@ -142,12 +132,11 @@ _PROBLEMS = {
 }
 
 
-def read(files: RankFiles, fingerprint: str, load: Callable[[str], State], wire: Wire, device: torch.device) -> Resumed:
+def read(files: RankFiles, fingerprint: str, load: Load, wire: Wire, device: torch.device) -> Resumed:
     """Reads what the ranks saved beside a checkpoint. A collective: either all ranks get a state, or none does.
 
     If as many ranks saved it as read it now, each reads its own file; otherwise each reads all files, one by one.
-
-    `fingerprint` is that of the checkpoint on rank 0, and `load` reads one file.
+    `fingerprint` is that of the checkpoint on rank 0.
     """
     found = files.found()
     # Rank 0 reads the same file twice: once to choose the save, once for its state.
@@ -180,9 +169,7 @@ def read(files: RankFiles, fingerprint: str, load: Callable[[str], State], wire:
     return Resumed(state, content["entries"] if as_many else {}, content["method"], world_size)
 
 
-def _chosen(
-    files: RankFiles, found: list[RankFile], fingerprint: str, load: Callable[[str], State], wire: Wire
-) -> tuple[int, int, int]:
+def _chosen(files: RankFiles, found: list[RankFile], fingerprint: str, load: Load, wire: Wire) -> tuple[int, int, int]:
     """On rank 0: whether one of its files belongs to the checkpoint, and if so, its world size and save number."""
     own = [file for file in found if file.rank == 0]
     if wire.rank or not own:
@@ -194,9 +181,7 @@ def _chosen(
     return _FOREIGN, own[0].world_size, own[0].save
 
 
-def _read_one(
-    files: RankFiles, file: RankFile, found: list[RankFile], load: Callable[[str], State]
-) -> tuple[int, State | None]:
+def _read_one(files: RankFiles, file: RankFile, found: list[RankFile], load: Load) -> tuple[int, State | None]:
     if file not in found:
         earlier = any((file.rank, file.world_size) == (each.rank, each.world_size) for each in found)
         return _OTHER_SAVE if earlier else _MISSING, None

@@ -1,6 +1,7 @@
 """Chooses an optimizer's method, and what the method does instead of the optimizer: momentum, clipping."""
 
 from collections.abc import Sequence
+from typing import TypeGuard
 
 from torch.optim import SGD, Optimizer
 
@@ -10,7 +11,7 @@ from lightning_sparsecomm.channel.momentum import Momentum, Velocity
 from lightning_sparsecomm.sharing.gradients import NamedParameters
 from lightning_sparsecomm.sharing.method import Method
 from lightning_sparsecomm.sharing.sync import Sync
-from lightning_sparsecomm.sharing.takeover import MomentumTakeover, momentum_rules
+from lightning_sparsecomm.sharing.takeover import momentum_rules
 
 
 def method_for(optimizer: Optimizer, methods: Sequence[Method], held: NamedParameters) -> Method:
@@ -31,20 +32,16 @@ def method_for(optimizer: Optimizer, methods: Sequence[Method], held: NamedParam
     raise TypeError(f"the method is not defined for {type(optimizer).__name__}: {objection}")
 
 
-def takeover_for(
-    optimizer: Optimizer, method: Method, held: NamedParameters, members: set[int]
-) -> MomentumTakeover | None:
-    """Replaces the optimizer's own momentum; None if the method leaves it to the optimizer.
-
-    `members` are the identities of the parameters that the method trains; the caller adds more later.
+def replaces_momentum(optimizer: Optimizer, method: Method, held: NamedParameters) -> TypeGuard[SGD]:
+    """Whether the method replaces the optimizer's own momentum.
 
     Raises:
-        ValueError: The optimizer's momentum is outside [0, 1].
+        ValueError: It does, and the momentum is outside [0, 1].
     """
     if not isinstance(optimizer, SGD) or not any(_has(sync, Velocity) for sync, _ in method.parts(held)):
-        return None
+        return False
     momentum_rules(optimizer, [])
-    return MomentumTakeover(optimizer, members)
+    return True
 
 
 def _joined(method: Method, optimizer: Optimizer, held: NamedParameters) -> Method:

@@ -1,97 +1,83 @@
 """Clipping by the user's threshold: of each rank's own gradient, or of the shared one."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from lightning_sparsecomm.basis.parts import parts_in
 from lightning_sparsecomm.channel.clipping import ClipLocalNorm
 from lightning_sparsecomm.channel.inspection import norm_of
 from lightning_sparsecomm.run.optimizers import TrackedOptimizer
-from lightning_sparsecomm.run.registry import Registry
 from lightning_sparsecomm.sharing.gradients import gradient_of
-
-_BY_VALUE = (
-    "gradient_clip_algorithm must be 'norm' with a method that clips each rank's own gradient, by its norm;"
-    " got 'value'. Use 'norm' (max_norm in Fabric), or methods.gradient_dropping(), which clips the shared gradient."
-)
+from lightning_sparsecomm.sharing.method import Method
 
 
-class Clipping:
-    """Decides what is clipped, and by which threshold.
+def clips_locally(tracked: TrackedOptimizer) -> bool:
+    """Whether the method clips each rank's own gradient instead of the shared one."""
+    return bool(_memories(tracked))
 
-    Attributes:
-        max_norm: The Trainer's threshold for clipping by norm; used by methods that clip each rank's own gradient.
+
+def norm_to_clip(tracked: TrackedOptimizer) -> float:
+    """Euclidean norm of this rank's whole gradient; NaN if nothing is clipped by it."""
+    thresholds = (memory.max_norm or tracked.max_norm for memory in _memories(tracked))
+    if all(threshold is None for threshold in thresholds):
+        return math.nan
+    gradients = (gradient_of(name, parameter) for name, parameter in tracked.parameters)
+    return norm_of([gradient for gradient in gradients if gradient is not None])
+
+
+def check_trainers_clipping(methods: Iterable[Method | None], max_norm: float, by_value: bool) -> None:
+    """Refuses a Trainer's threshold that a method cannot apply.
+
+    Raises:
+        ValueError: It is NaN; or a method clips each rank's own gradient by another one, or would have to by value.
     """
+    if math.isnan(max_norm):
+        raise ValueError(
+            "gradient_clip_val must be a number, the largest norm of a gradient; got nan. Use None for no clipping."
+        )
+    _check_local(parts_in(list(methods), ClipLocalNorm), max_norm, by_value)
 
-    def __init__(self, registry: Registry) -> None:
-        self.max_norm: float | None = None
-        self._registry = registry
 
-    def take_over(self, max_norm: float, by_value: bool) -> None:
-        """Passes the Trainer's threshold to methods that clip each rank's own gradient.
+def check_clipping(tracked: TrackedOptimizer, max_norm: float, by_value: bool) -> bool:
+    """Refuses a threshold of a clipping call that the method cannot apply.
 
-        Raises:
-            ValueError: The threshold is NaN; or such a method has another one, or would have to clip by value.
-        """
-        if math.isnan(max_norm):
+    Returns:
+        Whether the method clips each rank's own gradient. If not, the caller clips the shared one.
+
+    Raises:
+        ValueError: The method clips by norm only, or has shared the gradients with another threshold; or some of
+            the optimizer's gradients are not shared, so that their norm differs between ranks.
+    """
+    if not clips_locally(tracked):
+        if not by_value and len({sync.shares_gradients for sync, _ in tracked.parts}) > 1:
             raise ValueError(
-                "gradient_clip_val must be a number, the largest norm of a gradient; got nan. Use None for no clipping."
+                "gradients cannot be clipped by norm where a method shares some of an optimizer's gradients and leaves"
+                " the others to each rank: the norm would differ between ranks, and so would the replicas. Use one"
+                " optimizer for the shared gradients and another for the rest, or clip by value."
             )
-        for tracked in self._registry.optimizers:
-            memories = list(parts_in(tracked.method, ClipLocalNorm))
-            if memories and by_value:
-                raise ValueError(_BY_VALUE)
-            _refuse_two_thresholds(memories, max_norm)
-        self.max_norm = max_norm
-
-    def is_local(self, tracked: TrackedOptimizer) -> bool:
-        """Whether the method clips each rank's own gradient instead of the shared one."""
-        return bool(_memories(tracked))
-
-    def norm(self, tracked: TrackedOptimizer) -> float:
-        """Euclidean norm of this rank's whole gradient; NaN if nothing is clipped by it."""
-        thresholds = (memory.max_norm or tracked.max_norm for memory in _memories(tracked))
-        if all(threshold is None for threshold in thresholds):
-            return math.nan
-        gradients = (gradient_of(name, parameter) for name, parameter in tracked.parameters)
-        return norm_of([gradient for gradient in gradients if gradient is not None])
-
-    def check(self, tracked: TrackedOptimizer, max_norm: float, by_value: bool) -> bool:
-        """Refuses a threshold for the averaged gradient that the method cannot apply.
-
-        Returns:
-            Whether the method clips each rank's own gradient. If not, the caller clips the shared one.
-
-        Raises:
-            ValueError: The method clips by norm only, or has shared the gradients with another threshold; or some of
-                the optimizer's gradients are not shared, so that their norm differs between ranks.
-        """
-        if not self.is_local(tracked):
-            if not by_value and len({sync.shares_gradients for sync, _ in tracked.parts}) > 1:
-                raise ValueError(
-                    "gradients cannot be clipped by norm where a method shares some of an optimizer's gradients and"
-                    " leaves the others to each rank: the norm would differ between ranks, and so would the replicas."
-                    " Use one optimizer for the shared gradients and another for the rest, or clip by value."
-                )
-            return False
-        if by_value:
-            raise ValueError(_BY_VALUE)
-        _refuse_two_thresholds(_memories(tracked), max_norm)
-        if tracked.shared and tracked.max_norm != max_norm:
-            raise ValueError(
-                f"gradients were shared with gradient_clip_val={tracked.max_norm}, and are now to be clipped by"
-                f" {max_norm}: the method clips each rank's own gradient before it is shared. Set the Trainer's"
-                " gradient_clip_val; in manual optimization, clip before other code needs the shared gradient."
-            )
-        return True
+        return False
+    _check_local(_memories(tracked), max_norm, by_value)
+    if tracked.shared and tracked.max_norm != max_norm:
+        raise ValueError(
+            f"gradients were shared with gradient_clip_val={tracked.max_norm}, and are now to be clipped by"
+            f" {max_norm}: the method clips each rank's own gradient before it is shared. Set the Trainer's"
+            " gradient_clip_val; in manual optimization, clip before other code needs the shared gradient."
+        )
+    return True
 
 
 def _memories(tracked: TrackedOptimizer) -> list[ClipLocalNorm]:
     return list(parts_in([sync for sync, _ in tracked.parts], ClipLocalNorm))
 
 
-def _refuse_two_thresholds(memories: Sequence[ClipLocalNorm], max_norm: float) -> None:
+def _check_local(memories: Iterable[ClipLocalNorm], max_norm: float, by_value: bool) -> None:
     for memory in memories:
+        if by_value:
+            raise ValueError(
+                "gradient_clip_algorithm must be 'norm' with a method that clips each rank's own gradient, by its norm;"
+                " got 'value'. Use 'norm' (max_norm in Fabric), or methods.gradient_dropping(), which clips the shared"
+                " gradient."
+            )
         if memory.max_norm is not None and memory.max_norm != max_norm:
             raise ValueError(
                 f"clip={memory.max_norm} of the method and {max_norm} of the Trainer's gradient_clip_val, or of a"

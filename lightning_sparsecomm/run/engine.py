@@ -1,9 +1,9 @@
 """Runs a method in one training run: shares gradients or weights when due. Knows torch, but not Lightning."""
 
+import hashlib
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
 
 import torch
 from torch.amp.grad_scaler import GradScaler
@@ -12,9 +12,8 @@ from torch.optim import Optimizer
 from lightning_sparsecomm.basis.schedules import Warmup
 from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.run.agreement import Agreement
-from lightning_sparsecomm.run.checkpoint import save_number
-from lightning_sparsecomm.run.clipping import Clipping
-from lightning_sparsecomm.run.guards import Guards, refuse_unshared, unchanged, versions_of
+from lightning_sparsecomm.run.clipping import check_clipping, check_trainers_clipping, clips_locally, norm_to_clip
+from lightning_sparsecomm.run.guards import Guards, unchanged, versions_of
 from lightning_sparsecomm.run.optimizers import TrackedOptimizer
 from lightning_sparsecomm.run.registry import Registry
 from lightning_sparsecomm.run.replicas import Replicas
@@ -26,28 +25,19 @@ from lightning_sparsecomm.sharing.gradients import make_nonfinite_
 from lightning_sparsecomm.sharing.method import Method
 from lightning_sparsecomm.sharing.share import Moment, Share, Turn
 
-T = TypeVar("T")
-
 
 class Engine:
     """Shares an optimizer's gradients once per step, when they are first needed, and exchanges weights after steps.
 
     Args:
-        method: The user's method.
-        wire: Where to communicate.
         seed: Seed of the method's randomness, equal on all ranks.
         check_replicas_every: Optimizer steps between two comparisons of shared weights; None for `settle` only.
-        scaler: The loss scaler; None if there is none.
+        scaler: The loss scaler, if there is one.
 
     Attributes:
-        registry: The modules, parameters and optimizers that train.
-        clipping: Clips by the user's threshold.
-        guards: Refuse misuse that lets replicas drift.
-        agreement: Compares what must be equal on all ranks.
-        replicas: The model that all ranks share, while replicas drift.
-        state: Saves and loads the run's state.
-        scaling: Lets ranks act on the loss scaler together; None without a scaler.
+        scaling: None without a loss scaler.
         hook: Averages DDP's buckets; None if the method does not.
+        max_norm: The Trainer's threshold, for methods that clip each rank's own gradient.
         epoch: Epochs finished, including a fraction.
         warmup: Replaces the method's densities early in training; None for no such warm-up.
     """
@@ -65,13 +55,13 @@ class Engine:
         self.wire = wire
         self.seed = seed
         self.check_replicas_every = check_replicas_every
+        self.max_norm: float | None = None
         self.epoch = 0.0
         self.warmup: Warmup | None = None
         self.scaling = LossScaling(scaler, wire) if scaler is not None else None
         self.registry = Registry(method, wire, self.hook)
         self.agreement = Agreement(self.registry, wire, seed, check_replicas_every, scaler is not None)
         self.replicas = Replicas(self.registry, wire)
-        self.clipping = Clipping(self.registry)
         self.guards = Guards(self.registry, wire, self.hook is not None, scaler is not None)
         self.state = RunState(self.registry, self.replicas, self.scaling, wire)
 
@@ -95,9 +85,7 @@ class Engine:
         With a loss scaler, gradients are unscaled first. If one is not finite, all ranks that would communicate skip
         the step: nothing is exchanged, no memory changes, and `.grad` is not finite on all of them.
 
-        Args:
-            optimizer: The optimizer.
-            max_norm: Threshold for methods that clip each rank's own gradient; None for the Trainer's.
+        `max_norm` is the threshold for methods that clip each rank's own gradient; None for the Trainer's.
         """
         tracked = self.register(optimizer)
         if tracked.shared:
@@ -106,12 +94,12 @@ class Engine:
             return
         self.guards.warn_of_changes(tracked)
         self.registry.admit(tracked)
-        tracked.max_norm = self.clipping.max_norm if max_norm is None else max_norm
+        tracked.max_norm = self.max_norm if max_norm is None else max_norm
         shares = tracked.shares.values()
         if self.scaling is not None:
             together = any(sync.shares_gradients for sync in tracked.shares)
             tracked.skips = self.scaling.unscale_(optimizer, together)
-        tracked.norm = math.inf if tracked.skips else self.clipping.norm(tracked)
+        tracked.norm = math.inf if tracked.skips else norm_to_clip(tracked)
         self.wire.step = tracked.steps
         with torch.no_grad():
             for share in shares:
@@ -132,52 +120,52 @@ class Engine:
     def unscale_(self, optimizer: Optimizer) -> bool:
         """Replaces the loss scaler's `unscale_`. It shares gradients too, since code that unscales them will use them.
 
-        Returns:
-            Whether the optimizer trains known parameters. If not, the scaler has to unscale them.
+        Returns whether the optimizer trains known parameters. If not, the scaler has to unscale them.
         """
-        if not self.registry.knows(optimizer) and not self.registry.held_by(optimizer):
+        if self.registry.find(optimizer) is None and not self.registry.held_by(optimizer):
             return False
         self.synchronize(optimizer)
         return True
 
-    def clip(self, optimizer: Optimizer, max_norm: float, by_value: bool) -> bool:
-        """Shares an optimizer's gradients, after clipping each rank's own if the method does; see `Clipping.check`.
+    def take_over_clipping(self, max_norm: float, by_value: bool) -> None:
+        """Takes the Trainer's threshold, for methods that clip each rank's own gradient; see `clipping`."""
+        check_trainers_clipping((tracked.method for tracked in self.registry.optimizers), max_norm, by_value)
+        self.max_norm = max_norm
 
-        Returns:
-            Whether the method has clipped. If not, the caller clips the shared gradient.
+    def clip(self, optimizer: Optimizer, max_norm: float, by_value: bool) -> bool:
+        """Shares an optimizer's gradients, after clipping each rank's own if the method does; see `check_clipping`.
+
+        Returns whether the method has clipped. If not, the caller clips the shared gradient.
         """
-        local = self.clipping.check(self._admitted(optimizer), max_norm, by_value)
+        local = check_clipping(self._admitted(optimizer), max_norm, by_value)
         self.synchronize(optimizer, max_norm if local else None)
         return local
 
     def clips(self, optimizer: Optimizer) -> bool:
         """Whether the method clips each rank's own gradient of the optimizer, instead of the shared one."""
-        return self.clipping.is_local(self._admitted(optimizer))
+        return clips_locally(self._admitted(optimizer))
 
-    def closure(self, optimizer: Optimizer, closure: Callable[[], T]) -> Callable[[], T]:
+    def closure(self, optimizer: Optimizer, closure: Callable[[], object]) -> Callable[[], object]:
         """A closure that calls `closure` and then shares the optimizer's gradients.
 
         If `closure` computes no new gradients (as in manual optimization), those that are shared already are kept.
         """
 
-        def shared_closure() -> T:
+        def shared_closure() -> object:
             tracked = self.register(optimizer)
             before = versions_of(tracked) if tracked.shared else []
             result = closure()
             if not unchanged(before, versions_of(tracked)):
                 tracked.shared = False
             self.synchronize(optimizer)
-            return result
+            # A user's closure may return None: with a loss scaler, Lightning would skip the step on this rank alone.
+            return torch.zeros(()) if result is None and self.scaling is not None else result
 
         return shared_closure
 
     @contextmanager
     def stepping(self, optimizer: Optimizer) -> Iterator[None]:
-        """Wraps the optimizer's step. Afterwards, weights are exchanged if that is due.
-
-        Raises:
-            RuntimeError: The optimizer did not evaluate the closure that shares its gradients.
-        """
+        """Wraps the optimizer's step. Afterwards, weights are exchanged if that is due."""
         tracked = self.register(optimizer)
         self.registry.choose(tracked)
         stepped_shared = False
@@ -194,31 +182,31 @@ class Engine:
                 tracked.takeover.armed = False
                 tracked.takeover.release()
         if not stepped_shared and self.hook is None:
-            refuse_unshared(tracked)
+            raise RuntimeError(
+                f"{tracked.name}.step() did not call the closure that it was given, so its gradients were not shared"
+                " and the replicas have drifted apart. Let its step() call the closure first, as torch's optimizers do,"
+                " or call strategy.synchronize(optimizer) before it."
+            )
         self._after_step(tracked)
 
     def settle(self) -> None:
-        """Makes replicas equal after the last step, and compares them. A collective.
-
-        Raises:
-            ReplicaError: Weights still differ. Raised on all ranks.
-        """
+        """Makes replicas equal after the last step; a `ReplicaError` if they still differ. A collective."""
         optimizers = self.registry.optimizers
         self.replicas.view_own()
         for tracked in optimizers:
             self._exchange_weights(tracked, "end", max(tracked.steps - 1, 0))
         # Forward passes since the last exchange may have changed buffers.
         if any(tracked.steps for tracked in optimizers) and self._averages_buffers:
-            self.replicas.average_untrained()
+            self.replicas.untrained.average()
         self.replicas.settle()
         self.agreement.on_weights([(each.steps, {id(p): p for _, p in each.parameters}) for each in optimizers])
         if self.state.drifts:
-            self.replicas.note_end()
+            self.replicas.whole.mark()
 
     def reunite(self) -> None:
         """Makes replicas equal again after callbacks that may have changed weights since `settle`. A collective."""
         if self.state.drifts:
-            self.replicas.reunite()
+            self.replicas.whole.average()
 
     def restart(self) -> None:
         """Starts over with weights that were loaded, and discards all state that belongs to the former weights."""
@@ -227,8 +215,9 @@ class Engine:
         self.begin()
 
     def save_number(self) -> int:
-        """A number for a save of the run's state, equal on all ranks."""
-        return save_number(self.agreement.run, [tracked.steps for tracked in self.registry.optimizers])
+        """A number for a save, equal on all ranks without a collective: a hash of the run and its optimizers' steps."""
+        text = f"{self.agreement.run} {[tracked.steps for tracked in self.registry.optimizers]}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
     def residual_norm(self) -> float:
         """Euclidean norm of what this rank has not sent yet."""
@@ -280,7 +269,7 @@ class Engine:
             # Of several optimizers, the first that exchanges weights averages the buffers.
             self.registry.leading = self.registry.leading or tracked
             if self.registry.leading is tracked:
-                self.replicas.average_untrained()
+                self.replicas.untrained.average()
 
     @property
     def _averages_buffers(self) -> bool:

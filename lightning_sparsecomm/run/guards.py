@@ -2,7 +2,7 @@
 
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -18,29 +18,22 @@ Versions = list[tuple[Tensor | None, int]]
 
 
 class Guards:
-    """Watches the backward passes of one run and, unless gradients are averaged in DDP's buckets, its optimizer steps.
-
-    Attributes:
-        depth: How many optimizer steps are in progress through the strategy.
-    """
+    """Watches one run's backward passes and, unless DDP's buckets average gradients, its optimizer steps."""
 
     def __init__(self, registry: Registry, wire: Wire, uses_buckets: bool, scales_loss: bool) -> None:
+        # How many optimizer steps are in progress through the strategy.
         self.depth = 0
         self._registry = registry
         self._wire = wire
         self._uses_buckets = uses_buckets
         self._scales_loss = scales_loss
-        # A global hook also sees optimizers that are created later or stepped without Lightning. It refers to this
-        # object weakly, since nothing closes a Fabric run.
-        watched = weakref.WeakMethod(self._refuse_bypass)
-
-        def refuse_bypass(optimizer: Optimizer, *_: object) -> None:
-            refuse = watched()
-            if refuse is not None:
-                refuse(optimizer)
-
-        hook = None if uses_buckets else register_optimizer_step_pre_hook(refuse_bypass)
-        self._release = weakref.finalize(self, hook.remove) if hook is not None else None
+        self._release: Callable[[], object] | None = None
+        if not uses_buckets:
+            # A global hook also sees optimizers that are created later or stepped without Lightning. It refers to this
+            # object weakly, and goes with it, since nothing closes a Fabric run.
+            this = weakref.proxy(self)
+            hook = register_optimizer_step_pre_hook(lambda optimizer, *_: this._refuse_bypass(optimizer))
+            self._release = weakref.finalize(self, hook.remove)
 
     def close(self) -> None:
         """Stops watching optimizer steps."""
@@ -51,8 +44,7 @@ class Guards:
     def backward(self) -> Iterator[None]:
         """Wraps a backward pass, which must not add local gradients to shared ones.
 
-        Raises:
-            RuntimeError: The pass did so. (Two passes before clipping are fine, and so is one after `zero_grad`.)
+        Two passes before clipping are fine, and so is one after `zero_grad`.
         """
         scaled, at_step, optimizers = self._scales_loss, not self._uses_buckets, self._registry.optimizers
         shared = [each for each in optimizers if each.shared and (scaled or (at_step and each.shares_gradients))]
@@ -116,12 +108,3 @@ def versions_of(tracked: TrackedOptimizer) -> Versions:
 def unchanged(before: Versions, after: Versions) -> bool:
     """Whether no gradient was written to in between."""
     return all(a[0] is b[0] and a[1] == b[1] for a, b in zip(before, after))
-
-
-def refuse_unshared(tracked: TrackedOptimizer) -> None:
-    """Raises the error for a step whose gradients were not shared."""
-    raise RuntimeError(
-        f"{tracked.name}.step() did not call the closure that it was given, so its gradients were not shared and the"
-        " replicas have drifted apart. Let its step() call the closure first, as torch's optimizers do, or call"
-        " strategy.synchronize(optimizer) before it."
-    )

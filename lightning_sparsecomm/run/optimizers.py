@@ -18,7 +18,6 @@ class TrackedOptimizer:
     """One optimizer, its method, and how its parameters are exchanged.
 
     Attributes:
-        optimizer: The user's own.
         number: Its place in the order of registration.
         method: Its method; None until its parameters are known.
         takeover: Replaces the optimizer's own momentum; None if nothing does.

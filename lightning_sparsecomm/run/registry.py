@@ -8,13 +8,14 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_sparsecomm.basis.wire import Wire
-from lightning_sparsecomm.run.choice import method_for, takeover_for
+from lightning_sparsecomm.run.choice import method_for, replaces_momentum
 from lightning_sparsecomm.run.optimizers import TrackedOptimizer, parameters_of
 from lightning_sparsecomm.sharing.bucket import BucketHook
 from lightning_sparsecomm.sharing.gradients import NamedParameters, has_sparse_gradient, note_sparse_gradient
 from lightning_sparsecomm.sharing.method import Method
 from lightning_sparsecomm.sharing.share import Share
 from lightning_sparsecomm.sharing.sync import Sync, matches
+from lightning_sparsecomm.sharing.takeover import MomentumTakeover
 
 
 class Registry:
@@ -22,19 +23,15 @@ class Registry:
 
     Attributes:
         methods: The method and its fallbacks, in order of preference.
-        modules: The modules that train.
         known: By identity, their parameters with names; names of a second module have a prefix.
         ignored: Identities of the parameters that DDP is told to ignore.
-        optimizers: The optimizers in the order of registration.
         leading: The optimizer whose exchanges of weights also average buffers; None before the first.
     """
 
     def __init__(self, method: Method, wire: Wire, hook: BucketHook | None) -> None:
-        self.methods: list[Method] = []
-        following: Method | None = method
-        while following is not None:
-            self.methods.append(following)
-            following = following.fallback
+        self.methods = [method]
+        while (fallback := self.methods[-1].fallback) is not None:
+            self.methods.append(fallback)
         self.modules: list[nn.Module] = []
         self.known: dict[int, tuple[str, Parameter]] = {}
         self.ignored: set[int] = set()
@@ -45,31 +42,21 @@ class Registry:
 
     @property
     def syncs(self) -> list[Sync]:
-        """The syncs of all methods."""
         return [sync for method in self.methods for sync in method.syncs]
 
     @property
     def named(self) -> list[tuple[str, Parameter]]:
-        """All known parameters with their names."""
         return list(self.known.values())
 
     def add_module(self, module: nn.Module) -> None:
-        """Adds a module whose parameters train.
-
-        Raises:
-            TypeError: The module has a complex parameter, or a sparse gradient that the method cannot exchange.
-        """
+        """Adds a module that trains; refuses complex parameters, and sparse gradients that the method cannot take."""
         self.modules.append(module)
         self._scan()
         # Frozen parameters have no gradient; they are checked when they get one.
         self._refuse_sparse([known for known in self.known.values() if known[1].requires_grad])
 
     def check(self) -> None:
-        """Refuses patterns that match nothing, and parameters that belong to no sync or to several.
-
-        Raises:
-            ValueError: There is one; the message names it.
-        """
+        """Refuses patterns that match nothing, and parameters that belong to no sync or to several."""
         names = [name for name, _ in self.named]
         for sync in self.syncs:
             limits = (*itertools.chain(*sync.inside), *sync.outside)
@@ -92,12 +79,8 @@ class Registry:
             for sync, parameters in method.parts(self.named):
                 sync.check(parameters)
 
-    def knows(self, optimizer: Optimizer) -> bool:
-        """Whether this very object is registered."""
-        return self.find(optimizer) is not None
-
     def find(self, optimizer: Optimizer) -> TrackedOptimizer | None:
-        """The record of this very object; None if it is not registered."""
+        """The record of this very object, if it is registered."""
         return next((tracked for tracked in self.optimizers if tracked.optimizer is optimizer), None)
 
     def register(self, optimizer: Optimizer) -> TrackedOptimizer:
@@ -113,30 +96,24 @@ class Registry:
         return [known for key, known in self.known.items() if key in held]
 
     def choose(self, tracked: TrackedOptimizer) -> None:
-        """Chooses the optimizer's method once its module is known.
-
-        Raises:
-            TypeError: No method is defined for the optimizer.
-            ValueError: The method cannot replace the optimizer's momentum, or not for all of its parameters.
-        """
+        """Chooses the optimizer's method once its module is known; see `method_for` and `replaces_momentum`."""
         if tracked.method is not None or not (held := self.held_by(tracked.optimizer)):
             return
-        tracked.method = method_for(tracked.optimizer, self.methods, held)
-        tracked.takeover = takeover_for(tracked.optimizer, tracked.method, held, tracked.members)
-        ignored = any(id(parameter) in self.ignored for parameter in parameters_of(tracked.optimizer))
-        if tracked.takeover is not None and ignored:
-            raise ValueError(
-                "the method replaces the momentum of an optimizer that also holds parameters which DDP is told to"
-                " ignore (_ddp_params_and_buffers_to_ignore), and these would have none. Give them an optimizer of"
-                " their own, or use methods.dgc(momentum_correction=False)."
-            )
+        optimizer = tracked.optimizer
+        method = method_for(optimizer, self.methods, held)
+        if replaces_momentum(optimizer, method, held):
+            if any(id(parameter) in self.ignored for parameter in parameters_of(optimizer)):
+                raise ValueError(
+                    "the method replaces the momentum of an optimizer that also holds parameters which DDP is told to"
+                    " ignore (_ddp_params_and_buffers_to_ignore), and these would have none. Give them an optimizer of"
+                    " their own, or use methods.dgc(momentum_correction=False)."
+                )
+            tracked.takeover = MomentumTakeover(optimizer, tracked.members)
+        # Only now: whoever catches a refusal and steps is refused again.
+        tracked.method = method
 
     def admit(self, tracked: TrackedOptimizer) -> None:
-        """Adds the optimizer's parameters that have begun to require a gradient, in the same order on all ranks.
-
-        Raises:
-            ValueError: The optimizer holds a parameter that no known module has; its replicas would drift.
-        """
+        """Adds the optimizer's parameters that have begun to require a gradient; refuses those of no known module."""
         parameters = parameters_of(tracked.optimizer)
         trained = {id(p) for p in parameters if p.requires_grad or p.grad is not None}
         new = trained - tracked.members - self.ignored

@@ -22,6 +22,9 @@ class Replicas:
 
     Attributes:
         averaging: Replaces the method's averaging; None leaves it.
+        untrained: The tensors that no optimizer trains: floating-point buffers and, for example, the parameters of a
+            moving average.
+        whole: All floating-point tensors that ddp would keep equal.
     """
 
     def __init__(self, registry: Registry, wire: Wire) -> None:
@@ -29,8 +32,8 @@ class Replicas:
         self._registry = registry
         self._wire = wire
         self._own: list[tuple[Tensor, Tensor]] | None = None
-        self._untrained = SharedTensors(self._untrained_by_name, wire)
-        self._whole = SharedTensors(self._all_by_name, wire)
+        self.untrained = SharedTensors(self._untrained_by_name, wire)
+        self.whole = SharedTensors(self._all_by_name, wire)
 
     def after_step(self, tracked: TrackedOptimizer) -> None:
         """Averages an optimizer's parameters if it is due after this step."""
@@ -47,12 +50,9 @@ class Replicas:
             average_(tensors, self._wire)
 
     def in_common(self, tracked: TrackedOptimizer, every: int) -> dict[int, Tensor]:
-        """The weights to compare after an optimizer's step, or the shared values that a share keeps of them.
+        """By parameter's identity, the weights to compare after a step, or the shared values that a share keeps.
 
         They are compared every `every` steps; replicas that drift, at their first average after that.
-
-        Returns:
-            Weights or values by the identity of the parameter.
         """
         steps, averaging = tracked.steps, self._averaging(tracked)
         common: dict[int, Tensor] = {}
@@ -68,30 +68,17 @@ class Replicas:
         return common
 
     def keep_untrained(self) -> None:
-        """Notes the tensors that no optimizer trains as they are now, equal on all ranks.
+        """Marks the tensors that no optimizer trains, equal on all ranks now.
 
-        These are floating-point buffers and, for example, the parameters of a moving average. Buffers are copied now,
-        for the shared model. Parameters may be large and may never change, so they are copied after their first change.
+        Buffers are copied now, for the shared model. Parameters may be large and may never change, so they are copied
+        after their first change.
         """
-        self._untrained.mark(self._buffers_by_name().__contains__)
-
-    def average_untrained(self) -> None:
-        """Averages the tensors that no optimizer trains and that some rank has changed. A collective."""
-        self._untrained.average()
-
-    def note_end(self) -> None:
-        """Notes the model at the end of training, equal on all ranks, for `reunite`."""
-        self._whole.mark()
-
-    def reunite(self) -> None:
-        """Averages what callbacks have changed since `note_end`. A collective."""
-        self._whole.average()
+        self.untrained.mark(self._buffers_by_name().__contains__)
 
     def view_shared(self, collective: bool = True) -> bool:
         """Writes the shared model into the module until `view_own`. It may average if all ranks call it together.
 
-        Returns:
-            Whether it did. It does not if replicas are equal, or if the module holds the shared model already.
+        Returns whether it did. It does not if replicas are equal, or if the module holds the shared model already.
         """
         if self._own is not None:
             return False
@@ -176,7 +163,7 @@ class Replicas:
     def _kept(self) -> list[tuple[Tensor, Tensor]]:
         """The tensors that differ from a kept shared value, with that value."""
         kept = [pair for tracked, sync, _ in self._parts() for pair in _shared_weights(tracked, sync) or []]
-        return kept + self._untrained.shared()
+        return kept + self.untrained.shared()
 
     def _drifted(self) -> list[Tensor]:
         """The tensors that differ between ranks and whose only shared value is their average."""

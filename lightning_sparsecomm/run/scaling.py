@@ -17,10 +17,6 @@ class LossScaling:
     The scaler stays the user's own. Its records say what all ranks found together, so its `step` skips and its `update`
     shrinks the scale on every rank. Until `close`, fused optimizers do not unscale gradients themselves: their `step`
     gets unscaled ones, and is not called for a skipped step.
-
-    Args:
-        scaler: The scaler that precision="16-mixed" creates.
-        wire: Where to communicate.
     """
 
     def __init__(self, scaler: GradScaler, wire: Wire) -> None:
@@ -48,8 +44,7 @@ class LossScaling:
     def unscale_(self, optimizer: Optimizer, together: bool) -> bool:
         """Divides the optimizer's gradients by the scale. With `together`, a collective: an all-reduce of 4 bytes.
 
-        Returns:
-            Whether to skip the step, because a gradient is not finite on this rank, or on any if they decide together.
+        Returns whether to skip the step: a gradient is not finite on this rank, or on any if they decide `together`.
         """
         device = parameters_of(optimizer)[0].device
         # The scaler creates its scale for its first loss, and this rank may not have had one.

@@ -36,10 +36,8 @@ def _sample(tensor: Tensor) -> Tensor:
 class SharedTensors:
     """Tensors by name. Those that no rank has changed since all were equal are neither sent nor written.
 
-    Args:
-        tensors: Returns the current floating-point tensors; all ranks have the same names. It is called each time, as a
-            module may replace a buffer by another tensor.
-        wire: Where to communicate.
+    `tensors` returns the current floating-point tensors; all ranks have the same names. It is called each time, as a
+    module may replace a buffer by another tensor.
     """
 
     def __init__(self, tensors: Callable[[], dict[str, Tensor]], wire: Wire) -> None:
@@ -51,8 +49,7 @@ class SharedTensors:
     def mark(self, copied: Callable[[str], bool] = lambda name: False) -> None:
         """Notes the tensors as they are now, equal on all ranks.
 
-        Args:
-            copied: Tells by its name whether a tensor is copied now. Others are copied after their first change.
+        `copied` tells by their names which are copied now. The others are copied after their first change.
         """
         current = self._tensors()
         self._marks = {name: _Mark.of(tensor) for name, tensor in current.items()}

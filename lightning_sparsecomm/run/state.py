@@ -52,9 +52,7 @@ class RunState:
         """Loads what `state_dict` returned, with this method or another. Load the optimizers' own state first.
 
         Unless `as_many_ranks` saved it as load it, the state is the mean over those that saved it.
-
-        Returns:
-            The parts of the state that the method cannot use, in words.
+        Returns the parts of the state that the method cannot use, in words.
         """
         optimizers, dropped = self._registry.optimizers, []
         for tracked, saved in zip(optimizers, state["streams"], strict=False):

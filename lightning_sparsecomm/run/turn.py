@@ -17,15 +17,10 @@ def take_turn(due: Sequence[Share], turn: Turn) -> None:
             share.prepare(turn)
         for share in sorted(due, key=lambda share: share.overlaps):
             share.exchange()
-    except BaseException:
-        for share in reversed(due):
-            share.abort()
-        raise
-    try:
+        # After this only an interrupt, or a fault in a part, can stop the turn. Shares that have committed stay so.
         for share in due:
             share.commit()
     except BaseException:
-        # Only an interrupt, or a fault in a part: shares that have committed stay so, no share is left in between.
-        for share in due:
+        for share in reversed(due):
             share.abort()
         raise

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_sparsecomm.basis import PARAMETERS, Wire
 from lightning_sparsecomm.basis.arguments import check_booleans, is_whole_number
-from lightning_sparsecomm.basis.ledger import PARAMETERS
-from lightning_sparsecomm.basis.wire import Wire
 
 # Elements per all-reduce: enough to fill the link, and few compared to the memory of a large model.
 _CHUNK = 2**22
@@ -43,11 +42,8 @@ def average_(tensors: Iterable[Tensor], wire: Wire) -> None:
     """Replaces floating-point tensors by their means over ranks, in place, and skips others. A collective.
 
     Means are computed in float32 or wider, and equal to the bit on all ranks. Bytes: 4 for each element (8 in float64),
-    in all-reduces of up to 4 Mi elements; the ledger counts them as `PARAMETERS`.
-
-    Args:
-        tensors: Tensors with the same shapes, dtypes and order on all ranks.
-        wire: Where to communicate.
+    in all-reduces of up to 4 Mi elements; the ledger counts them as `PARAMETERS`. Shapes, dtypes and the tensors' order
+    must be equal on all ranks.
     """
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:

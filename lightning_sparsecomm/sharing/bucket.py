@@ -8,10 +8,11 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_sparsecomm.basis.ledger import DDP_UNUSED
-from lightning_sparsecomm.basis.wire import GradBucket, Wire
-from lightning_sparsecomm.channel.channel import Channel
-from lightning_sparsecomm.exchange.dense import WIRE_DTYPES, DenseAllReduce, WireDtype, check_wire_dtype
+from lightning_sparsecomm.basis import DDP_UNUSED, Wire
+from lightning_sparsecomm.basis.wire import GradBucket
+from lightning_sparsecomm.channel import Channel
+from lightning_sparsecomm.exchange import DenseAllReduce
+from lightning_sparsecomm.exchange.dense import WIRE_DTYPES, WireDtype, check_wire_dtype
 from lightning_sparsecomm.sharing.gradient import GradientSync
 from lightning_sparsecomm.sharing.gradients import NamedParameters
 from lightning_sparsecomm.sharing.share import Share
@@ -48,17 +49,9 @@ class BucketSync(Sync):
     def _at_step(self) -> GradientSync:
         return GradientSync(Channel(DenseAllReduce(self.wire_dtype)))
 
-    def __repr__(self) -> str:
-        return f"BucketSync(wire_dtype={self.wire_dtype!r})"
-
 
 class BucketHook:
-    """A `BucketSync` at work in DDP's hook, for all optimizers together.
-
-    Args:
-        sync: What to send.
-        wire: Where to communicate.
-    """
+    """Runs a `BucketSync` in DDP's hook, for all optimizers together."""
 
     def __init__(self, sync: BucketSync, wire: Wire) -> None:
         self._sync = sync
@@ -67,12 +60,7 @@ class BucketHook:
         self._finds_unused = False
 
     def attach(self, in_buckets: Sequence[Parameter], finds_unused: bool) -> None:
-        """Says what DDP reduces in buckets.
-
-        Args:
-            in_buckets: The parameters that DDP's reducer knows.
-            finds_unused: Whether DDP agrees on unused parameters after each backward pass.
-        """
+        """Says which parameters DDP's reducer knows, and whether DDP agrees on unused ones after each backward pass."""
         self._in_buckets = {id(parameter) for parameter in in_buckets}
         self._finds_unused = finds_unused
 
@@ -85,7 +73,7 @@ class BucketHook:
         """DDP communication hook: the mean of one bucket over ranks."""
         ledger, buffer = self._wire.ledger, bucket.buffer()
         dtype = WIRE_DTYPES[self._sync.wire_dtype] or buffer.dtype
-        ledger.ddp_bytes += buffer.numel() * buffer.element_size()
+        ledger.ddp_bytes += buffer.nbytes
         ledger.elements += buffer.numel()
         ledger.sent_elements += buffer.numel()
         if self._finds_unused and bucket.is_last():

@@ -1,6 +1,6 @@
 """Ranks train on their own, and exchange the changes of their weights every few optimizer steps."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import get_args
 
 import torch
@@ -8,16 +8,13 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lightning_sparsecomm.basis import UPDATES, SparseVector, Wire
 from lightning_sparsecomm.basis.arguments import check_booleans
-from lightning_sparsecomm.basis.layout import SparseVector
-from lightning_sparsecomm.basis.ledger import UPDATES
 from lightning_sparsecomm.basis.schedules import Every, check_every, every_at
-from lightning_sparsecomm.basis.wire import Wire
-from lightning_sparsecomm.channel.channel import Channel
-from lightning_sparsecomm.channel.clipping import ClipLocalNorm
+from lightning_sparsecomm.channel import Channel, ClipLocalNorm
 from lightning_sparsecomm.channel.momentum import Velocity
 from lightning_sparsecomm.channel.saved import Saved, add_prefix, pop_named, strip_prefix
-from lightning_sparsecomm.exchange.base import Exchanged
+from lightning_sparsecomm.exchange import Exchanged
 from lightning_sparsecomm.sharing.gradients import NamedParameters, add_, wide_dtype
 from lightning_sparsecomm.sharing.outer import OuterOptimizer, check_outer, make_outer
 from lightning_sparsecomm.sharing.share import Share, Turn
@@ -121,7 +118,7 @@ class DeltaSync(Sync):
 
 
 class DeltaShare(Share):
-    """A `DeltaSync` at work.
+    """Runs a `DeltaSync` for one optimizer.
 
     Attributes:
         anchors: By parameter name, the weights that all ranks share, in float32 or wider; noted before the first step.
@@ -144,9 +141,7 @@ class DeltaShare(Share):
 
     def before_step(self) -> None:
         self._bind()
-        ledger = self.wire.ledger
-        ledger.ddp_bytes += sum(p.numel() * p.element_size() for _, p in self.parameters if p.requires_grad)
-        ledger.elements += self.layout.size
+        self._count_ddp()
 
     def after_step(self) -> None:
         self.steps += 1
@@ -154,15 +149,14 @@ class DeltaShare(Share):
     def prepare(self, turn: Turn) -> None:
         self._bind()
         with self.wire.ledger.exchanging():
-            changes = _changes_in(self._weights(), self._anchors())
+            changes = _changes_in(self._anchored())
             self.channel.prepare(changes, self._context(turn, "weight update"), self.wire.under(UPDATES))
 
     def commit(self) -> None:
         with self.wire.ledger.exchanging():
             exchanged = self.channel.commit()
             self._move(exchanged)
-            torch._foreach_copy_(self._weights(), self._anchors())
-            self.steps = 0
+            self._reset_weights()
             if self.sync.mask_momentum:
                 mask_momentum_(self.optimizer, self.parameters, exchanged.sent, self.layout)
         self._count_sent(exchanged.sent)
@@ -170,18 +164,10 @@ class DeltaShare(Share):
     def abort(self) -> None:
         """Sets the weights back to the anchors: what was trained since the last exchange is lost."""
         self.channel.abort()
-        known = [(weight.detach(), self.anchors[name]) for name, weight in self.parameters if name in self.anchors]
-        if known:
-            with torch.no_grad():
-                torch._foreach_copy_([weight for weight, _ in known], [anchor.detach() for _, anchor in known])
-            self.steps = 0
+        self._reset_weights()
 
     def shared_weights(self) -> list[tuple[Tensor, Tensor]]:
-        if not self.steps:
-            return []
-        # A parameter that has just been unfrozen has no anchor before its first step.
-        known = [(name, weight) for name, weight in self.parameters if name in self.anchors]
-        return [(weight.detach(), self.anchors[name].detach()) for name, weight in known]
+        return self._anchored() if self.steps else []
 
     def state_dict(self) -> Saved:
         if not self.anchors:
@@ -201,14 +187,7 @@ class DeltaShare(Share):
         self.steps = max(pop_named(saved, _STEPS, names).values(), default=0)
         outer = pop_named(saved, _OUTER, names) if self.sync.outer is not None else {}
         self.channel.load_state_dict(saved, names)
-        dtype = wide_dtype(self.parameters)
-        self._add_anchors(
-            {
-                name: Parameter(anchors[name].to(weight.device, dtype, copy=True))
-                for name, weight in self.parameters
-                if name in anchors
-            }
-        )
+        self._add_anchors(anchors)
         for name, moving in outer.items():
             assert self.outer is not None
             anchor = self.anchors[name]
@@ -217,34 +196,37 @@ class DeltaShare(Share):
                 for key, value in moving.items()
             }
 
-    def _weights(self) -> list[Tensor]:
-        return [weight.detach() for _, weight in self.parameters]
+    def _anchored(self) -> list[tuple[Tensor, Tensor]]:
+        """Each weight with its anchor. A parameter that has just been unfrozen has none before its first step."""
+        known = [(name, weight) for name, weight in self.parameters if name in self.anchors]
+        return [(weight.detach(), self.anchors[name].detach()) for name, weight in known]
 
-    def _anchors(self) -> list[Tensor]:
-        return [self.anchors[name].detach() for name, _ in self.parameters]
+    def _reset_weights(self) -> None:
+        """Sets the weights to the anchors."""
+        if pairs := self._anchored():
+            torch._foreach_copy_([weight for weight, _ in pairs], [anchor for _, anchor in pairs])
+            self.steps = 0
 
     def _bind(self) -> bool:
         new = super()._bind()
         if new:
-            dtype = wide_dtype(self.parameters)
-            # Anchors for parameters that are new, at the weights that they have.
-            fresh = [(name, weight) for name, weight in self.parameters if name not in self.anchors]
-            self._add_anchors({name: Parameter(weight.detach().to(dtype, copy=True)) for name, weight in fresh})
+            self._add_anchors({name: weight for name, weight in self.parameters if name not in self.anchors})
         return new
 
-    def _add_anchors(self, new: dict[str, Parameter]) -> None:
+    def _add_anchors(self, weights: Mapping[str, Tensor]) -> None:
+        """Adds copies of these weights, by name, as anchors."""
+        dtype, devices = wide_dtype(self.parameters), {name: weight.device for name, weight in self.parameters}
+        new = {name: Parameter(each.detach().to(devices[name], dtype, copy=True)) for name, each in weights.items()}
         self.anchors.update(new)
-        if self.sync.outer is None or not new:
-            return
-        if self.outer is None:
-            self.outer = make_outer(self.sync.outer, list(new.values()))
-        else:
+        if self.outer is not None and new:
             self.outer.add_param_group({"params": list(new.values())})
+        elif self.sync.outer is not None and new:
+            self.outer = make_outer(self.sync.outer, list(new.values()))
 
     def _move(self, exchanged: Exchanged) -> None:
         shared = exchanged.shared
         if self.outer is None:
-            add_(self._anchors(), shared, self.layout)
+            add_([anchor for _, anchor in self._anchored()], shared, self.layout)
             return
         mean = shared.dense() if isinstance(shared, SparseVector) else shared
         for segment, change in zip(self.layout.segments, self.layout.views(mean)):
@@ -253,14 +235,14 @@ class DeltaShare(Share):
         self.outer.zero_grad()
 
 
-def _changes_in(weights: list[Tensor], anchors: list[Tensor]) -> list[Tensor]:
+def _changes_in(anchored: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
     """What the weights have changed since they were set to the anchors.
 
     Where dtypes are equal, the changes overwrite the weights, which spares the memory of another model: the weights are
     about to be set anew, by `abort` where the exchange fails.
     """
     changes: list[Tensor] = []
-    for weight, anchor in zip(weights, anchors):
+    for weight, anchor in anchored:
         if weight.dtype == anchor.dtype:
             changes.append(weight.sub_(anchor))
         else:

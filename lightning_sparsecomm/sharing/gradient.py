@@ -7,21 +7,13 @@ from typing import Literal
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
+from lightning_sparsecomm.basis import Layout, Wire
 from lightning_sparsecomm.basis.arguments import check_booleans
-from lightning_sparsecomm.basis.layout import Layout
-from lightning_sparsecomm.basis.wire import Wire
-from lightning_sparsecomm.channel.channel import Channel
-from lightning_sparsecomm.channel.clipping import ClipLocalNorm
-from lightning_sparsecomm.channel.contribution import StepSettings
-from lightning_sparsecomm.channel.momentum import Momentum, Velocity
+from lightning_sparsecomm.channel import Channel, ClipLocalNorm, Momentum, StepSettings
+from lightning_sparsecomm.channel.momentum import Velocity
 from lightning_sparsecomm.channel.saved import Saved, add_prefix, strip_prefix
-from lightning_sparsecomm.exchange.base import Exchanged, SparseExchange
-from lightning_sparsecomm.sharing.gradients import (
-    NamedParameters,
-    gradient_of,
-    write_gradients,
-    write_sparse_gradients,
-)
+from lightning_sparsecomm.exchange import Exchanged, SparseExchange
+from lightning_sparsecomm.sharing.gradients import NamedParameters, gradient_of, write_gradients, write_sparse_gradients
 from lightning_sparsecomm.sharing.local_mode import LOCAL_MODES
 from lightning_sparsecomm.sharing.share import Share, Turn
 from lightning_sparsecomm.sharing.sync import Sync
@@ -116,7 +108,7 @@ class GradientSync(Sync):
 
 
 class GradientShare(Share):
-    """A `GradientSync` at work."""
+    """Runs a `GradientSync` for one optimizer."""
 
     def __init__(self, sync: GradientSync, optimizer: Optimizer, parameters: NamedParameters, wire: Wire) -> None:
         self.sync = sync
@@ -130,23 +122,22 @@ class GradientShare(Share):
 
     def skip(self) -> None:
         # ddp sends gradients before it finds that they are not finite.
-        self._count_ddp([gradient_of(name, parameter) for name, parameter in self.parameters])
+        self._gradients = self._read()
+        self._count_ddp()
 
     def prepare(self, turn: Turn) -> None:
         self._bind()
         rules = momentum_rules(self.optimizer, self.parameters) if self._applies_momentum else ()
         settings = StepSettings(rules, turn.gradient_norm, turn.max_norm)
-        self._gradients = [gradient_of(name, parameter) for name, parameter in self.parameters]
+        self._gradients = self._read()
+        sparse = bool(self.sync.takes_sparse)
         with self.wire.ledger.exchanging():
-            self.channel.prepare(
-                self._gradients, self._context(turn), self.wire, settings, sparse=bool(self.sync.takes_sparse)
-            )
+            self.channel.prepare(self._gradients, self._context(turn), self.wire, settings, sparse)
 
     def commit(self) -> None:
         with self.wire.ledger.exchanging():
             exchanged = self.channel.commit()
-        self._count_ddp(self._gradients)
-        self._gradients = []
+        self._count_ddp()
         self._count_sent(exchanged.sent)
         self._write(exchanged)
 
@@ -166,14 +157,18 @@ class GradientShare(Share):
             local = LOCAL_MODES[sync.local]
             write_gradients(self.parameters, exchanged, self.layout, local, self.wire.world_size)
 
-    def _count_ddp(self, gradients: Sequence[Tensor | None]) -> None:
-        """Enters what ddp would have sent."""
-        ledger = self.wire.ledger
+    def _count_ddp(self) -> None:
         if self.sync.takes_sparse:
-            ledger.ddp_gathered_bytes += sum(_gathered_bytes(each) for each in gradients if each is not None)
+            ledger, gradients = self.wire.ledger, [each for each in self._gradients if each is not None]
+            # DDP hands indices and values to an all-gather.
+            ledger.ddp_gathered_bytes += sum(t.nbytes for each in gradients for t in (each.indices(), each.values()))
+            ledger.elements += self.layout.size
         else:
-            ledger.ddp_bytes += sum(p.numel() * p.element_size() for _, p in self.parameters if p.requires_grad)
-        ledger.elements += self.layout.size
+            super()._count_ddp()
+        self._gradients = []
+
+    def _read(self) -> list[Tensor | None]:
+        return [gradient_of(name, parameter) for name, parameter in self.parameters]
 
     def state_dict(self) -> Saved:
         return add_prefix(type(self.sync).__name__, self.channel.state_dict())
@@ -181,9 +176,3 @@ class GradientShare(Share):
     def load_state_dict(self, saved: Saved) -> None:
         saved = strip_prefix(type(self.sync).__name__, saved)
         self.channel.load_state_dict(saved, [name for name, _ in self.parameters])
-
-
-def _gathered_bytes(gradient: Tensor) -> int:
-    """Bytes that DDP hands to an all-gather for a sparse gradient: its indices and its values."""
-    values, indices = gradient.values(), gradient.indices()
-    return values.numel() * values.element_size() + indices.numel() * indices.element_size()

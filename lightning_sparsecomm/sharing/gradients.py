@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_sparsecomm.basis.layout import Layout, SparseVector
-from lightning_sparsecomm.exchange.base import Exchanged
+from lightning_sparsecomm.basis import Layout, SparseVector
+from lightning_sparsecomm.exchange import Exchanged
 from lightning_sparsecomm.kernels import kernels_for
 from lightning_sparsecomm.sharing.local_mode import LocalMode
 

@@ -11,11 +11,6 @@ class LocalMode(NamedTuple):
     With a part of their own gradients replicas drift, so parameters must be averaged now and then.
 
     Source: Combining Global Sparse Gradients with Local Gradients, section 3; divided by W as a whole.
-
-    Attributes:
-        own: Factor on this rank's gradient.
-        shared: Factor on the mean of what all ranks sent.
-        sent: Factor on what this rank sent.
     """
 
     own: float

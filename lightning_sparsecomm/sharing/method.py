@@ -62,15 +62,11 @@ class Method(Part):
 
     def parts(self, parameters: NamedParameters) -> list[tuple[Sync, NamedParameters]]:
         """Each sync with those of the parameters that belong to it; syncs without any are left out."""
-        claims = {name: any(sync.claims(name, parameter) for sync in self.syncs) for name, parameter in parameters}
+        rest = [pair for pair in parameters if not any(sync.claims(*pair) for sync in self.syncs)]
         parts: list[tuple[Sync, NamedParameters]] = []
         for sync in self.syncs:
-            piece = [
-                (name, parameter)
-                for name, parameter in parameters
-                if (not claims[name] and sync.may_take(name, parameter) if sync.rest else sync.claims(name, parameter))
-            ]
-            if piece:
+            candidates, takes = (rest, sync.may_take) if sync.rest else (parameters, sync.claims)
+            if piece := [pair for pair in candidates if takes(*pair)]:
                 parts.append((sync, piece))
         return parts
 

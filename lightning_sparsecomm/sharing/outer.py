@@ -10,11 +10,7 @@ OuterOptimizer = Callable[[list[Parameter]], Optimizer]
 
 
 def check_outer(outer: OuterOptimizer | None) -> None:
-    """Refuses an optimizer instead of a callable that makes one.
-
-    Raises:
-        TypeError: `outer` is not None and cannot make an optimizer.
-    """
+    """Raises `TypeError` for anything but None and what can make an optimizer, such as an optimizer itself."""
     if isinstance(outer, Optimizer) or not (outer is None or callable(outer)):
         raise TypeError(
             "outer must make an optimizer from a list of parameters: those that it moves (the anchor) do not exist yet;"

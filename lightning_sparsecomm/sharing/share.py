@@ -1,4 +1,4 @@
-"""A sync at work for one optimizer, with all its state."""
+"""What runs a sync for one optimizer, with all its state."""
 
 import math
 from abc import ABC, abstractmethod
@@ -8,11 +8,8 @@ from typing import Literal
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_sparsecomm.basis.layout import Layout, SparseVector
-from lightning_sparsecomm.basis.rounds import Round
-from lightning_sparsecomm.basis.schedules import Warmup
-from lightning_sparsecomm.basis.wire import Wire
-from lightning_sparsecomm.channel.channel import Channel
+from lightning_sparsecomm.basis import Layout, Round, SparseVector, Warmup, Wire
+from lightning_sparsecomm.channel import Channel
 from lightning_sparsecomm.channel.saved import Saved
 from lightning_sparsecomm.sharing.gradients import NamedParameters, wide_dtype
 
@@ -134,6 +131,12 @@ class Share(ABC):
         self.channel.bind(self.layout, wide_dtype(self.parameters), self.parameters[0][1].device)
         self._bound = self.layout
         return True
+
+    def _count_ddp(self) -> None:
+        """Enters what ddp would have sent."""
+        ledger = self.wire.ledger
+        ledger.ddp_bytes += sum(parameter.nbytes for _, parameter in self.parameters if parameter.requires_grad)
+        ledger.elements += self.layout.size
 
     def _count_sent(self, sent: SparseVector | Tensor) -> None:
         self.wire.ledger.sent_elements += sent.indices.numel() if isinstance(sent, SparseVector) else sent.numel()

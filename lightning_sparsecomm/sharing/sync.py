@@ -9,11 +9,10 @@ from typing import Literal
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_sparsecomm.basis.arguments import check_booleans
+from lightning_sparsecomm.basis import Wire
+from lightning_sparsecomm.basis.arguments import check_booleans, check_whole_number
 from lightning_sparsecomm.basis.parts import Part
-from lightning_sparsecomm.basis.wire import Wire
-from lightning_sparsecomm.channel.clipping import ClipLocalNorm
-from lightning_sparsecomm.channel.momentum import Momentum
+from lightning_sparsecomm.channel import ClipLocalNorm, Momentum
 from lightning_sparsecomm.sharing.gradients import NamedParameters, has_sparse_gradient
 from lightning_sparsecomm.sharing.share import Share
 
@@ -68,10 +67,7 @@ class Sync(Part, ABC):
                     f"{option} must be a list of patterns of parameter names; got {patterns!r}. Use [] for none."
                 )
         check_booleans(rest=rest)
-        if type(min_dimensions) is not int or min_dimensions < 0:
-            raise ValueError(
-                f"min_dimensions must be a whole number, 0 or more; got {min_dimensions!r}. Use 2 for weights only."
-            )
+        check_whole_number("min_dimensions", min_dimensions, 0, "", "Use 2 for weights only.")
         self.parameters = tuple(parameters)
         self.exclude = tuple(exclude)
         self.min_dimensions = min_dimensions
@@ -111,9 +107,7 @@ class Sync(Part, ABC):
     def joining(self, clip: ClipLocalNorm | None, momentum: Momentum | None) -> "Sync":
         """The same sync, which also does what another sync does instead of the optimizer, for all its parameters.
 
-        Args:
-            clip: How each rank's own gradient is clipped; None where it is not.
-            momentum: Applies momentum to what is shared; None where the optimizer does.
+        `clip` clips each rank's own gradient, `momentum` is applied to what is shared; None where not needed.
 
         Raises:
             ValueError: It cannot.
@@ -122,13 +116,7 @@ class Sync(Part, ABC):
 
     @abstractmethod
     def start(self, optimizer: Optimizer, parameters: NamedParameters, wire: Wire) -> Share:
-        """The share that exchanges these parameters of an optimizer.
-
-        Args:
-            optimizer: Whose parameters they are.
-            parameters: Those that belong to this sync, in named-parameter order; equal on all ranks.
-            wire: Where to communicate.
-        """
+        """The share that exchanges these of an optimizer's parameters; arguments as for `Share`."""
 
     def _patterns(self) -> str:
         parts = [f"inside={list(patterns)!r}" for patterns in self.inside if patterns != ("*",)]

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from lightning_sparsecomm.basis.layout import Layout, SparseVector
-from lightning_sparsecomm.channel.contribution import MomentumRule
+from lightning_sparsecomm.basis import Layout, SparseVector
+from lightning_sparsecomm.channel import MomentumRule
 from lightning_sparsecomm.sharing.gradients import NamedParameters
 
 _OFF: dict[str, object] = {"momentum": 0.0, "dampening": 0.0, "nesterov": False, "weight_decay": 0.0}
@@ -159,11 +159,7 @@ def mask_momentum_(
 ) -> None:
     """Sets a torch optimizer's own momentum (`momentum_buffer`, `exp_avg`) to zero where something was sent.
 
-    Args:
-        optimizer: Whose state is changed, as far as there is any.
-        parameters: The parameters that `layout` describes.
-        sent: A vector over them; only the positions of its non-zeros count.
-        layout: Of the vector.
+    `layout` describes the parameters and the vector `sent`, of which only the positions of its non-zeros count.
     """
     indices = sent.indices if isinstance(sent, SparseVector) else sent.nonzero().view(-1)
     parts = zip(parameters, layout.segments, indices.split(layout.counts(indices)))

@@ -2,6 +2,7 @@
 
 import itertools
 import weakref
+from functools import partial
 from typing import Any
 
 from lightning_sparsecomm.frontends.mixin import SynchronizingMixin
@@ -55,18 +56,16 @@ class SparseCommStrategy(str, metaclass=_Either):
         self._arguments = {"method": method, "seed": seed, "check_replicas_every": check_replicas_every, **kwargs}
         self._made = []
         arguments, box, name = self._arguments, self._made, str(self)
-        for index, (registry, strategy) in enumerate(bindings()):
-            if index == 0:
-                # Bad arguments are refused here, not where the Trainer is made.
-                strategy(**self._arguments)
-
+        # Bad arguments are refused here, not where the Trainer is made.
+        bindings()[0][1](**arguments)
+        for registry, strategy in bindings():
             # The registry lives as long as the process: it must hold neither this object nor a model.
             def make(strategy: type = strategy) -> Any:
                 made = strategy(**arguments)
                 box[:] = [weakref.ref(made)]
                 return made
 
-            registry.register(name, make, description="an object of SparseCommStrategy")  # type: ignore[arg-type]
+            registry.register(name, make, description="an object of SparseCommStrategy")
             weakref.finalize(self, registry.remove, name)
         return self
 
@@ -77,7 +76,7 @@ class SparseCommStrategy(str, metaclass=_Either):
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _made_again, (self._arguments,)
+        return partial(SparseCommStrategy, **self._arguments), ()
 
     def __getattr__(self, name: str) -> Any:
         box, arguments = self.__dict__.get("_made"), self.__dict__.get("_arguments", {})
@@ -91,7 +90,3 @@ class SparseCommStrategy(str, metaclass=_Either):
     def __repr__(self) -> str:
         options = ", ".join(f"{name}={value!r}" for name, value in self._arguments.items() if value is not None)
         return f"SparseCommStrategy({options})"
-
-
-def _made_again(arguments: dict[str, Any]) -> SparseCommStrategy:
-    return SparseCommStrategy(**arguments)

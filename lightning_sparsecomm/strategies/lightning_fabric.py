@@ -7,5 +7,3 @@ from lightning_sparsecomm.frontends.fabric import FabricMixin
 
 class SparseCommStrategy(FabricMixin, DDPStrategy):
     __doc__ = FabricMixin.__doc__
-
-    lightning_package = "lightning_fabric"

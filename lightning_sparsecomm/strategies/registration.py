@@ -2,55 +2,56 @@
 
 import importlib
 import sys
-from collections.abc import Callable
-from typing import Protocol
+import traceback
+from typing import TYPE_CHECKING
 
 from lightning_sparsecomm import methods
 from lightning_sparsecomm.frontends.packages import FABRICS, TRAINERS
-from lightning_sparsecomm.sharing.method import Method
+
+if TYPE_CHECKING:
+    from lightning_fabric.strategies.registry import _StrategyRegistry
 
 START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork"}
 """Suffixes of strategy names, and how each starts its processes, like Lightning's `ddp`, `ddp_spawn`, `ddp_fork`."""
 
 
-class Registry(Protocol):
-    """A strategy registry of Lightning, as far as we use it."""
-
-    def register(
-        self, name: str, strategy: type, description: str, override: bool = ..., **init_params: object
-    ) -> Callable[..., object]: ...
-    def remove(self, name: str) -> None: ...
+def strategy_in(module: str) -> type:
+    """The SparseCommStrategy of one of our modules."""
+    strategy: type = importlib.import_module(f"lightning_sparsecomm.strategies.{module}").SparseCommStrategy
+    return strategy
 
 
-def bindings() -> list[tuple[Registry, type]]:
+def bindings() -> "list[tuple[_StrategyRegistry, type]]":
     """The registry of every Trainer and Fabric that is installed, with our strategy for it."""
-    found = []
-    for names, registry in ((TRAINERS, "StrategyRegistry"), (FABRICS, "STRATEGY_REGISTRY")):
-        for name in names:
-            ours = importlib.import_module(f"lightning_sparsecomm.strategies.{name}").SparseCommStrategy
-            found.append((getattr(importlib.import_module(f"{name}.strategies"), registry), ours))
-    return found
+    return [
+        (getattr(importlib.import_module(f"{name}.strategies"), registry), strategy_in(name))
+        for names, registry in ((TRAINERS, "StrategyRegistry"), (FABRICS, "STRATEGY_REGISTRY"))
+        for name in names
+    ]
 
 
 def trainer_strategy() -> type:
     """The top-level SparseCommStrategy: that of the one package in use, or one that any Trainer or Fabric accepts.
 
-    LightningCLI needs a class of its own package. Which package that is, its module `cli` tells, which we never import.
+    LightningCLI needs a class of its own package. Which package that is, its module `cli` tells, which we never import;
+    if both are imported, the one that calls us.
     """
-    running = [name for name in TRAINERS if f"{name}.cli" in sys.modules]
-    candidates = TRAINERS if len(TRAINERS) == 1 else running
-    if len(candidates) == 1:
-        ours: type = importlib.import_module(f"lightning_sparsecomm.strategies.{candidates[0]}").SparseCommStrategy
-        return ours
-    return importlib.import_module("lightning_sparsecomm.strategies.either").SparseCommStrategy  # type: ignore[no-any-return]
+    imported = [name for name in TRAINERS if f"{name}.cli" in sys.modules]
+    calling = [name for name in TRAINERS if f"{name}.cli" in _callers()] if len(imported) > 1 else imported
+    candidates = TRAINERS if len(TRAINERS) == 1 else calling
+    return strategy_in(candidates[0] if len(candidates) == 1 else "either")
+
+
+def _callers() -> set[str]:
+    """The names of the modules whose functions are running."""
+    return {frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_stack(None)}
 
 
 def register_strategies() -> None:
     """Enters `sparsecomm`, and a name for each method, with Lightning's three ways to start processes."""
-    names: dict[str, Method | None] = {"sparsecomm": None}
-    names.update({f"sparsecomm_{name}": recipe() for name, recipe in methods.RECIPES.items()})
+    recipes = {f"sparsecomm_{name}": recipe() for name, recipe in methods.RECIPES.items()}
     for registry, strategy in bindings():
-        for name, method in names.items():
+        for name, method in {"sparsecomm": None, **recipes}.items():
             for suffix, start_method in START_METHODS.items():
                 registry.register(
                     name + suffix,

@@ -6,7 +6,7 @@ import importlib
 import pytest
 
 
-@pytest.mark.parametrize("name", ["arguments", "layout", "schedules"])
+@pytest.mark.parametrize("name", ["arguments", "layout", "scheduled", "schedules"])
 def test_docstrings(name: str) -> None:
     results = doctest.testmod(importlib.import_module(f"lightning_sparsecomm.basis.{name}"))
     assert results.failed == 0

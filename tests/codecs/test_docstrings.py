@@ -10,13 +10,12 @@ from lightning_sparsecomm import codecs
 
 MODULES = [module.name for module in pkgutil.walk_packages(codecs.__path__, f"{codecs.__name__}.")]
 EXAMPLES = {
-    "lightning_sparsecomm.codecs.indices.base",
+    "lightning_sparsecomm.codecs.registry",
     "lightning_sparsecomm.codecs.selectors.blocks",
     "lightning_sparsecomm.codecs.selectors.chunks",
     "lightning_sparsecomm.codecs.selectors.one_sided",
     "lightning_sparsecomm.codecs.selectors.top_k",
     "lightning_sparsecomm.codecs.sketch",
-    "lightning_sparsecomm.codecs.values.base",
 }
 
 

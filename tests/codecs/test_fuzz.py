@@ -45,7 +45,6 @@ from lightning_sparsecomm.codecs import (
     open_envelope,
     seal,
 )
-from lightning_sparsecomm.codecs.indices import bits, words
 from lightning_sparsecomm.kernels import PositionKernels
 from lightning_sparsecomm.kernels.positions import cpu
 from lightning_sparsecomm.kernels.positions.cpu import CpuPositionKernels
@@ -143,8 +142,7 @@ def kernels_in_use(kernels: PositionKernels) -> Iterator[Guarded]:
 
     guarded = Guarded()
     with (
-        mock.patch.object(bits, "position_kernels_for", chosen),
-        mock.patch.object(words, "position_kernels_for", chosen),
+        mock.patch("lightning_sparsecomm.codecs.indices.position_kernels_for", chosen),
         mock.patch.object(cpu, "np", guarded),
     ):
         yield guarded

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +16,7 @@ from lightning_sparsecomm.exchange.status import (
     masked,
     read_counts,
     read_envelopes,
-    read_status_bits,
-    status_bits,
+    union_of,
     write_counts_,
 )
 
@@ -36,13 +36,24 @@ RANKS = [
 ]
 
 
+class OneAfterAnother:
+    """A wire that joins each bitmap with those before it, as if ranks came one after another."""
+
+    def __init__(self) -> None:
+        self.joined = torch.zeros(1, dtype=torch.uint8)
+
+    def all_reduce_or_(self, bitmap: Tensor) -> Tensor:
+        self.joined = self.joined | bitmap
+        return self.joined
+
+
 @pytest.mark.parametrize(("ranks", "anyone"), RANKS)
 def test_present_is_who_has_a_gradient_on_any_rank_however_it_travels(
     wire: Wire, ranks: list[list[bool]], anyone: list[bool]
 ) -> None:
     vectors = [vector(present) for present in ranks]
-    bits = [bit for each in vectors for bit in status_bits(each, 3)]
-    assert read_status_bits(bits, vectors[0], CONTEXT, wire) == anyone
+    joining: Any = OneAfterAnother()
+    assert [agree(each, CONTEXT, joining) for each in vectors][-1] == anyone
     for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
         counts = torch.zeros(len(vectors), 3, dtype=dtype)
         for row, each in zip(counts, vectors, strict=True):
@@ -54,11 +65,14 @@ def test_present_is_who_has_a_gradient_on_any_rank_however_it_travels(
     assert wire.ledger.rows == {}
 
 
-def test_bits_are_two_for_each_segment() -> None:
-    assert status_bits(vector(), 3) == [0, 1, 2]
-    assert status_bits(vector([True, False, True]), 3) == [0, 2]
-    assert status_bits(vector([True, False, True], nonfinite_segment=1), 3) == [0, 2, 4]
-    assert status_bits(vector([False] * 3), 3) == []
+def test_positions_share_a_bitmap_with_the_status() -> None:
+    joining: Any = OneAfterAnother()
+    union_of(torch.tensor([0, 1]), 2, vector([True, False, False]), CONTEXT, joining)
+    # Two positions, then two bits for each of three segments.
+    assert joining.joined.tolist() == [0b00000111]
+    joining.joined = torch.tensor([0b00001010], dtype=torch.uint8)
+    found, present = union_of(torch.tensor([0]), 2, vector([True, False, False]), CONTEXT, joining)
+    assert (found.tolist(), present) == ([0, 1], [True, True, False])
 
 
 def test_a_rank_agrees_with_itself(wire: Wire) -> None:
@@ -76,7 +90,7 @@ def test_one_that_is_not_finite_is_named_however_it_travels(wire: Wire) -> None:
     envelopes = [Envelope(torch.empty(0, dtype=torch.uint8), None, 1)]
     for find in (
         lambda: agree(bad, CONTEXT, wire),
-        lambda: read_status_bits(status_bits(bad, 3), bad, CONTEXT, wire),
+        lambda: union_of(torch.tensor([1]), 2, bad, CONTEXT, wire),
         lambda: read_counts(counts + torch.ones(3), bad, CONTEXT, wire),
         lambda: read_envelopes(envelopes, CONTEXT),
     ):

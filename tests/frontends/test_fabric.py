@@ -11,6 +11,8 @@ from lightning_fabric.plugins.precision import MixedPrecision as FabricMixedPrec
 from pytorch_lightning.plugins.environments import TorchElasticEnvironment
 from torch import nn
 
+from lightning_sparsecomm import Channel, DeltaSync, GradientSync, Method
+from lightning_sparsecomm.exchange import DenseAllReduce
 from lightning_sparsecomm.methods import dgc, gradient_dropping
 from lightning_sparsecomm.strategies.lightning_fabric import SparseCommStrategy as FabricStrategy
 from tests.distributed.launch import run_ranks
@@ -23,7 +25,10 @@ class Scaler:
 def _train_by_hand(rank: int, case: str) -> str:
     os.environ.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"})
     os.environ.update({"MASTER_ADDR": "localhost", "MASTER_PORT": "0"})
-    method = gradient_dropping(exclude=["2.bais"] if case == "exclude matches nothing" else ["2.bias"])
+    method: Method = gradient_dropping(exclude=["2.bais"] if case == "exclude matches nothing" else ["2.bias"])
+    if case == "clipping over unshared gradients":
+        exchange = Channel(DenseAllReduce())
+        method = Method([GradientSync(exchange, ["0.*"]), DeltaSync(exchange, parameters=["2.*"])])
     plugins: list[Any] = [TorchElasticEnvironment()]
     if "loss scaler" in case:
         scaler: Any = Scaler() if "of another kind" in case else torch.amp.GradScaler("cpu")
@@ -38,7 +43,7 @@ def _train_by_hand(rank: int, case: str) -> str:
         make = torch.optim.LBFGS if case == "LBFGS" else torch.optim.SGD
         module, optimizer = fabric.setup(network, make([*network.parameters(), *strange], lr=0.1))
         fabric.backward(module(torch.ones(2, 6)).sum())
-        if case == "backward after clipping":
+        if "clipping" in case:
             fabric.clip_gradients(module, optimizer, max_norm=0.1)
             fabric.backward(module(torch.ones(2, 6)).sum())
         (optimizer.optimizer if case == "step past the strategy" else optimizer).step()
@@ -58,9 +63,11 @@ def _train_by_hand(rank: int, case: str) -> str:
         ("LBFGS", "TypeError: the method is not defined for LBFGS: "),
         ("parameter that the model lacks", "ValueError: the optimizer holds 1 parameter(s) that the model lacks"),
         ("backward after clipping", "RuntimeError: a backward pass added to gradients of SGD"),
+        ("clipping over unshared gradients", "ValueError: gradients cannot be clipped by norm where a method shares"),
         ("step past the strategy", "RuntimeError: SGD.step() was called past the strategy"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:one process")
 def test_fabric(case: str, text: str, tmp_path: Path) -> None:
     (found,) = run_ranks(tmp_path, 1, _train_by_hand, case)
     assert found.startswith(text) if text else not found

@@ -58,12 +58,6 @@ class Strategy(SavingMixin, Base):
             backward(self._engine, self.module)
             step(self._engine, self.optimizer)
 
-    def end(self) -> None:
-        self._keep_state()
-        if self._engine is not None:
-            self._engine.close()
-        self._engine = None
-
     def found(self, path: Path) -> int:
         return len(RankFiles(path, self.checkpoint_io).found())
 
@@ -81,7 +75,7 @@ def make(wire: Wire) -> Iterator[Make]:
 
     yield strategy
     for each in made:
-        each.end()
+        each._end()
 
 
 def test_what_was_written_is_taken_over(make: Make, tmp_path: Path) -> None:
@@ -115,7 +109,7 @@ def test_earlier_files_go_with_the_next_barrier(make: Make, tmp_path: Path) -> N
 def test_a_checkpoint_after_the_run_holds_its_last_state(make: Make, tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
     strategy = make(gradient_dropping(0.3), steps=2)
-    strategy.end()
+    strategy._end()
     strategy._write_state(path, CHECKPOINT, {}, to_resume=True)
     resumed = make(gradient_dropping(0.3))
     resumed.resume(path)

@@ -8,8 +8,8 @@ import pytest
 
 from lightning_sparsecomm.channel import ErrorFeedback
 from lightning_sparsecomm.exchange import BlockReduce, DenseAllReduce, SketchedTopK
-from lightning_sparsecomm.methods import s2_reducer, sketched_sgd
-from lightning_sparsecomm.sharing import GradientSync, Method
+from lightning_sparsecomm.methods import dense, s2_reducer, sketched_sgd
+from lightning_sparsecomm.sharing import BucketSync, GradientSync, Method
 
 
 def syncs(method: Method) -> list[GradientSync]:
@@ -64,3 +64,18 @@ def test_s2_reducer_has_a_sync_for_each_kind_of_parameter() -> None:
 def test_refuses(make: Callable[[], Any], text: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(text)}"):
         make()
+
+
+def test_dense_is_one_bucket_sync() -> None:
+    (sync,) = dense("bfloat16").syncs
+    assert isinstance(sync, BucketSync)
+    assert sync.wire_dtype == "bfloat16"
+    assert dense().averaging is None
+    assert dense().fallback is None
+
+
+def test_dense_refuses_an_unknown_dtype() -> None:
+    with pytest.raises(
+        ValueError, match=r"wire_dtype must be one of same, float32, float16, bfloat16; got 'fp16'.*'same'"
+    ):
+        dense("fp16")  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ from torch import nn
 from lightning_sparsecomm.basis import Wire
 from lightning_sparsecomm.methods import dgc, gradient_dropping
 from lightning_sparsecomm.run import agreement
-from lightning_sparsecomm.run.agreement import Fact, facts_of_optimizers, facts_of_run, facts_of_weights, plain_repr
+from lightning_sparsecomm.run.agreement import Fact, digest_of, facts_of_optimizers, facts_of_run, plain_repr
 from lightning_sparsecomm.run.engine import Engine
 from lightning_sparsecomm.sharing import Method
 from tests.run.training import chain
@@ -28,7 +28,7 @@ def test_the_facts_of_a_run() -> None:
     weight, frozen = nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(2).bfloat16(), requires_grad=False)
     lazy = nn.LazyLinear(3).weight
     named = [("a", weight), ("b", frozen), ("c", lazy)]
-    facts = topics(facts_of_run(gradient_dropping(), 3, None, named, scales_loss=True))
+    facts = topics(facts_of_run(gradient_dropping(), named, 3, None, scales_loss=True))
     assert facts["seed"] == "3"
     assert facts["check_replicas_every"] == "None"
     assert facts["method"] == plain_repr(gradient_dropping())
@@ -54,10 +54,9 @@ def test_weights_are_compared_by_their_bits() -> None:
     x = torch.randn(2, 3, 2, 2)
     turned = x.contiguous(memory_format=torch.channels_last)
     half = x.bfloat16()
-    digests = [fact.value for fact in facts_of_weights({"a": x, "b": turned, "c": -x * 0, "d": x * 0, "e": half}, 7)]
+    digests = [digest_of(tensor) for tensor in (x, turned, -x * 0, x * 0, half)]
     assert digests[0] == digests[1]
     assert len(set(digests)) == 4
-    assert facts_of_weights({"a": x}, 7)[0].topic == "parameter 'a' after optimizer step 7"
 
 
 def test_the_first_difference_is_named_by_rank() -> None:
@@ -92,7 +91,7 @@ def test_a_rank_alone_agrees_without_a_collective(wire: Wire) -> None:
     assert number > 0
     engine.agreement.on_setup()
     assert engine.agreement.run == number
-    engine.agreement.on_optimizers()
+    engine.agreement.on_optimizers([])
     engine.agreement.on_weights([(3, {id(p): p for _, p in engine.registry.named})])
     assert wire.ledger.rows == {}
     engine.close()

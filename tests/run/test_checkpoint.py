@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_sparsecomm.basis import Wire
-from lightning_sparsecomm.run.checkpoint import FORMAT, RankFile, RankFiles, read, save_number
+from lightning_sparsecomm.run.checkpoint import FORMAT, RankFile, RankFiles, read
 from lightning_sparsecomm.run.contents import fingerprint_of
 
 CPU = torch.device("cpu")
@@ -55,13 +55,6 @@ def test_a_name_says_whose_and_of_which_save(tmp_path: Path) -> None:
     (Path(files.folder) / "rank_3_of_8.pt").write_text("another stranger's")
     assert files.found() == [file]
     assert load(files.path(file)) == {"a": 1}
-
-
-def test_a_save_is_named_by_the_run_and_its_steps() -> None:
-    numbers = {save_number(run, steps) for run in (1, 2) for steps in ([], [1], [1, 1], [2])}
-    assert len(numbers) == 8
-    assert all(0 <= number < 2**64 for number in numbers)
-    assert save_number(1, iter([1, 1])) == save_number(1, [1, 1])
 
 
 def test_earlier_saves_go_when_the_new_one_is_there(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def total_norm(module: torch.nn.Module) -> float:
 def test_the_trainers_threshold_is_taken_over(local: Engine) -> None:
     module, optimizer, _ = ready(local)
     norm = total_norm(module)
-    local.clipping.take_over(norm / 4, by_value=False)
+    local.take_over_clipping(norm / 4, by_value=False)
     local.synchronize(optimizer)
     assert total_norm(module) == pytest.approx(norm / 4, rel=1e-5)
     assert local.register(optimizer).norm == pytest.approx(norm, rel=1e-5)
@@ -57,10 +57,10 @@ def test_a_threshold_of_the_methods_own(wire: Wire) -> None:
     engine = Engine(clipping(1e-3), wire)
     module, optimizer, _ = ready(engine)
     with pytest.raises(ValueError, match=r"clip=0.001 of the method and 0.5 .*two thresholds for one clipping"):
-        engine.clipping.take_over(0.5, by_value=False)
+        engine.take_over_clipping(0.5, by_value=False)
     with pytest.raises(ValueError, match="two thresholds for one clipping"):
         engine.clip(optimizer, 0.5, by_value=False)
-    engine.clipping.take_over(1e-3, by_value=False)
+    engine.take_over_clipping(1e-3, by_value=False)
     engine.synchronize(optimizer)
     assert total_norm(module) == pytest.approx(1e-3, rel=1e-5)
     engine.close()
@@ -68,20 +68,20 @@ def test_a_threshold_of_the_methods_own(wire: Wire) -> None:
 
 def test_each_ranks_gradient_cannot_be_clipped_by_value(local: Engine) -> None:
     _, optimizer, _ = ready(local)
-    for call in (lambda: local.clipping.take_over(0.5, True), lambda: local.clip(optimizer, 0.5, True)):
+    for call in (lambda: local.take_over_clipping(0.5, True), lambda: local.clip(optimizer, 0.5, True)):
         with pytest.raises(ValueError, match=r"gradient_clip_algorithm must be 'norm'.*got 'value'"):
             call()
 
 
 def test_a_threshold_must_be_a_number(local: Engine) -> None:
     with pytest.raises(ValueError, match=r"gradient_clip_val must be a number.*got nan"):
-        local.clipping.take_over(math.nan, by_value=False)
+        local.take_over_clipping(math.nan, by_value=False)
 
 
 @pytest.mark.parametrize("by_value", [True, False])
 def test_otherwise_the_gradient_is_only_shared(engine: Engine, by_value: Any) -> None:
     module, optimizer, shared = ready(engine)
-    engine.clipping.take_over(1e-3, by_value)
+    engine.take_over_clipping(1e-3, by_value)
     assert not engine.clips(optimizer)
     assert not engine.clip(optimizer, 1e-3, by_value)
     assert equal(gradients(module), shared)

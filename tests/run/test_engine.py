@@ -231,3 +231,13 @@ def test_the_method_can_serve_again(wire: Wire) -> None:
         norms.append(engine.residual_norm())
         engine.close()
     assert norms[0] == norms[1] > 0
+
+
+def test_a_save_is_named_by_the_run_and_its_steps(engine: Engine) -> None:
+    tracked = [engine.register(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)) for _ in range(2)]
+    numbers = set()
+    for engine.agreement.run in (1, 2):
+        for tracked[0].steps, tracked[1].steps in ((0, 0), (1, 0), (0, 1), (1, 1)):
+            numbers.add(engine.save_number())
+    assert len(numbers) == 8
+    assert all(0 <= number < 2**64 for number in numbers)

@@ -112,4 +112,4 @@ def test_a_turn_of_nobody_is_nothing() -> None:
 
 def test_a_commit_that_is_interrupted_leaves_no_share_in_between() -> None:
     events = taken(("a", False, ""), ("b", False, "commit"), ("c", False, ""))
-    assert events[-5:] == ["commit a", "commit b", "abort a", "abort b", "abort c"]
+    assert events[-5:] == ["commit a", "commit b", "abort c", "abort b", "abort a"]

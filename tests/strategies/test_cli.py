@@ -1,6 +1,7 @@
 """Strategy, method and every part from YAML and the command line, in both packages' LightningCLI."""
 
 import importlib
+import inspect
 import re
 import sys
 from collections.abc import Callable
@@ -106,6 +107,14 @@ def test_defaults_are_those_of_python(cli: Cli, package: str) -> None:
         assert strategy._timeout == python._timeout
     strategy = cli(with_strategy(method=part("methods.dense"))).trainer.strategy
     assert repr(strategy.method) == repr(dense())
+
+
+def test_of_two_clis_that_are_imported_the_one_that_runs_is_meant(cli: Cli, package: str) -> None:
+    for each in PACKAGES:
+        importlib.import_module(f"{each}.cli")
+    strategy = cli(with_strategy(seed=4)).trainer.strategy
+    assert type(strategy) is importlib.import_module(f"lightning_sparsecomm.strategies.{package}").SparseCommStrategy
+    assert strategy.seed == 4
 
 
 @in_one_package
@@ -301,7 +310,7 @@ def summary_of(part: Any) -> str:
 
 def described(part: Any, name: str) -> str:
     """What a docstring says of an argument, up to the next one."""
-    found = re.search(rf"\n {{8}}{name}: (.*?)(?=\n {{0,8}}\S|\n\n|$)", part.__doc__, re.DOTALL)
+    found = re.search(rf"\n {{4}}{name}: (.*?)(?=\n {{0,4}}\S|\n\n|$)", inspect.getdoc(part) or "", re.DOTALL)
     assert found is not None, f"{part.__name__} does not describe {name}"
     return words(found[1])
 
@@ -311,7 +320,7 @@ def test_help_of_the_strategy(cli: Cli, package: str, capsys: pytest.CaptureFixt
     strategy = importlib.import_module(f"lightning_sparsecomm.strategies.{package}").SparseCommStrategy
     assert summary_of(strategy) in text
     for name in ("method", "seed", "check_replicas_every"):
-        assert described(strategy, name) in text
+        assert described(strategy.__init__, name) in text
     assert "--trainer.strategy.find_unused_parameters FIND_UNUSED_PARAMETERS Traverse the autograd graph" in text
     assert "--trainer.strategy.start_method {popen,spawn,fork,forkserver}" in text
     for method in ("dense", "gradient_dropping"):

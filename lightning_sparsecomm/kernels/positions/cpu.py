@@ -52,7 +52,8 @@ class CpuPositionKernels(PositionKernels):
 
     def read_bitmap(self, section: Tensor, count: int) -> Parsed:
         found = np.empty(min(count, 8 * section.numel()) + 1, np.int64)
-        held, end = _read_bitmap(section.contiguous().numpy(), found)
+        held, byte = _read_bitmap(section.contiguous().numpy(), found)
+        end = 8 * byte + int(section[byte]).bit_length() if held else 0
         return Parsed(torch.from_numpy(found[: min(held, count)]), held, end)
 
     def spans(self, starts: Tensor, lengths: Tensor) -> Tensor:
@@ -210,12 +211,12 @@ def _write_bitmap(indices: Positions, section: Bytes) -> None:
 
 @compiled
 def _read_bitmap(section: Bytes, found: Positions) -> tuple[int, int]:
-    """Returns how many positions there are, and the bit where the last one ends. `found` has one spare entry."""
+    """Returns how many positions there are, and the byte that holds the last one. `found` has one spare entry."""
     words = _words(section)
     flags = words.view(np.uint8)
     last = found.size - 1
     held = 0
-    end = 0
+    last_byte = 0
     for word in range(words.size):
         if words[word]:
             for byte in range(8 * word, 8 * word + 8):
@@ -225,14 +226,8 @@ def _read_bitmap(section: Bytes, found: Positions) -> tuple[int, int]:
                     for bit in range(8):
                         found[min(held, last)] = 8 * byte + bit
                         held += bits >> bit & 1
-                    end = byte
-    if held:
-        bits = int(np.int64(flags[end]))
-        end *= 8
-        while bits:
-            bits >>= 1
-            end += 1
-    return held, end
+                    last_byte = byte
+    return held, last_byte
 
 
 @compiled

@@ -4,12 +4,14 @@ Indices are unsigned, so numba generates no code for negative ones that count fr
 and an offset rather than a view, because numba counts references to views.
 """
 
+from functools import lru_cache
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_sparsecomm.kernels.numba_jit import Flags, Floats, Positions, Scalar, Words, compiled, prefetch
-from lightning_sparsecomm.kernels.sketch.cpu_network import GREATER, LESSER, Network, median_network
 from lightning_sparsecomm.kernels.sketch.reference import (
     BLOCK,
     GOLDEN,
@@ -26,6 +28,8 @@ from lightning_sparsecomm.kernels.updates.cpu import FLAGS_PER_WORD, append_flag
 _GOLDEN = np.uint64(GOLDEN)
 _FIRST, _SECOND = (np.uint64(multiplier) for multiplier in MULTIPLIERS)
 _ONE, _TWO = np.uint64(1), np.uint64(2)
+
+Network = NDArray[np.int64]
 
 # Blocks hashed together. Their estimates, for five rows in float32, stay in the L1 cache.
 _GROUP = 16
@@ -64,6 +68,32 @@ class CpuSketchKernels(SketchKernels):
         least, found = values.dtype.type(threshold), (positions.numpy(), estimates.numpy())
         count = _reaching(values, *_parameters(table, seed), network, size, least, *found)
         return Candidates(positions[:count], estimates[:count]) if count <= room else None
+
+
+@lru_cache
+def median_network(rows: int) -> Network:
+    """Comparisons that put the middle one or two of `rows` in their sorted places: `[comparisons, 2]`, pairs of rows.
+
+    Batcher's odd-even merge sort, without the comparisons that don't matter.
+    """
+    comparisons = []
+    length = 1
+    while length < rows:
+        gap = length
+        while gap:
+            for begin in range(gap % length, rows - gap, 2 * gap):
+                for low in range(begin, min(begin + gap, rows - gap)):
+                    if low // (2 * length) == (low + gap) // (2 * length):
+                        comparisons.append((low, low + gap))
+            gap //= 2
+        length *= 2
+    needed = {(rows - 1) // 2, rows // 2}
+    kept = []
+    for pair in reversed(comparisons):
+        if not needed.isdisjoint(pair):
+            kept.append(pair)
+            needed.update(pair)
+    return np.array(kept[::-1], np.int64).reshape(-1, 2)
 
 
 def _parameters(table: Tensor, seed: int) -> tuple[Words, int]:
@@ -160,26 +190,13 @@ def _insert_at(table: Floats, positions: Positions, values: Floats, keys: Words,
 
 
 @compiled
-def _order(rows: Floats, pitch: int, size: int, low: int, high: int, kept: int) -> None:
-    """Compares two rows elementwise: writes the lesser to row `low`, the greater to row `high`, or both.
-
-    Rows have `pitch` elements, of which the first `size` are compared.
-    """
-    # Three loops, because each of them vectorizes to a minimum, a maximum, or both.
-    first, second = np.uint64(low * pitch), np.uint64(high * pitch)
-    if kept == LESSER:
-        for i in range(size):
-            a, b = rows[first + np.uint64(i)], rows[second + np.uint64(i)]
-            rows[first + np.uint64(i)] = a if a < b else b
-    elif kept == GREATER:
-        for i in range(size):
-            a, b = rows[first + np.uint64(i)], rows[second + np.uint64(i)]
-            rows[second + np.uint64(i)] = a if a > b else b
-    else:
-        for i in range(size):
-            a, b = rows[first + np.uint64(i)], rows[second + np.uint64(i)]
-            rows[first + np.uint64(i)] = a if a < b else b
-            rows[second + np.uint64(i)] = a if a > b else b
+def _order(rows: Floats, size: int, low: int, high: int) -> None:
+    """Compares the first `size` elements of two rows: leaves the lesser in row `low`, the greater in row `high`."""
+    first, second = rows[low], rows[high]
+    for i in range(size):
+        a, b = first[i], second[i]
+        first[i] = a if a < b else b
+        second[i] = a if a > b else b
 
 
 @compiled
@@ -190,51 +207,33 @@ def _middle(a: Scalar, b: Scalar, c: Scalar) -> Scalar:
 
 
 @compiled
-def _median_of_three(x: Floats, y: Floats, z: Floats, out: Floats) -> None:
-    zero = out.dtype.type(0)
-    for i in range(out.size):
-        out[i] = _middle(x[i], y[i], z[i]) + zero
-
-
-@compiled
-def _median_of_five(v: Floats, w: Floats, x: Floats, y: Floats, z: Floats, out: Floats) -> None:
-    zero = out.dtype.type(0)
-    for i in range(out.size):
-        a, b, c, d, e = v[i], w[i], x[i], y[i], z[i]
-        # The least and the greatest of two pairs cannot be the median. The median of the other three is.
-        low, high = a if a < b else b, a if a > b else b
-        lower, higher = c if c < d else d, c if c > d else d
-        low = low if low > lower else lower
-        high = high if high < higher else higher
-        out[i] = _middle(low, high, e) + zero
-
-
-@compiled
 def _median(estimates: Floats, network: Network, out: Floats) -> None:
     """Writes to `out` the medians over the rows of `estimates`, whose contents may be reordered.
 
     `estimates` is `[rows, columns]`; only as many columns as `out` has elements are read.
     """
-    rows, pitch = estimates.shape
-    size = out.size
+    rows, size = estimates.shape[0], out.size
+    zero, half = out.dtype.type(0), out.dtype.type(0.5)
     # The usual numbers of rows are done in registers. Adding zero turns −0 into +0.
     if rows == 3:
-        _median_of_three(estimates[0], estimates[1], estimates[2], out)
+        for i in range(size):
+            out[i] = _middle(estimates[0, i], estimates[1, i], estimates[2, i]) + zero
         return
     if rows == 5:
-        _median_of_five(estimates[0], estimates[1], estimates[2], estimates[3], estimates[4], out)
+        for i in range(size):
+            a, b, c, d = estimates[0, i], estimates[1, i], estimates[2, i], estimates[3, i]
+            # The least and the greatest of two pairs cannot be the median. The median of the other three is.
+            low, high = a if a < b else b, a if a > b else b
+            lower, higher = c if c < d else d, c if c > d else d
+            low = low if low > lower else lower
+            high = high if high < higher else higher
+            out[i] = _middle(low, high, estimates[4, i]) + zero
         return
-    flat = estimates.reshape(-1)
-    for i in range(network.shape[0]):
-        _order(flat, pitch, size, network[i, 0], network[i, 1], network[i, 2])
-    lower, upper = estimates[(rows - 1) // 2], estimates[rows // 2]
-    zero, half = out.dtype.type(0), out.dtype.type(0.5)
-    if rows % 2:
-        for i in range(size):
-            out[i] = upper[i] + zero
-    else:
-        for i in range(size):
-            out[i] = (lower[i] + upper[i]) * half + zero
+    for j in range(network.shape[0]):
+        _order(estimates, size, network[j, 0], network[j, 1])
+    first, second = estimates[(rows - 1) // 2], estimates[rows // 2]
+    for i in range(size):
+        out[i] = (second[i] if rows % 2 else (first[i] + second[i]) * half) + zero
 
 
 Scratch = tuple[Words, Words, Floats]

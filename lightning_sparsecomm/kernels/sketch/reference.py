@@ -76,9 +76,8 @@ class SketchKernels:
     def insert_at_(self, table: Tensor, positions: Tensor, values: Tensor, seed: int) -> None:
         """Adds elements with given positions and `values` (`[m]`) to each row in place; on the CPU, in that order."""
         width = block_of(table.shape[1])
-        for start in range(0, positions.numel(), _PIECE):
-            part = positions[start : start + _PIECE]
-            self._add_(table, part // width, part % width, values[start : start + _PIECE], seed)
+        for at, part in zip(positions.split(_PIECE), values.split(_PIECE)):
+            self._add_(table, at // width, at % width, part, seed)
 
     def query(self, table: Tensor, size: int, seed: int, stride: int = 1) -> Tensor:
         """Estimates a vector's elements, or only those in every `stride`-th block: `[m]`, in order of position."""
@@ -90,11 +89,8 @@ class SketchKernels:
     def query_at(self, table: Tensor, positions: Tensor, seed: int) -> Tensor:
         """Estimates the elements at `positions`: `[m]`."""
         width = block_of(table.shape[1])
-        estimates = table.new_empty(positions.numel())
-        for start in range(0, positions.numel(), _PIECE):
-            part = positions[start : start + _PIECE]
-            estimates[start : start + _PIECE] = self._estimates(table, part // width, part % width, seed)
-        return estimates
+        parts = positions.split(_PIECE)
+        return torch.cat([self._estimates(table, part // width, part % width, seed) for part in parts])
 
     def reaching(self, table: Tensor, size: int, threshold: float, capacity: int, seed: int) -> Candidates | None:
         """Finds the elements whose estimates reach a positive threshold in magnitude; None if more than `capacity`.

@@ -1,14 +1,13 @@
 """Updates in numba: one pass changes residual and velocity, and notes which magnitudes reach a threshold."""
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_sparsecomm.kernels.numba_jit import Bits, Flags, Floats, Positions, Scalar, Unsigned, compiled
+from lightning_sparsecomm.kernels.numba_jit import Bits, Flags, Floats, Positions, Scalar, compiled
 from lightning_sparsecomm.kernels.updates.cpu_reductions import (
     find_largest,
     kth_largest_key,
@@ -35,19 +34,13 @@ _PIECE = 4096
 class Cpu(Reference):
     """Numba kernels for contiguous float32 and float64 vectors on the CPU."""
 
-    def probe(self, update: Update, stride: int) -> Tensor:
-        (residual, velocity, gradient, bits), factors = _arguments(update._replace(checked=False))
-        sample = Vectors(
-            residual[::stride].copy(), velocity[::stride].copy(), gradient[::stride].copy(), bits[::stride].copy()
-        )
-        _update(sample, factors, update.kind, factors.keep, np.empty(0, np.int64))
-        return torch.from_numpy(np.abs(sample.residual))
-
     def update_(self, update: Update, threshold: float | None, capacity: int) -> Tensor | None:
-        vectors, factors = _arguments(update)
-        residual = vectors.residual
+        residual, gradient = update.residual.numpy(), update.gradient.numpy()
+        velocity = residual if update.velocity is None else update.velocity.numpy()
+        numbers = update.keep, update.scale, update.momentum, update.gain, update.lookahead or 0.0, threshold or 0.0
+        factors = Factors._make(map(residual.dtype.type, numbers))
         found = np.empty(0 if threshold is None else min(capacity, residual.size) + FLAGS_PER_WORD, np.int64)
-        count, in_range = _update(vectors, factors, update.kind, residual.dtype.type(threshold or 0.0), found)
+        count, in_range = _update(residual, velocity, gradient, factors, update.checked, update.kind, found)
         if not in_range:
             raise OutOfRangeError
         return torch.from_numpy(found[:0]) if threshold is None else _within_capacity(found, count)
@@ -81,44 +74,15 @@ class Cpu(Reference):
         return torch.from_numpy(energies)
 
 
-class Vectors(NamedTuple):
-    """The vectors of an `Update`, `[n]`; without a velocity, that is the residual. `bits` are the gradient's."""
-
-    residual: Floats
-    velocity: Floats
-    gradient: Floats
-    bits: Bits
-
-
 class Factors(NamedTuple):
-    """The numbers of an `Update` in its dtype, and what `_range_check` returns."""
+    """The numbers of an `Update`, and the threshold, in the update's dtype."""
 
     keep: Scalar
     scale: Scalar
     momentum: Scalar
     gain: Scalar
     lookahead: Scalar
-    mask: Unsigned
-    limit: Unsigned
-
-
-def _arguments(update: Update) -> tuple[Vectors, Factors]:
-    residual, gradient = update.residual.numpy(), update.gradient.numpy()
-    velocity = residual if update.velocity is None else update.velocity.numpy()
-    numbers = update.keep, update.scale, update.momentum, update.gain, update.lookahead or 0.0
-    factors = Factors._make((*map(residual.dtype.type, numbers), *_range_check(gradient.dtype, update.checked)))
-    return Vectors(residual, velocity, gradient, gradient.view(f"u{gradient.itemsize}")), factors
-
-
-@lru_cache
-def _range_check(dtype: np.dtype[np.floating], checked: bool) -> tuple[Unsigned, Unsigned]:
-    """Mask and limit: an element is out of range where (bits & mask) >= limit.
-
-    Without their sign, the bits of a float order its magnitude, and infinities and NaNs come last. If unchecked, the
-    mask is 0, so every element is in range.
-    """
-    limit, sign = np.array([LIMIT, -0.0], dtype).view(f"u{dtype.itemsize}")
-    return (~sign if checked else sign - sign), limit
+    threshold: Scalar
 
 
 def _within_capacity(found: Positions, count: int) -> Tensor | None:
@@ -165,16 +129,18 @@ def _reaching(x: Floats, threshold: Scalar, found: Positions) -> int:
     return count
 
 
-def _piece_update(kind: int) -> Callable[[Vectors, Factors, Scalar, Flags], bool]:
+def _piece_update(kind: int) -> Callable[[Floats, Floats, Floats, Factors, bool, Flags], bool]:
     """Compiles the loop for one kind of update; as `kind` is a constant there, LLVM can vectorize the loop."""
 
     @compiled
-    def update_piece(vectors: Vectors, factors: Factors, threshold: Scalar, flags: Flags) -> bool:
-        residual, velocity, gradient, bits = vectors
-        keep, scale, momentum, gain, lookahead, mask, limit = factors
+    def update_piece(
+        residual: Floats, velocity: Floats, gradient: Floats, factors: Factors, checked: bool, flags: Flags
+    ) -> bool:
+        keep, scale, momentum, gain, lookahead, threshold = factors
+        limit = residual.dtype.type(LIMIT)
         any_excluded = False
         for i in range(residual.size):
-            excluded = (bits[i] & mask) >= limit
+            excluded = checked and not (abs(gradient[i]) < limit)
             any_excluded |= excluded
             g = scale * (residual.dtype.type(0) if excluded else gradient[i])
             if kind != PLAIN:
@@ -197,7 +163,9 @@ _update_plain, _update_momentum, _update_nesterov = (_piece_update(kind) for kin
 
 
 @compiled
-def _update(vectors: Vectors, factors: Factors, kind: int, threshold: Scalar, found: Positions) -> tuple[int, bool]:
+def _update(
+    residual: Floats, velocity: Floats, gradient: Floats, factors: Factors, checked: bool, kind: int, found: Positions
+) -> tuple[int, bool]:
     """Updates in place; returns the count of positions noted in `found`, and whether the gradient is in range.
 
     An empty `found` notes nothing.
@@ -206,18 +174,17 @@ def _update(vectors: Vectors, factors: Factors, kind: int, threshold: Scalar, fo
     words = flags.view(np.uint64)
     count = 0
     in_range = True
-    for start in range(0, vectors.residual.size, _PIECE):
+    for start in range(0, residual.size, _PIECE):
         part = slice(start, start + _PIECE)
-        residual, velocity, gradient, bits = vectors
-        piece = Vectors(residual[part], velocity[part], gradient[part], bits[part])
-        if piece.residual.size < _PIECE:
+        v, u, g = residual[part], velocity[part], gradient[part]
+        if v.size < _PIECE:
             flags[:] = 0
         if kind == PLAIN:
-            in_range &= _update_plain(piece, factors, threshold, flags)
+            in_range &= _update_plain(v, u, g, factors, checked, flags)
         elif kind == MOMENTUM:
-            in_range &= _update_momentum(piece, factors, threshold, flags)
+            in_range &= _update_momentum(v, u, g, factors, checked, flags)
         else:
-            in_range &= _update_nesterov(piece, factors, threshold, flags)
+            in_range &= _update_nesterov(v, u, g, factors, checked, flags)
         if found.size:
-            count = append_flagged(flags, words, piece.residual.size, start, found, count)
+            count = append_flagged(flags, words, v.size, start, found, count)
     return count, in_range

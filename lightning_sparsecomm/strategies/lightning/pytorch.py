@@ -7,5 +7,3 @@ from lightning_sparsecomm.frontends.trainer import TrainerMixin
 
 class SparseCommStrategy(TrainerMixin, DDPStrategy):
     __doc__ = TrainerMixin.__doc__
-
-    lightning_package = "lightning.pytorch"
