@@ -187,6 +187,11 @@ def sketched(options: Options, columns_by_k: int, candidates: int = 36, clip: fl
     return methods.sketched_sgd(density=options.density, columns=columns, candidates=candidates, clip=clip)
 
 
+def paper_dgc(options: Options) -> Method:
+    """Deep Gradient Compression to the letter."""
+    return methods.dgc(options.density, options.warmup_steps, clip=1.0, momentum_masking=True, follow_rate=False)
+
+
 def true_top_k(options: Options, clip: float | None = 1.0) -> Method:
     """Sketched-SGD without a sketch."""
     sketched, dense = methods.sketched_sgd(density=options.density, clip=clip).syncs
@@ -213,14 +218,15 @@ IMAGE_ROWS = {
     "ddp, no clipping": Row(),
     "gradient dropping": Row(lambda options: methods.gradient_dropping(density=options.density, scope="tensor")),
     "dgc": Row(lambda options: methods.dgc(density=options.density, warmup_steps=options.warmup_steps, clip=1.0)),
+    "dgc, as in the paper": Row(paper_dgc),
     "dgc, no momentum correction": Row(
         lambda options: methods.dgc(
             density=options.density, warmup_steps=options.warmup_steps, clip=1.0, momentum_correction=False
         )
     ),
-    "dgc, no masking": Row(
+    "dgc, masking": Row(
         lambda options: methods.dgc(
-            density=options.density, warmup_steps=options.warmup_steps, clip=1.0, momentum_masking=False
+            density=options.density, warmup_steps=options.warmup_steps, clip=1.0, momentum_masking=True
         )
     ),
     "dgc, no clipping": Row(

@@ -15,6 +15,7 @@ from lightning_sparsecomm.basis.ledger import Collective as Collective
 from lightning_sparsecomm.basis.ledger import Ledger as Ledger
 from lightning_sparsecomm.basis.ledger import link_bytes as link_bytes
 from lightning_sparsecomm.basis.rounds import Round as Round
+from lightning_sparsecomm.basis.schedules import ByLength as ByLength
 from lightning_sparsecomm.basis.schedules import Density as Density
 from lightning_sparsecomm.basis.schedules import DensityWarmup as DensityWarmup
 from lightning_sparsecomm.basis.schedules import Every as Every

@@ -1,11 +1,12 @@
 """One round of communication, as every part sees it: layout, step, ranks and seeds."""
 
+import math
 from dataclasses import dataclass
 
 import torch
 
 from lightning_sparsecomm.basis.layout import Layout
-from lightning_sparsecomm.basis.schedules import Density, DensityWarmup, Warmup, density_at
+from lightning_sparsecomm.basis.schedules import Density, DensityWarmup, Schedule, Warmup, density_at
 from lightning_sparsecomm.kernels.sketch.reference import GOLDEN, mixed
 
 
@@ -30,6 +31,7 @@ class Round:
         world_size: Number of ranks.
         warmup: Overrides the parts' densities early in training; None for no such warm-up.
         quantity: What the vectors hold, for messages.
+        length: Optimizer steps of the whole run; infinite where unknown.
     """
 
     layout: Layout
@@ -40,9 +42,12 @@ class Round:
     world_size: int = 1
     warmup: Warmup | None = None
     quantity: str = "gradient"
+    length: float = math.inf
 
     def density(self, density: Density) -> float:
         """The fraction to send in this round: `density` at this step, or what `warmup` makes of it."""
+        if isinstance(density, Schedule):
+            density = density.for_length(self.length)
         if self.warmup is None:
             return density_at(density, self.step, self.epoch)
         # It replaces the method's own warm-up.

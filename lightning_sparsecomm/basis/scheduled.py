@@ -20,6 +20,10 @@ class Schedule(ABC):
     def at(self, step: int, epoch: float) -> float:
         """The number for the optimizer step after `step` finished ones, `epoch` epochs (with fraction) into the run."""
 
+    def for_length(self, steps: float) -> "float | Schedule":
+        """The schedule of a run of so many optimizer steps, infinite where unknown; itself unless it depends on it."""
+        return self
+
     @property
     def warmup(self) -> "Warmup | None":
         """The warm-up after which the schedule keeps its last value; None where no such warm-up is known."""

@@ -1,7 +1,9 @@
 """Memories and an exchange, joined: one round of communication."""
 
+from lightning_sparsecomm.channel.adam import LocalAdam as LocalAdam
 from lightning_sparsecomm.channel.channel import Channel as Channel
 from lightning_sparsecomm.channel.clipping import ClipLocalNorm as ClipLocalNorm
+from lightning_sparsecomm.channel.contribution import AdamRule as AdamRule
 from lightning_sparsecomm.channel.contribution import Contribution as Contribution
 from lightning_sparsecomm.channel.contribution import MomentumRule as MomentumRule
 from lightning_sparsecomm.channel.contribution import StepSettings as StepSettings

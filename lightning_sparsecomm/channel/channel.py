@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_sparsecomm.basis import Layout, Round, SparseVector, Vector, Wire
 from lightning_sparsecomm.basis.parts import Part, parts_in
+from lightning_sparsecomm.channel.adam import LocalAdam
 from lightning_sparsecomm.channel.clipping import ClipLocalNorm
 from lightning_sparsecomm.channel.contribution import Contribution, StepSettings
 from lightning_sparsecomm.channel.error_feedback import ErrorFeedback
@@ -24,10 +25,14 @@ from lightning_sparsecomm.kernels import OutOfRangeError
 
 # Memories that are safe to call with gradients that are not finite: they only describe, or check as they take in. Their
 # subclasses, and all others, are given gradients that were checked in a pass of its own.
-_CHECK_IN_PASSING = (ClipLocalNorm, MomentumCorrection, Momentum, ErrorFeedback)
+_CHECK_IN_PASSING = (ClipLocalNorm, MomentumCorrection, LocalAdam, Momentum, ErrorFeedback)
 
 # Of these, an earlier kind must come before a later one.
-_ORDER = (ClipLocalNorm, MomentumCorrection, ErrorFeedback)
+_ORDER: tuple[type[Memory] | tuple[type[Memory], ...], ...] = (
+    ClipLocalNorm,
+    (MomentumCorrection, LocalAdam),
+    ErrorFeedback,
+)
 
 
 @dataclass
@@ -141,7 +146,8 @@ class Channel(Part):
         self._round = None
         exchanged = exchanged._replace(shared=self._apart(exchanged.shared), sent=self._apart(exchanged.sent))
         self.exchange.commit()
-        for memory in self.memories:
+        # The last to take in is the first to forget.
+        for memory in reversed(self.memories):
             exchanged = memory.commit(exchanged, context)
         return exchanged
 
@@ -168,7 +174,7 @@ class Channel(Part):
         # A finite norm of all gradients says that all are finite. Otherwise the residual checks them as it takes
         # them in, or a separate pass does, at the cost of one read.
         unknown = not math.isfinite(settings.gradient_norm)
-        has_residual = any(isinstance(memory, ErrorFeedback) for memory in self.memories)
+        has_residual = bool(self.residuals)
         if unknown and not sparse and has_residual and all(type(each) in _CHECK_IN_PASSING for each in self.memories):
             try:
                 self._take_in(gradients, settings, this, checked=True)
@@ -210,9 +216,14 @@ class Channel(Part):
         objections = (memory.objection(optimizer) for memory in self.memories)
         return next((objection for objection in objections if objection), None)
 
+    @property
+    def residuals(self) -> list[ErrorFeedback]:
+        """Its memories that hold what has not been sent yet."""
+        return [memory for memory in self.memories if isinstance(memory, ErrorFeedback)]
+
     def residual_norm(self) -> float:
         """Euclidean norm of what this rank has not sent yet; 0 without error feedback."""
-        return math.hypot(*(memory.norm() for memory in self.memories if isinstance(memory, ErrorFeedback)))
+        return math.hypot(*(memory.norm() for memory in self.residuals))
 
     def state_dict(self) -> Saved:
         """What its parts hold, by kind and name. Tensors share storage with the parts.
@@ -239,7 +250,7 @@ def _check_parts(exchange: Exchange, memories: Sequence[Memory]) -> None:
     ranks = [rank for memory in memories for rank, kind in enumerate(_ORDER) if isinstance(memory, kind)]
     if ranks != sorted(ranks):
         raise ValueError(
-            "memories must be in the order ClipLocalNorm, MomentumCorrection, ErrorFeedback; got"
+            "memories must be in the order ClipLocalNorm, MomentumCorrection or LocalAdam, ErrorFeedback; got"
             f" {list(memories)!r}. Change their order."
         )
     if sum(isinstance(memory, Velocity) for memory in memories) > 1:

@@ -17,7 +17,7 @@ from lightning_sparsecomm.codecs.selectors.candidates import (
     sample_stride,
     threshold_for,
 )
-from lightning_sparsecomm.kernels import Update, kernels_for
+from lightning_sparsecomm.kernels import Moments, Update, kernels_for
 
 
 class MomentumRule(NamedTuple):
@@ -36,6 +36,29 @@ class MomentumRule(NamedTuple):
     begun: bool = False
 
 
+class AdamRule(NamedTuple):
+    """One parameter's settings in this step, as torch.optim.Adam and AdamW define them.
+
+    Attributes:
+        fading: β1, the factor on the first moment.
+        fading_squares: β2, the factor on the second moment.
+        epsilon: Added to the root of the second moment.
+        sign: −1 where the optimizer maximizes, else 1.
+        decay: L2 decay: this part of the weights is added to the gradient. 0 where decay is decoupled, as in AdamW.
+        weights: The parameter's weights; None without L2 decay.
+        begun: The optimizer's own state of the parameter (`step`, `exp_avg`, `exp_avg_sq`), from which moments go on;
+            empty where there is none.
+    """
+
+    fading: float = 0.9
+    fading_squares: float = 0.999
+    epsilon: float = 1e-8
+    sign: float = 1.0
+    decay: float = 0.0
+    weights: Tensor | None = None
+    begun: Mapping[str, Tensor] = {}
+
+
 class StepSettings(NamedTuple):
     """What an optimizer and the Trainer prescribe for one step.
 
@@ -44,11 +67,15 @@ class StepSettings(NamedTuple):
         gradient_norm: Euclidean norm of this rank's whole gradient, over all of the optimizer's parameters; NaN where
             nothing needs it.
         max_norm: The user's threshold for clipping the averaged gradient; None for none.
+        rates: The learning rate of each segment; empty where a step is not proportional to it.
+        adam: A rule for each segment; empty where no memory keeps Adam's moments.
     """
 
     momentum: Sequence[MomentumRule] = ()
     gradient_norm: float = math.nan
     max_norm: float | None = None
+    rates: Sequence[float] = ()
+    adam: Sequence[AdamRule] = ()
 
 
 class Step(NamedTuple):
@@ -68,7 +95,7 @@ class Contribution:
         parts: One tensor for each segment of the layout, in its shape; None where this rank has no gradient.
         settings: What the optimizer prescribes for this step.
         scale: Factor still to be applied to the parts.
-        steps: For each segment, momentum still to be applied after that; None for none.
+        steps: For each segment, momentum or Adam's moments still to be applied after that; None for none.
         wanted: Stretches whose largest elements will be selected: whoever computes the vector notes candidates.
         flat: The `[n]` vector that the parts are views of, once everything has been carried out.
         hints: The candidates noted for `wanted`, where there are such; see `Vector.hints`.
@@ -79,7 +106,7 @@ class Contribution:
     parts: Sequence[Tensor | None]
     settings: StepSettings = StepSettings()  # noqa: RUF009
     scale: float = 1.0
-    steps: Sequence[Step | None] = ()
+    steps: Sequence[Step | Moments | None] = ()
     wanted: Sequence[Wanted] = ()
     flat: Tensor | None = None
     hints: Mapping[tuple[int, int, int], Tensor] = field(default_factory=dict)
@@ -114,15 +141,15 @@ class Contribution:
         parts = [None if part is None else view for part, view in zip(self.parts, views)]
         return Contribution(parts, self.settings, wanted=self.wanted, flat=x, hints=self.hints, done=self.done)
 
-    def added_to_(self, residual: Tensor, layout: Layout, keep: float = 1.0) -> "Contribution":
-        """Adds the scaled gradients, through their momentum, to `residual`; notes candidates in the same pass.
+    def added_to_(self, residual: Tensor, layout: Layout, keep: float | Sequence[float] = 1.0) -> "Contribution":
+        """Adds the scaled gradients, through momentum or moments, to `residual`; notes candidates in the same pass.
 
-        Segments without a gradient, and their momentum, stay as they are.
+        Segments without a gradient, their momentum and their moments stay as they are.
 
         Args:
             residual: `[n]` float32 or wider; changed in place.
             layout: Of the residual.
-            keep: Factor on what `residual` holds before.
+            keep: Factor on what `residual` holds before, or one for each segment.
 
         Returns:
             The contribution carried out, whose parts are views of `residual`.
@@ -132,6 +159,7 @@ class Contribution:
                 then is in `done`.
         """
         views, flats = layout.views(residual), layout.flats(residual)
+        keeps = [keep] * len(flats) if isinstance(keep, (int, float)) else keep
         updates: list[tuple[int, Update]] = []
         given: list[Tensor] = []
         for index, (flat, part) in enumerate(zip(flats, self.parts)):
@@ -139,9 +167,11 @@ class Contribution:
                 continue
             # Positions count in row-major order; a channels-last gradient lies differently in memory.
             gradient = part.to(flat.dtype).contiguous().view(-1)
-            update = Update(flat, gradient, keep=keep, scale=self.scale, checked=self.checked)
+            update = Update(flat, gradient, keep=keeps[index], scale=self.scale, checked=self.checked)
             step = self.steps[index] if self.steps else None
-            if step is not None:
+            if isinstance(step, Moments):
+                update = update._replace(moments=step)
+            elif step is not None:
                 velocity, momentum, gain, lookahead = step
                 update = update._replace(velocity=velocity.view(-1), momentum=momentum, gain=gain, lookahead=lookahead)
             updates.append((layout.segments[index].offset, update))

@@ -70,7 +70,7 @@ class Velocity(Memory):
 
 
 class MomentumCorrection(Velocity):
-    """Momentum before the exchange: u ← m·u + g, the residual takes in u; then u ← 0 where something was sent.
+    """Momentum before the exchange: u ← m·u + g, and the residual takes in u.
 
     So momentum of what waited in the residual is discounted as if it had been sent at once. It must come before
     `ErrorFeedback`. At density 1 and without masking it is torch's SGD.
@@ -79,10 +79,10 @@ class MomentumCorrection(Velocity):
     (Nesterov, here in a form that equals torch's even when momentum changes from step to step).
 
     Args:
-        mask: Whether momentum is set to zero wherever something was sent.
+        mask: Whether momentum is set to zero wherever something was sent, as in the paper; what it throws away is lost.
     """
 
-    def __init__(self, mask: bool = True) -> None:
+    def __init__(self, mask: bool = False) -> None:
         super().__init__()
         check_booleans(mask=mask)
         self.mask = mask

@@ -11,10 +11,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_sparsecomm.basis.parts import parts_in
-from lightning_sparsecomm.basis.schedules import Schedule
+from lightning_sparsecomm.basis.schedules import Schedule, check_every
 from lightning_sparsecomm.frontends.mixin import SynchronizingMixin
 from lightning_sparsecomm.run.checkpoint import RankFiles
 from lightning_sparsecomm.run.contents import fingerprint_of
+from lightning_sparsecomm.sharing.method import Method
 
 if TYPE_CHECKING:
     from lightning_fabric.strategies.ddp import DDPStrategy
@@ -36,9 +37,37 @@ class FabricMixin(SynchronizingMixin, DDPStrategy):
     _checked = False
     _resumed_from: str | None = None
 
+    def __init__(
+        self,
+        method: Method | None = None,
+        seed: int = 0,
+        check_replicas_every: int | None = None,
+        length: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Takes what a Trainer's strategy takes, and the run's length, which a Trainer knows by itself.
+
+        Args:
+            method: As for a Trainer.
+            seed: As for a Trainer.
+            check_replicas_every: As for a Trainer.
+            length: Steps that each optimizer will make in the whole run, for densities that depend on it; what still
+                waits after the last one is applied then. None where unknown: then it is applied in `settle()`.
+            **kwargs: Options of DDPStrategy and of DistributedDataParallel.
+
+        Raises:
+            TypeError: As for a Trainer.
+            ValueError: As for a Trainer; or `length` is not a whole number of at least 1.
+        """
+        super().__init__(method, seed, check_replicas_every, **kwargs)
+        if length is not None:
+            check_every("length", length)
+        self._length = length
+
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
         if self._engine is None:
             self._begin(self.root_device, getattr(self.precision, "scaler", None))
+            self.engine.length = self._length or math.inf
             self._resumed_from = None
             self._refuse_epochs()
         self._checked = False

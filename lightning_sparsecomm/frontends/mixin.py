@@ -36,8 +36,7 @@ class SynchronizingMixin(SavingMixin):
         """Takes the method, and DDP's own options.
 
         Args:
-            method: How ranks share what they train. By default `methods.dgc()` for SGD, and
-                `methods.gradient_dropping(density=0.01)` for other optimizers.
+            method: How ranks share what they train; `methods.default()` by default.
             seed: Seed of the method's randomness; equal on all ranks.
             check_replicas_every: Optimizer steps between two comparisons of the weights that ranks share; None compares
                 them at the end only: of fit, or in Fabric's `settle()`. If they differ by a bit, `ReplicaError` names

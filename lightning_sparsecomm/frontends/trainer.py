@@ -102,7 +102,7 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         trainer = self._trainer
-        if not trainer.is_global_zero or self._is_trial():
+        if self._is_trial():
             return
         # An epoch's length in steps may be unknown.
         batches = trainer.num_training_batches if trainer.lightning_module.automatic_optimization else math.inf
@@ -110,7 +110,11 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
         steps = trainer.max_steps if trainer.max_steps >= 0 else math.inf
         epochs = trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs >= 0 else math.inf
         steps, epochs = min(steps, epochs * each), min(epochs, steps / each if each < math.inf else math.inf)
-        warn_of_short_run(self.engine.registry, self.engine.warmup, steps, epochs)
+        # Several optimizers share the Trainer's count of steps.
+        known = trainer.lightning_module.automatic_optimization and len(self.optimizers) == 1
+        self.engine.expect(steps - trainer.global_step if known else math.inf)
+        if trainer.is_global_zero:
+            warn_of_short_run(self.engine.registry, self.engine.warmup, steps, epochs)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         with self.engine.guards.backward():

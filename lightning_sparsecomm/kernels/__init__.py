@@ -10,6 +10,8 @@ from lightning_sparsecomm.kernels.positions.reference import Parsed as Parsed
 from lightning_sparsecomm.kernels.positions.reference import PositionKernels as PositionKernels
 from lightning_sparsecomm.kernels.sketch.reference import Candidates as Candidates
 from lightning_sparsecomm.kernels.sketch.reference import SketchKernels as SketchKernels
+from lightning_sparsecomm.kernels.updates.moments import Moments as Moments
+from lightning_sparsecomm.kernels.updates.moments import direction as direction
 from lightning_sparsecomm.kernels.updates.reference import LIMIT as LIMIT
 from lightning_sparsecomm.kernels.updates.reference import OutOfRangeError as OutOfRangeError
 from lightning_sparsecomm.kernels.updates.reference import Reference as Reference

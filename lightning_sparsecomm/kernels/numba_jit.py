@@ -1,12 +1,14 @@
 """Numba compilation, the array types that the CPU kernels share, and the processor's prefetch instruction."""
 
+import hashlib
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, Literal, ParamSpec, TypeVar, cast
 
 import numba
 import numpy as np
 from llvmlite import ir
 from numba.core import types
+from numba.core.caching import IndexDataCacheFile
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
@@ -22,6 +24,21 @@ Positions = NDArray[np.int64]
 Scalar = np.float32 | np.float64
 
 
+class CacheFile(IndexDataCacheFile):
+    """A kernel's cache on disk, safe for processes that compile at the same time, as the ranks of a first run do.
+
+    Numba numbers the compiled files. Two processes that compile for different dtypes at the same time can give both the
+    same number, and later ones would load the kernel of the other dtype: wrong results, without an error. Here the name
+    follows from the dtypes, so the worst that can happen is that a kernel is compiled once more.
+    """
+
+    def save(self, key: Any, data: Any) -> None:
+        """Writes the kernel, and then its entry in the index."""
+        name = self._data_name(int(hashlib.sha256(repr(key).encode()).hexdigest()[:15], 16))  # type: ignore[no-untyped-call]
+        self._save_data(name, data)  # type: ignore[no-untyped-call]
+        self._save_index({**self._load_index(), key: name})  # type: ignore[no-untyped-call]
+
+
 def compiled(function: Callable[P, T]) -> Callable[P, T]:
     """Compiles `function` on its first call; the kernel runs in one thread, without the GIL, and is safe after a fork.
 
@@ -29,10 +46,20 @@ def compiled(function: Callable[P, T]) -> Callable[P, T]:
     function's own file changes, but not when a callee in another file does. So keep callees in their caller's file, or
     delete `__pycache__` after an edit.
     """
+    return _compiled(function, "python")
+
+
+def compiled_to_divide(function: Callable[P, T]) -> Callable[P, T]:
+    """As `compiled`, but a division by zero gives infinity or NaN instead of an error: so loops with one vectorize."""
+    return _compiled(function, "numpy")
+
+
+def _compiled(function: Callable[P, T], errors: Literal["python", "numpy"]) -> Callable[P, T]:
     try:
-        kernel: Callable[P, T] = numba.njit(nogil=True, cache=True)(function)
+        kernel: Callable[P, T] = numba.njit(nogil=True, cache=True, error_model=errors)(function)
     except RuntimeError:  # Numba raises it at decoration when no cache directory is writable.
-        kernel = numba.njit(nogil=True)(function)
+        return cast(Callable[P, T], numba.njit(nogil=True, error_model=errors)(function))
+    kernel._cache._cache_file.__class__ = CacheFile  # type: ignore[attr-defined]
     return kernel
 
 

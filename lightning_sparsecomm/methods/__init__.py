@@ -6,6 +6,8 @@ name. As it is a class, LightningCLI can list it, find it by its bare name, and 
 
 from collections.abc import Callable
 
+from lightning_sparsecomm.basis.schedules import ByLength
+from lightning_sparsecomm.methods.adam import local_adam
 from lightning_sparsecomm.methods.dropping import dgc, gradient_dropping
 from lightning_sparsecomm.methods.periodic import diloco, federated_averaging, sbc, sbc1, sbc2, sbc3, sparse_loco
 from lightning_sparsecomm.methods.split import split
@@ -20,6 +22,7 @@ __all__ = [
     "diloco",
     "federated_averaging",
     "gradient_dropping",
+    "local_adam",
     "s2_reducer",
     "sbc",
     "sbc1",
@@ -30,12 +33,23 @@ __all__ = [
     "split",
 ]
 
-_NAMED = (dense, gradient_dropping, dgc, sbc, federated_averaging, diloco, sparse_loco, sketched_sgd, s2_reducer)
+_NAMED = (
+    *(dense, gradient_dropping, dgc, local_adam, sbc, federated_averaging, diloco, sparse_loco, sketched_sgd),
+    s2_reducer,
+)
 
 RECIPES: dict[str, Callable[[], Method]] = {recipe.__name__: recipe for recipe in _NAMED}
 """The methods with a strategy name of their own: `sparsecomm_` and the key."""
 
 
 def default() -> Method:
-    """The method of `strategy="sparsecomm"`: dgc for SGD, and gradient dropping for other optimizers."""
-    return Method(dgc().syncs, fallback=gradient_dropping(density=0.01))
+    """The method of `strategy="sparsecomm"`: dgc for SGD, local_adam for Adam and AdamW, else gradient dropping.
+
+    The density follows from the run's length, small tensors are sent more densely, and positions in the shortest code.
+    Values are float16; Adam's directions, which differ less, take two bits each, and four times as many are sent.
+    """
+    denser = ByLength(0.095, exponent=0.83, most=0.3)
+    others = gradient_dropping(ByLength(), scope="balanced", values="float16", positions="short")
+    adam = local_adam(denser, scope="balanced", values="two_bit", positions="short")
+    sgd = dgc(ByLength(), scope="balanced", values="float16", positions="short")
+    return Method(sgd.syncs, fallback=Method(adam.syncs, fallback=others))

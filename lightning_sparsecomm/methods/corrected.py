@@ -9,14 +9,19 @@ from lightning_sparsecomm.sharing import GradientSync, Sync
 
 
 def corrected(
-    exchange: Exchange, clip: float | None, correction: bool, masking: bool, exclude: Sequence[str]
+    exchange: Exchange,
+    clip: float | None,
+    correction: bool,
+    masking: bool,
+    exclude: Sequence[str],
+    follow_rate: bool,
 ) -> list[Sync]:
     """Sends weights through `exchange`, after momentum and residual; sends all else whole, before momentum."""
     with renamed(max_norm="clip"):
         clipping = ClipLocalNorm(clip)
     before = [MomentumCorrection(masking)] if correction else []
     after = [Momentum()] if correction else []
-    sparse = Channel(exchange, [clipping, *before, ErrorFeedback()])
+    sparse = Channel(exchange, [clipping, *before, ErrorFeedback(follow_rate=follow_rate)])
     whole = Channel(DenseAllReduce(), [clipping, *after])
     masks_own = masking and not correction
     return [

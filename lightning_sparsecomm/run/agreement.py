@@ -92,6 +92,11 @@ class Agreement:
         if facts:
             require_agreement(facts, self._wire, self._device, COMPARISON, ReplicaError)
 
+    def on_length(self, steps: float) -> float:
+        """The least number of steps that any rank expects to make."""
+        expected = torch.tensor([steps], dtype=torch.float64, device=self._device)
+        return float(self._wire.all_gather(expected, SETUP).min())
+
     @property
     def _device(self) -> torch.device:
         return next((parameter.device for _, parameter in self._registry.named), torch.device("cpu"))

@@ -1,17 +1,19 @@
-"""Chooses an optimizer's method, and what the method does instead of the optimizer: momentum, clipping."""
+"""Chooses an optimizer's method, and what the method does instead of the optimizer: momentum, moments, clipping."""
 
 from collections.abc import Sequence
-from typing import TypeGuard
 
+from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 
 from lightning_sparsecomm.basis.parts import parts_in
+from lightning_sparsecomm.channel.adam import LocalAdam
 from lightning_sparsecomm.channel.clipping import ClipLocalNorm
 from lightning_sparsecomm.channel.momentum import Momentum, Velocity
+from lightning_sparsecomm.sharing.adam import AdamTakeover
 from lightning_sparsecomm.sharing.gradients import NamedParameters
 from lightning_sparsecomm.sharing.method import Method
 from lightning_sparsecomm.sharing.sync import Sync
-from lightning_sparsecomm.sharing.takeover import momentum_rules
+from lightning_sparsecomm.sharing.takeover import MomentumTakeover, Takeover, momentum_rules
 
 
 def method_for(optimizer: Optimizer, methods: Sequence[Method], held: NamedParameters) -> Method:
@@ -32,16 +34,25 @@ def method_for(optimizer: Optimizer, methods: Sequence[Method], held: NamedParam
     raise TypeError(f"the method is not defined for {type(optimizer).__name__}: {objection}")
 
 
-def replaces_momentum(optimizer: Optimizer, method: Method, held: NamedParameters) -> TypeGuard[SGD]:
-    """Whether the method replaces the optimizer's own momentum.
+def takeover_for(optimizer: Optimizer, method: Method, held: NamedParameters, members: set[int]) -> Takeover | None:
+    """Replaces the optimizer's own momentum or moments; None if the method leaves them to the optimizer.
+
+    `members` are the identities of the parameters that the method trains; the caller adds more later.
 
     Raises:
         ValueError: It does, and the momentum is outside [0, 1].
     """
+    if any(_has(sync, LocalAdam) for sync, _ in method.parts(held)):
+        return AdamTakeover(optimizer)
     if not isinstance(optimizer, SGD) or not any(_has(sync, Velocity) for sync, _ in method.parts(held)):
-        return False
+        return None
     momentum_rules(optimizer, [])
-    return True
+    return MomentumTakeover(optimizer, members)
+
+
+def directed(parts: Sequence[tuple[Sync, NamedParameters]]) -> list[Parameter]:
+    """The parameters for which ranks share directions instead of gradients, in units of the learning rate."""
+    return [parameter for sync, piece in parts if _has(sync, LocalAdam) for _, parameter in piece]
 
 
 def _joined(method: Method, optimizer: Optimizer, held: NamedParameters) -> Method:

@@ -40,6 +40,7 @@ class Engine:
         max_norm: The Trainer's threshold, for methods that clip each rank's own gradient.
         epoch: Epochs finished, including a fraction.
         warmup: Replaces the method's densities early in training; None for no such warm-up.
+        length: Steps of each optimizer in the whole run, equal on all ranks; infinite where unknown.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Engine:
         self.max_norm: float | None = None
         self.epoch = 0.0
         self.warmup: Warmup | None = None
+        self.length = math.inf
         self.scaling = LossScaling(scaler, wire) if scaler is not None else None
         self.registry = Registry(method, wire, self.hook)
         self.agreement = Agreement(self.registry, wire, seed, check_replicas_every, scaler is not None)
@@ -78,6 +80,14 @@ class Engine:
         """Call it when a module has become equal on all ranks."""
         if self._averages_buffers:
             self.replicas.keep_untrained()
+
+    def expect(self, steps: float) -> None:
+        """Says how many steps each optimizer has still to make; infinite where unknown. A collective.
+
+        If ranks expect different numbers, the least one counts.
+        """
+        done = max((tracked.steps for tracked in self.registry.optimizers), default=0)
+        self.length = self.agreement.on_length(done + steps)
 
     def synchronize(self, optimizer: Optimizer, max_norm: float | None = None) -> None:
         """Shares the gradients of the optimizer's parameters, unless they are shared already.
@@ -239,13 +249,16 @@ class Engine:
         return tracked
 
     def _turn(self, tracked: TrackedOptimizer, moment: Moment, step: int) -> Turn:
-        return Turn(moment, step, self.epoch, self.seed, self.warmup, tracked.norm, tracked.max_norm)
+        return Turn(moment, step, self.epoch, self.seed, self.warmup, tracked.norm, tracked.max_norm, self.length)
 
     def _after_step(self, tracked: TrackedOptimizer) -> None:
         for share in tracked.shares.values():
             share.after_step()
         self._exchange_weights(tracked, "weights", tracked.steps)
         tracked.steps += 1
+        if tracked.steps == self.length:
+            # The model that is validated and saved after the last step is then the one that training ends with.
+            self._exchange_weights(tracked, "end", tracked.steps - 1)
         self.replicas.after_step(tracked)
         self.wire.step = tracked.steps
         if self.check_replicas_every is not None:

@@ -10,7 +10,7 @@ from lightning_sparsecomm.sharing.gradients import NamedParameters
 from lightning_sparsecomm.sharing.method import Method
 from lightning_sparsecomm.sharing.share import Share
 from lightning_sparsecomm.sharing.sync import Sync
-from lightning_sparsecomm.sharing.takeover import MomentumTakeover
+from lightning_sparsecomm.sharing.takeover import Takeover
 
 
 @dataclass
@@ -20,7 +20,7 @@ class TrackedOptimizer:
     Attributes:
         number: Its place in the order of registration.
         method: Its method; None until its parameters are known.
-        takeover: Replaces the optimizer's own momentum; None if nothing does.
+        takeover: Replaces the optimizer's own momentum or moments; None if nothing does.
         members: Identities of the parameters that have required a gradient.
         parts: The same parameters with their names, by sync.
         shares: The share of each sync. A `BucketSync` has one only for parameters that are in none of DDP's buckets.
@@ -35,7 +35,7 @@ class TrackedOptimizer:
     optimizer: Optimizer
     number: int
     method: Method | None = None
-    takeover: MomentumTakeover | None = None
+    takeover: Takeover | None = None
     members: set[int] = field(default_factory=set)
     parts: list[tuple[Sync, NamedParameters]] = field(default_factory=list)
     shares: dict[Sync, Share] = field(default_factory=dict)

@@ -8,8 +8,9 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_sparsecomm.basis.wire import Wire
-from lightning_sparsecomm.run.choice import method_for, replaces_momentum
+from lightning_sparsecomm.run.choice import directed, method_for, takeover_for
 from lightning_sparsecomm.run.optimizers import TrackedOptimizer, parameters_of
+from lightning_sparsecomm.sharing.adam import AdamTakeover
 from lightning_sparsecomm.sharing.bucket import BucketHook
 from lightning_sparsecomm.sharing.gradients import NamedParameters, has_sparse_gradient, note_sparse_gradient
 from lightning_sparsecomm.sharing.method import Method
@@ -96,21 +97,22 @@ class Registry:
         return [known for key, known in self.known.items() if key in held]
 
     def choose(self, tracked: TrackedOptimizer) -> None:
-        """Chooses the optimizer's method once its module is known; see `method_for` and `replaces_momentum`."""
+        """Chooses the optimizer's method once its module is known; see `method_for` and `takeover_for`."""
         if tracked.method is not None or not (held := self.held_by(tracked.optimizer)):
             return
         optimizer = tracked.optimizer
         method = method_for(optimizer, self.methods, held)
-        if replaces_momentum(optimizer, method, held):
-            if any(id(parameter) in self.ignored for parameter in parameters_of(optimizer)):
-                raise ValueError(
-                    "the method replaces the momentum of an optimizer that also holds parameters which DDP is told to"
-                    " ignore (_ddp_params_and_buffers_to_ignore), and these would have none. Give them an optimizer of"
-                    " their own, or use methods.dgc(momentum_correction=False)."
-                )
-            tracked.takeover = MomentumTakeover(optimizer, tracked.members)
+        takeover = takeover_for(optimizer, method, held, tracked.members)
+        ignored = any(id(parameter) in self.ignored for parameter in parameters_of(optimizer))
+        if isinstance(takeover, MomentumTakeover) and ignored:
+            takeover.close()
+            raise ValueError(
+                "the method replaces the momentum of an optimizer that also holds parameters which DDP is told to"
+                " ignore (_ddp_params_and_buffers_to_ignore), and these would have none. Give them an optimizer of"
+                " their own, or use methods.dgc(momentum_correction=False)."
+            )
         # Only now: whoever catches a refusal and steps is refused again.
-        tracked.method = method
+        tracked.method, tracked.takeover = method, takeover
 
     def admit(self, tracked: TrackedOptimizer) -> None:
         """Adds the optimizer's parameters that have begun to require a gradient; refuses those of no known module."""
@@ -144,6 +146,8 @@ class Registry:
         # Only now: whoever catches a refusal and steps again is refused again. A takeover holds this very set.
         tracked.members |= new
         tracked.parts = parts
+        if isinstance(tracked.takeover, AdamTakeover):
+            tracked.takeover.direct(directed(parts))
         shares: dict[Sync, Share] = {}
         for sync, piece in parts:
             if self._hook is not None:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from lightning_sparsecomm.basis import UPDATES, SparseVector, Wire
 from lightning_sparsecomm.basis.arguments import check_booleans
 from lightning_sparsecomm.basis.schedules import Every, check_every, every_at
-from lightning_sparsecomm.channel import Channel, ClipLocalNorm
+from lightning_sparsecomm.channel import Channel, ClipLocalNorm, LocalAdam
 from lightning_sparsecomm.channel.momentum import Velocity
 from lightning_sparsecomm.channel.saved import Saved, add_prefix, pop_named, strip_prefix
 from lightning_sparsecomm.exchange import Exchanged
@@ -88,10 +88,10 @@ class DeltaSync(Sync):
                 f"channel must be a Channel of an exchange and memories; got {channel!r}. Use"
                 " Channel(DenseAllReduce()), for example."
             )
-        if any(isinstance(memory, (Velocity, ClipLocalNorm)) for memory in channel.memories):
+        if any(isinstance(memory, (Velocity, LocalAdam, ClipLocalNorm)) for memory in channel.memories):
             raise ValueError(
-                "channel must be without MomentumCorrection, Momentum and ClipLocalNorm: weight changes hold momentum,"
-                f" and come from clipped gradients, already; got {channel!r}. Leave them out."
+                "channel must be without MomentumCorrection, Momentum, LocalAdam and ClipLocalNorm: weight changes hold"
+                f" momentum, and come from clipped gradients, already; got {channel!r}. Leave them out."
             )
         self.channel = channel
         self.every = every

@@ -4,20 +4,24 @@ import copy
 from collections.abc import Sequence
 from typing import Literal
 
+import torch
 from torch import Tensor
-from torch.optim import LBFGS, Optimizer
+from torch.optim import LBFGS, SGD, Optimizer
 
 from lightning_sparsecomm.basis import Layout, Wire
 from lightning_sparsecomm.basis.arguments import check_booleans
-from lightning_sparsecomm.channel import Channel, ClipLocalNorm, Momentum, StepSettings
+from lightning_sparsecomm.basis.parts import parts_in
+from lightning_sparsecomm.channel import Channel, ClipLocalNorm, LocalAdam, Momentum, StepSettings
 from lightning_sparsecomm.channel.momentum import Velocity
 from lightning_sparsecomm.channel.saved import Saved, add_prefix, strip_prefix
 from lightning_sparsecomm.exchange import Exchanged, SparseExchange
+from lightning_sparsecomm.sharing.adam import adam_rules, show_moments
+from lightning_sparsecomm.sharing.averaging import average_
 from lightning_sparsecomm.sharing.gradients import NamedParameters, gradient_of, write_gradients, write_sparse_gradients
 from lightning_sparsecomm.sharing.local_mode import LOCAL_MODES
 from lightning_sparsecomm.sharing.share import Share, Turn
 from lightning_sparsecomm.sharing.sync import Sync
-from lightning_sparsecomm.sharing.takeover import mask_momentum_, momentum_rules
+from lightning_sparsecomm.sharing.takeover import learning_rates, mask_momentum_, momentum_rules
 
 
 class GradientSync(Sync):
@@ -37,6 +41,8 @@ class GradientSync(Sync):
             wherever the shared gradient holds something that was sent.
         sparse: Whether it takes exactly the matching parameters whose gradients are sparse tensors (layers with
             `sparse=True`), which stay sparse for the optimizer. Otherwise it takes exactly the others.
+        finish: Whether what residuals still hold after the last step is exchanged whole, once, and moves the weights as
+            SGD would. Without effect where the residual does not follow the learning rate, or where replicas drift.
 
     Raises:
         ValueError: Unknown `local`; or `sparse` with memories, a local mode, or an exchange of dense vectors only.
@@ -52,9 +58,10 @@ class GradientSync(Sync):
         local: Literal["none", "sum", "partial"] = "none",
         mask_momentum: bool = False,
         sparse: bool = False,
+        finish: bool = True,
     ) -> None:
         super().__init__(parameters, exclude, min_dimensions, rest)
-        check_booleans(mask_momentum=mask_momentum, sparse=sparse)
+        check_booleans(mask_momentum=mask_momentum, sparse=sparse, finish=finish)
         if not isinstance(channel, Channel):
             raise TypeError(f"channel must be a Channel; got {channel!r}. Use Channel(DenseAllReduce()), for example.")
         if local not in LOCAL_MODES:
@@ -67,10 +74,16 @@ class GradientSync(Sync):
                 "sparse=True needs a channel without memories, which are dense, an exchange that takes sparse vectors,"
                 f" such as BlockReduce(), and local='none'; got {channel!r} and local={local!r}."
             )
+        if (local != "none" or mask_momentum) and any(isinstance(memory, LocalAdam) for memory in channel.memories):
+            raise ValueError(
+                "local must be 'none' and mask_momentum False with LocalAdam, after which ranks share directions, not"
+                f" gradients; got local={local!r} and mask_momentum={mask_momentum!r}. Use a channel without LocalAdam."
+            )
         self.takes_sparse = sparse
         self.channel = channel
         self.local = local
         self.mask_momentum = mask_momentum
+        self.finish = finish
         self.drifts = LOCAL_MODES[local].drifts
 
     def objection(self, optimizer: Optimizer) -> str | None:
@@ -104,6 +117,7 @@ class GradientSync(Sync):
         options = f", local={self.local!r}" if self.local != "none" else ""
         options += ", mask_momentum=True" if self.mask_momentum else ""
         options += ", sparse=True" if self.takes_sparse else ""
+        options += "" if self.finish else ", finish=False"
         return f"GradientSync({self.channel!r}{self._patterns()}{options})"
 
 
@@ -114,11 +128,17 @@ class GradientShare(Share):
         self.sync = sync
         self.channel = sync.channel.fresh()
         self._applies_momentum = any(isinstance(memory, Velocity) for memory in self.channel.memories)
+        self._adam = next(parts_in(self.channel, LocalAdam), None)
+        proportional = isinstance(optimizer, SGD) or self._adam is not None
+        self._follows_rate = proportional and any(each.follow_rate for each in self.channel.residuals)
         self._gradients: list[Tensor | None] = []
+        # What waits at the end, then its mean over ranks; None in all other turns.
+        self._waiting: Tensor | None = None
+        self._unfinished = False
         super().__init__(optimizer, parameters, wire)
 
     def due(self, turn: Turn) -> bool:
-        return turn.moment == "gradients"
+        return turn.moment == "gradients" or (turn.moment == "end" and self._unfinished)
 
     def skip(self) -> None:
         # ddp sends gradients before it finds that they are not finite.
@@ -127,16 +147,34 @@ class GradientShare(Share):
 
     def prepare(self, turn: Turn) -> None:
         self._bind()
+        if turn.moment == "end":
+            self._waiting = sum((each.waiting(self.layout) for each in self.channel.residuals), torch.zeros(()))
+            return
         rules = momentum_rules(self.optimizer, self.parameters) if self._applies_momentum else ()
-        settings = StepSettings(rules, turn.gradient_norm, turn.max_norm)
+        rates = learning_rates(self.optimizer, self.parameters) if self._follows_rate else ()
+        adam = adam_rules(self.optimizer, self.parameters) if self._adam is not None else ()
+        settings = StepSettings(rules, turn.gradient_norm, turn.max_norm, rates, adam)
         self._gradients = self._read()
         sparse = bool(self.sync.takes_sparse)
         with self.wire.ledger.exchanging():
             self.channel.prepare(self._gradients, self._context(turn), self.wire, settings, sparse)
 
+    def exchange(self) -> None:
+        if self._waiting is None:
+            super().exchange()
+            return
+        with self.wire.ledger.exchanging():
+            average_([self._waiting], self.wire)
+
     def commit(self) -> None:
+        if self._waiting is not None:
+            self._finish(self._waiting)
+            return
         with self.wire.ledger.exchanging():
             exchanged = self.channel.commit()
+        if self._adam is not None:
+            show_moments(self.optimizer, self.parameters, self._adam)
+        self._unfinished = self.sync.finish and self._follows_rate and not self.sync.drifts
         self._count_ddp()
         self._count_sent(exchanged.sent)
         self._write(exchanged)
@@ -144,6 +182,15 @@ class GradientShare(Share):
     def abort(self) -> None:
         self.channel.abort()
         self._gradients = []
+        self._waiting = None
+
+    def _finish(self, mean: Tensor) -> None:
+        for (_, weight), change in zip(self.parameters, self.layout.views(mean)):
+            weight.detach().sub_(change)
+        for residual in self.channel.residuals:
+            residual.forget()
+        self._waiting = None
+        self._unfinished = False
 
     def _write(self, exchanged: Exchanged) -> None:
         sync = self.sync

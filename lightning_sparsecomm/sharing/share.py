@@ -29,6 +29,7 @@ class Turn:
         warmup: Replaces densities early in training; None for no such warm-up.
         gradient_norm: Norm of this rank's whole gradient of the optimizer; NaN where nothing needs it.
         max_norm: The user's threshold for clipping the averaged gradient; None for none.
+        length: Optimizer steps of the whole run; infinite where unknown.
     """
 
     moment: Moment
@@ -38,6 +39,7 @@ class Turn:
     warmup: Warmup | None = None
     gradient_norm: float = math.nan
     max_norm: float | None = None
+    length: float = math.inf
 
 
 class Share(ABC):
@@ -143,4 +145,6 @@ class Share(ABC):
 
     def _context(self, turn: Turn, quantity: str = "gradient") -> Round:
         rank, world_size = self.wire.rank, self.wire.world_size
-        return Round(self.layout, turn.step, turn.epoch, turn.seed, rank, world_size, turn.warmup, quantity)
+        return Round(
+            self.layout, turn.step, turn.epoch, turn.seed, rank, world_size, turn.warmup, quantity, turn.length
+        )

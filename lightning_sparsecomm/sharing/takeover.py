@@ -1,5 +1,7 @@
-"""Momentum taken over from the user's own torch.optim.SGD: it is off while the optimizer steps."""
+"""What is taken over from the user's own optimizer while it steps: the momentum of torch.optim.SGD is off then."""
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Any
 
@@ -34,29 +36,38 @@ def momentum_rules(optimizer: Optimizer, parameters: NamedParameters) -> list[Mo
     return [rules[id(parameter)] for _, parameter in parameters]
 
 
-class MomentumTakeover:
-    """Switches off an SGD's momentum and weight decay from the end of its closure to the end of its step.
+def learning_rates(optimizer: Optimizer, parameters: NamedParameters) -> list[float]:
+    """The learning rate of each parameter, from the optimizer's groups as they are now.
 
-    The gradient that it steps with already carries momentum, through the exchange. Weight decay is the same on all
-    ranks and is not sent. It has a momentum of its own, in the optimizer's `momentum_buffer`: z ← m·z +
-    (1 − dampening)·wd·w, and w ← w − lr·z (Nesterov: w ← w − lr·(wd·w + m·z)). So a buffer from a checkpoint of ddp
-    keeps its effect. Together that is torch's SGD.
+    Raises:
+        ValueError: A learning rate is negative or not finite.
+    """
+    rates: dict[int, float] = {}
+    for group in optimizer.param_groups:
+        rate = float(group["lr"])
+        if not 0 <= rate < math.inf:
+            raise ValueError(
+                "the learning rate must be 0 or more, and finite;"
+                f" got {rate!r}. Correct the optimizer or its scheduler."
+            )
+        rates.update((id(parameter), rate) for parameter in group["params"])
+    return [rates[id(parameter)] for _, parameter in parameters]
+
+
+class Takeover(ABC):
+    """Changes what an optimizer does, from the end of its closure to the end of its step.
 
     Args:
-        optimizer: Whose step it is. Hooks are registered on it.
-        parameters: Identities of the parameters that the method trains; the caller adds to it.
+        optimizer: Whose step it is. A hook is registered on it.
 
     Attributes:
-        armed: Whether the next step is to be made without momentum.
+        armed: Whether the next step is to be changed.
     """
 
-    def __init__(self, optimizer: SGD, parameters: set[int]) -> None:
+    def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
-        self._parameters = parameters
-        self._begun: set[int] = set()
-        self._saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._engaged = False
         self.armed = False
+        self._engaged = False
         self._hook = optimizer.register_step_pre_hook(self._before_step)
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -75,7 +86,7 @@ class MomentumTakeover:
             if evaluated:
                 raise RuntimeError(
                     f"{type(optimizer).__name__}.step() evaluates its closure more than once, and momentum and residual"
-                    " would take in each gradient. Use methods.dense(), or an SGD that evaluates it once."
+                    " would take in each gradient. Use methods.dense(), or an optimizer that evaluates it once."
                 )
             evaluated = True
             result = closure()
@@ -85,17 +96,68 @@ class MomentumTakeover:
         return (args[0], *args[2:]), {**kwargs, "closure": closure_then_engage}
 
     def _engage(self) -> None:
-        # Called twice for a subclass whose step() calls that of SGD.
+        # Called twice for a subclass whose step() calls that of torch's optimizer.
         if self._engaged:
             return
         self._engaged = True
         with torch.no_grad():
-            for group in self.optimizer.param_groups:
-                # Without momentum, SGD itself applies the decay.
-                if group["momentum"] != 0:
-                    self._decay(group)
-                    self._saved.append((group, {name: group[name] for name in _OFF}))
-                    group.update(_OFF)
+            self.engage()
+
+    @abstractmethod
+    def engage(self) -> None:
+        """Does the taken-over part of the step, and hides it from the optimizer; `.grad` holds the shared gradient."""
+
+    @abstractmethod
+    def restore(self) -> None:
+        """Undoes what `engage` has hidden, if anything."""
+
+    def release(self) -> None:
+        """Restores the optimizer's groups and gradients."""
+        self.restore()
+        self._engaged = False
+
+    def restart(self) -> None:  # noqa: B027
+        """Starts over from the optimizer's own state."""
+
+    def has_begun(self, parameter: Tensor) -> bool:
+        """Whether it keeps for the parameter that a first step was made; only such are saved."""
+        return False
+
+    def load_begun(self, parameters: Iterable[Tensor]) -> None:  # noqa: B027
+        """Takes over those for which `has_begun` was true."""
+
+    def close(self) -> None:
+        """Restores the groups and gradients, and removes the hook."""
+        self.release()
+        self._hook.remove()
+
+
+class MomentumTakeover(Takeover):
+    """Switches off an SGD's momentum and weight decay from the end of its closure to the end of its step.
+
+    The gradient that it steps with already carries momentum, through the exchange. Weight decay is the same on all
+    ranks and is not sent. It has a momentum of its own, in the optimizer's `momentum_buffer`: z ← m·z +
+    (1 − dampening)·wd·w, and w ← w − lr·z (Nesterov: w ← w − lr·(wd·w + m·z)). So a buffer from a checkpoint of ddp
+    keeps its effect. Together that is torch's SGD.
+
+    Args:
+        optimizer: Whose step it is. Hooks are registered on it.
+        parameters: Identities of the parameters that the method trains; the caller adds to it.
+    """
+
+    def __init__(self, optimizer: SGD, parameters: set[int]) -> None:
+        super().__init__(optimizer)
+        self._parameters = parameters
+        self._begun: set[int] = set()
+        self._saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
+
+    def engage(self) -> None:
+        for group in self.optimizer.param_groups:
+            # Without momentum, SGD itself applies the decay.
+            if group["momentum"] != 0:
+                self._decay(group)
+                self._saved.append((group, {name: group[name] for name in _OFF}))
+                group.update(_OFF)
 
     def _decay(self, group: dict[str, Any]) -> None:
         momentum, decay, gain = group["momentum"], group["weight_decay"], 1 - group["dampening"]
@@ -129,12 +191,10 @@ class MomentumTakeover:
             moves = torch._foreach_mul(moves, group["lr"])
         torch._foreach_add_(weights, moves, alpha=-1 if isinstance(group["lr"], Tensor) else -group["lr"])
 
-    def release(self) -> None:
-        """Restores the optimizer's groups."""
+    def restore(self) -> None:
         for group, saved in self._saved:
             group.update(saved)
         self._saved = []
-        self._engaged = False
 
     def restart(self) -> None:
         """Starts over from the optimizer's own state."""
@@ -147,11 +207,6 @@ class MomentumTakeover:
     def load_begun(self, parameters: Iterable[Tensor]) -> None:
         """Notes that the momentum of these parameters had begun."""
         self._begun.update(id(parameter) for parameter in parameters)
-
-    def close(self) -> None:
-        """Restores the groups, and removes the hook."""
-        self.release()
-        self._hook.remove()
 
 
 def mask_momentum_(

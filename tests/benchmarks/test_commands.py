@@ -130,7 +130,7 @@ def test_profile_of_a_step(tmp_path: Path) -> None:
     lines = {line.split("`")[1]: line.split(" | ")[1:] for line in output.splitlines() if line.startswith("| `")}
     assert len(lines) == 200
     # It is called once for each stretch that is ranked by itself; here, that is the whole model.
-    ((calls, own, whole),) = (line for name, line in lines.items() if name.endswith(" _noting"))
+    ((calls, own, whole),) = (line for name, line in lines.items() if name.endswith(" _apply_noting"))
     assert float(calls) == 1.0
     assert 0 < float(own) <= float(whole.rstrip(" |"))
 

@@ -63,8 +63,10 @@ class Untouched(Memory):
     ],
 )
 def test_memories_in_another_order_are_refused(memories: Sequence[Memory]) -> None:
-    order = "memories must be in the order ClipLocalNorm, MomentumCorrection, ErrorFeedback"
-    with pytest.raises(ValueError, match=rf"{order}.*got \[.*ErrorFeedback\(decay=1.0\).*\]\. Change their order"):
+    order = "memories must be in the order ClipLocalNorm, MomentumCorrection or LocalAdam, ErrorFeedback"
+    with pytest.raises(
+        ValueError, match=rf"{order}.*got \[.*ErrorFeedback\(decay=1.0, follow_rate=True\).*\]\. Change their order"
+    ):
         Channel(DenseAllReduce(), memories)
 
 

@@ -72,7 +72,7 @@ def test_it_is_the_momentum_of_sgd(before: bool, options: dict[str, float]) -> N
 
 
 def test_masking_forgets_the_momentum_of_what_was_sent() -> None:
-    memory = bound(MomentumCorrection())
+    memory = bound(MomentumCorrection(mask=True))
     memory.prepare(Contribution(LAYOUT.views(torch.ones(5)), settings(MomentumRule(0.9))), CONTEXT).vector(
         LAYOUT, torch.float32, CPU
     )
@@ -107,7 +107,7 @@ def test_only_velocities_that_have_begun_are_saved_and_go_on() -> None:
 
 
 def test_a_round_that_fails_has_begun_nothing() -> None:
-    memory = bound(MomentumCorrection())
+    memory = bound(MomentumCorrection(mask=True))
     prepared = memory.prepare(Contribution(LAYOUT.views(torch.ones(5)), settings(MomentumRule(0.9))), CONTEXT)
     prepared.vector(LAYOUT, torch.float32, CPU)
     prepared.abort()

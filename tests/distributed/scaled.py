@@ -18,6 +18,7 @@ from lightning_sparsecomm.methods import (
     diloco,
     federated_averaging,
     gradient_dropping,
+    local_adam,
     s2_reducer,
     sbc,
     sketched_sgd,
@@ -35,6 +36,7 @@ METHODS: dict[str, Method] = {
     "gradient_dropping": gradient_dropping(density=0.05),
     "partial": gradient_dropping(density=0.05, local="partial", average_every=3),
     "dgc": dgc(density=0.05, warmup_steps=0),
+    "local_adam": local_adam(density=0.05),
     "sketched_sgd": sketched_sgd(0.05, columns=40, candidates=4),
     "s2_reducer": s2_reducer(block_density=0.2, block_size=8),
     "split": split(["head.*"], gradient_dropping(density=0.05), dgc(density=0.05, warmup_steps=0)),
@@ -78,9 +80,12 @@ class Overflowing(Classifier):
     it computes in float16.
     """
 
-    def __init__(self, at: int | None = None, exact: bool = True) -> None:
+    def __init__(self, at: int | None = None, exact: bool = True, adam: bool = False) -> None:
         super().__init__()
-        self.at, self.exact = at, exact
+        self.at, self.exact, self.adam = at, exact, adam
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.01) if self.adam else super().configure_optimizers()
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
         with torch.autocast("cpu", torch.float16, enabled=not self.exact):

@@ -55,23 +55,25 @@ def test_full_density_equals_ddp(tmp_path: Path, name: str, world_size: int) -> 
 
 
 METHODS: dict[str, Method] = {
-    "model": gradient_dropping(density=0.05),
-    "tensor_float16": gradient_dropping(density=0.05, scope="tensor", values="float16"),
-    "exclude": gradient_dropping(density=0.05, exclude=["*.bias"]),
-    "s2_reducer": s2_reducer(block_density=0.2, block_size=8),
-    "sketched_sgd": sketched_sgd(0.05, columns=40, candidates=4, momentum_correction=False, momentum_masking=False),
+    "model": gradient_dropping(follow_rate=False, density=0.05),
+    "tensor_float16": gradient_dropping(follow_rate=False, density=0.05, scope="tensor", values="float16"),
+    "exclude": gradient_dropping(follow_rate=False, density=0.05, exclude=["*.bias"]),
+    "s2_reducer": s2_reducer(block_density=0.2, block_size=8, follow_rate=False),
+    "sketched_sgd": sketched_sgd(0.05, columns=40, candidates=4, momentum_correction=False, follow_rate=False),
 }
 
 # dgc clips each rank's own gradient, and not the mean, so two scenarios train differently. It refuses to clip by value.
 NOT_CLIPPING = [name for name in SCENARIOS if name not in ("clip_norm", "clip_value", "several_backwards")]
 
 
+@pytest.mark.parametrize("recipe", [dgc, sketched_sgd])
 @pytest.mark.parametrize("name", quick_and_slow(NOT_CLIPPING))
-def test_dgc_at_full_density_equals_ddp(tmp_path: Path, name: str) -> None:
+def test_momentum_correction_at_full_density_equals_ddp(tmp_path: Path, name: str, recipe: Any) -> None:
+    """With everything else at its default."""
     world_size = 2
     scenario = SCENARIOS[name]
     ddp = fit(tmp_path / "ddp", scenario, world_size)
-    ours = fit(tmp_path / "dgc", scenario, world_size, dgc(density=1.0, warmup_steps=0, momentum_masking=False))
+    ours = fit(tmp_path / "ours", scenario, world_size, recipe(density=1.0))
     laws.trained(scenario.model().state_dict(), ours[0])
     laws.replicas_are_equal(ours)
     for rank in range(world_size):
@@ -84,7 +86,13 @@ def test_dgc_at_full_density_equals_ddp(tmp_path: Path, name: str) -> None:
 def test_dgc_obeys_the_laws(tmp_path: Path, name: str) -> None:
     """Without momentum and clipping, what is sent plus the residual is the sum of the rank's gradients."""
     scenario = SCENARIOS[name]
-    ranks = fit(tmp_path, scenario, 3, recorded(dgc(density=0.05, warmup_steps=8)), model=without_momentum(scenario))
+    ranks = fit(
+        tmp_path,
+        scenario,
+        3,
+        recorded(dgc(density=0.05, warmup_steps=8, follow_rate=False)),
+        model=without_momentum(scenario),
+    )
     laws.trained(scenario.model().state_dict(), ranks[0])
     laws.replicas_are_equal(ranks)
     laws.shared_is_bit_equal(ranks)

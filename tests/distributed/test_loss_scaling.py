@@ -47,7 +47,7 @@ def test_what_overflows_on_one_rank_is_skipped_by_all(tmp_path: Path, sharing: b
     """Where ranks share gradients. Where each steps by itself, the other ranks make their steps."""
     cases = {f"{name}-{at}": (name, at) for name, at in overflows if (name in SHARING) == sharing}
     trainings = {
-        case: training(name, lambda at=at: Overflowing(at, exact=False), **scaled())
+        case: training(name, lambda at=at, adam=name == "local_adam": Overflowing(at, False, adam), **scaled())
         for case, (name, at) in cases.items()
     }
     for case, ranks in fit_several(tmp_path, 2, trainings).items():

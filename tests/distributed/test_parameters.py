@@ -59,8 +59,8 @@ class RecordUnfrozen(BackboneFinetuning):
     [
         dense(),
         dense("bfloat16"),
-        recorded(gradient_dropping(0.05)),
-        recorded(gradient_dropping(0.05, exclude=["*.bias"])),
+        recorded(gradient_dropping(0.05, follow_rate=False)),
+        recorded(gradient_dropping(0.05, exclude=["*.bias"], follow_rate=False)),
     ],
 )
 def test_unfrozen_parameters_join_on_all_ranks(tmp_path: Path, method: Method) -> None:
@@ -209,7 +209,7 @@ def test_a_dense_decoding_sends_nothing_for_a_missing_gradient(tmp_path: Path, n
 @pytest.mark.parametrize("name", DENSE)
 def test_a_dense_decoding_obeys_the_laws(tmp_path: Path, name: str) -> None:
     scenario = SCENARIOS["unused_on_one_rank"]
-    method = Method([GradientSync(Channel(DENSE[name], [ErrorFeedback()]))])
+    method = Method([GradientSync(Channel(DENSE[name], [ErrorFeedback(follow_rate=False)]))])
     ranks = fit(tmp_path, scenario, 3, recorded(method))
     laws.trained(scenario.model().state_dict(), ranks[0])
     laws.replicas_are_equal(ranks)
@@ -248,7 +248,9 @@ class LessAfterTheFirstEpoch(Schedule):
 
 
 def test_a_schedule_sees_steps_and_epochs_with_fraction(tmp_path: Path) -> None:
-    ranks = fit(tmp_path, Scenario(Finetuned), 2, recorded(gradient_dropping(LessAfterTheFirstEpoch())))
+    ranks = fit(
+        tmp_path, Scenario(Finetuned), 2, recorded(gradient_dropping(LessAfterTheFirstEpoch(), follow_rate=False))
+    )
     assert [sent.indices.numel() for sent in ranks[0]["syncs"][0][0]["sent"]] == [42] * 10 + [1] * 10
 
 
@@ -301,7 +303,7 @@ def test_channels_last_gradients(tmp_path: Path) -> None:
     ours = fit(tmp_path / "full", scenario, 2, gradient_dropping(1.0))
     laws.trained(ChannelsLast().state_dict(), ddp[0])
     laws.equal_to_round_off(ours[0], ddp[0], 2e-6)
-    ranks = fit(tmp_path / "sparse", scenario, 2, recorded(gradient_dropping(0.1)))
+    ranks = fit(tmp_path / "sparse", scenario, 2, recorded(gradient_dropping(0.1, follow_rate=False)))
     laws.replicas_are_equal(ranks)
     for rank in ranks:
         laws.sent_plus_residual_is_compensated(rank)

@@ -70,8 +70,8 @@ def _train(
             optimizer.step()
         (tracked,) = engine.registry.optimizers
         # The sync that comes first is the compressed one.
-        states = next(iter(tracked.shares.values())).state_dict().values()
-        trained.memories.append([flat(state.values()) for state in states])
+        states = next(iter(tracked.shares.values())).state_dict().items()
+        trained.memories.append([flat(state.values()) for kind, state in states if not kind.endswith(".unit")])
         trained.weights.append(flat(p.detach() for p in module.parameters()))
     engine.close()
     return trained
@@ -154,18 +154,18 @@ def test_replicas_are_averaged_with_adam(tmp_path: Path, local: str, state: bool
     [
         ({}, {"momentum": 0.9}, False),
         ({}, {"momentum": 0.0}, False),
-        ({}, {"momentum": 0.9, "nesterov": True}, False),
+        ({"momentum_masking": True}, {"momentum": 0.9, "nesterov": True}, False),
         ({"clip": 3.0}, {"momentum": 0.9}, False),
         ({}, {"momentum": 0.9, "weight_decay": 0.05}, False),
         ({}, {"momentum": 0.0, "weight_decay": 0.05}, False),
         ({}, {"momentum": 0.9, "dampening": 0.4}, False),
-        ({"momentum_masking": False}, {"momentum": 0.9}, False),
-        ({"momentum_masking": False, "density": 1.0}, {"momentum": 0.8, "nesterov": True, "weight_decay": 0.05}, False),
+        ({"momentum_masking": True}, {"momentum": 0.9}, False),
+        ({"density": 1.0}, {"momentum": 0.8, "nesterov": True, "weight_decay": 0.05}, False),
         ({"clip": 5.0, "density": 0.3}, {"momentum": 0.7, "nesterov": True, "weight_decay": 0.01}, False),
         ({}, {"momentum": 0.9}, True),
         ({}, {"momentum": 0.9, "nesterov": True}, True),
-        ({"clip": 3.0}, {"momentum": 0.9, "weight_decay": 0.05, "dampening": 0.4}, True),
-        ({"momentum_masking": False, "density": 1.0}, {"momentum": 0.8, "nesterov": True, "weight_decay": 0.05}, True),
+        ({"clip": 3.0, "momentum_masking": True}, {"momentum": 0.9, "weight_decay": 0.05, "dampening": 0.4}, True),
+        ({"density": 1.0}, {"momentum": 0.8, "nesterov": True, "weight_decay": 0.05}, True),
     ],
 )
 def test_dgc(tmp_path: Path, method: dict[str, Any], sgd: dict[str, Any], scheduled: bool) -> None:
@@ -181,7 +181,7 @@ def test_dgc(tmp_path: Path, method: dict[str, Any], sgd: dict[str, Any], schedu
         [len(shape) < 2 for shape in SHAPES],
         WORLD_SIZE,
         density,
-        method.get("momentum_masking", True),
+        method.get("momentum_masking", False),
         method.get("clip"),
     )
     all_gradients = [gradients_of(rank) for rank in range(WORLD_SIZE)]

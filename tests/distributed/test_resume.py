@@ -177,6 +177,7 @@ CASES: dict[str, tuple[Callable[[], Method], dict[str, Any], Callable[[], tuple[
         {"nesterov": True},
         lambda: (SparsityWarmup(steps=16),),
     ),
+    "local_adam": (lambda: methods.local_adam(0.05, warmup_steps=4, clip=0.5), {"adam": True}, tuple),
     "dgc, two optimizers": (lambda: methods.dgc(0.02, warmup_steps=4), {"two": True}, tuple),
     "sbc": (lambda: methods.sbc(0.02, every=4), {"adam": True}, tuple),
     "sbc, two optimizers": (lambda: methods.sbc(0.02, every=5), {"two": True}, tuple),
@@ -211,6 +212,7 @@ SCALED = {"dgc, loss scaler": "dgc", "sbc, loss scaler": "sbc"}
 QUICK = [
     "local gradients, partial",
     "dgc",
+    "local_adam",
     "sbc, two optimizers",
     "sketched_sgd",
     "sbc, moving average",

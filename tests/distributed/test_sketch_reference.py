@@ -51,9 +51,9 @@ class Sketch:
 @pytest.mark.parametrize(
     ("rows", "columns", "candidates", "options", "momentum"),
     [
-        (3, 60, 4, {}, 0.9),
+        (3, 60, 4, {"momentum_masking": True}, 0.9),
         (4, 30, 2, {"density": 0.1}, 0.9),
-        (1, 20, 3, {"momentum_masking": False, "density": 0.02}, 0.5),
+        (1, 20, 3, {"density": 0.02}, 0.5),
         # Large enough to miss nothing, and with all elements as candidates.
         (5, 3000, 1000, {"always_sketch": True}, 0.9),
     ],
@@ -70,7 +70,7 @@ def test_sketched_sgd(
         WORLD_SIZE,
         options.get("density", 0.05),
         candidates,
-        options.get("momentum_masking", True),
+        options.get("momentum_masking", False),
     )
     all_gradients = [gradients_of(rank) for rank in range(WORLD_SIZE)]
     for step in range(STEPS):

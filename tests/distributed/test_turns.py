@@ -447,7 +447,8 @@ def frozen(value: object) -> Any:
 
 
 FROZEN: dict[str, Callable[[], Method]] = {
-    **RECIPES,
+    # These runs train by SGD.
+    **{name: recipe for name, recipe in RECIPES.items() if name != "local_adam"},
     "dgc": lambda: dgc(0.3, warmup_steps=0, clip=0.5),
     "sbc": lambda: sbc(0.3, every=2),
     "local mode": lambda: gradient_dropping(0.3, local="partial", average_every=3, momentum_masking=True),

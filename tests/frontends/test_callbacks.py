@@ -147,7 +147,7 @@ NAMES = {
 @pytest.mark.parametrize("package", PACKAGES)
 def test_csv_logger(package: str, tmp_path: Path) -> None:
     logger = importlib.import_module(f"{package}.loggers").CSVLogger(tmp_path)
-    found = fit(package, tmp_path, gradient_dropping(0.25), logger=logger)
+    found = fit(package, tmp_path, gradient_dropping(0.25, follow_rate=False), logger=logger)
     rows = rows_of(tmp_path)
     assert len(rows) == BATCHES
     sent = PARAMETERS // 4
@@ -170,7 +170,7 @@ def test_csv_logger(package: str, tmp_path: Path) -> None:
 
 def test_tensorboard_logger(tmp_path: Path) -> None:
     logger = importlib.import_module("pytorch_lightning.loggers").TensorBoardLogger(tmp_path)
-    fit("pytorch_lightning", tmp_path, gradient_dropping(0.25), logger=logger)
+    fit("pytorch_lightning", tmp_path, gradient_dropping(0.25, follow_rate=False), logger=logger)
     (file,) = tmp_path.rglob("events.out.*")
     events = EventAccumulator(str(file.parent)).Reload()
     assert set(events.Tags()["scalars"]) >= NAMES
@@ -183,10 +183,10 @@ def test_tensorboard_logger(tmp_path: Path) -> None:
     ("method", "link", "elements"),
     [
         # Three processes: an all-gather sends to two others, an all-reduce 4/3 of what it is given.
-        (gradient_dropping(0.25, values="float16"), 2 * sparse_bytes(23, 2), 23),
+        (gradient_dropping(0.25, values="float16", follow_rate=False), 2 * sparse_bytes(23, 2), 23),
         # The dense part goes with a count for each of its 2 tensors.
         (
-            gradient_dropping(0.25, exclude=["*.bias"]),
+            gradient_dropping(0.25, exclude=["*.bias"], follow_rate=False),
             2 * sparse_bytes(WEIGHTS // 4) + 4 / 3 * 4 * (BIASES + 2),
             WEIGHTS // 4 + BIASES,
         ),
@@ -212,7 +212,7 @@ def test_methods(method: Method, link: float, elements: int, tmp_path: Path) -> 
 )
 def test_entries(options: dict[str, int], steps: list[int], tmp_path: Path) -> None:
     logger = importlib.import_module("pytorch_lightning.loggers").CSVLogger(tmp_path)
-    fit("pytorch_lightning", tmp_path, gradient_dropping(0.25), logger=logger, **options)
+    fit("pytorch_lightning", tmp_path, gradient_dropping(0.25, follow_rate=False), logger=logger, **options)
     rows = rows_of(tmp_path)
     assert [row["step"] for row in rows] == steps
     assert all(row["sparsecomm/bytes_sent"] == sparse_bytes(23) for row in rows)
@@ -222,7 +222,7 @@ def test_entries(options: dict[str, int], steps: list[int], tmp_path: Path) -> N
 def test_two_optimizers(every: int, entries: int, tmp_path: Path) -> None:
     """Lightning's loggers count batches; an entry is the mean over both optimizers' steps since the one before."""
     logger = importlib.import_module("pytorch_lightning.loggers").CSVLogger(tmp_path)
-    method = gradient_dropping(0.25)
+    method = gradient_dropping(0.25, follow_rate=False)
     fit("pytorch_lightning", tmp_path, method, logger=logger, optimizers=2, log_every_n_steps=every)
     sizes = [6 * 8 + 8, 8 * 4 + 4]
     rows = rows_of(tmp_path)
@@ -236,7 +236,14 @@ def test_two_optimizers(every: int, entries: int, tmp_path: Path) -> None:
         assert row["sparsecomm/compression_ratio"] == pytest.approx(4 * sum(stepped) / sent)
 
 
-@pytest.mark.parametrize("method", [gradient_dropping(0.25), gradient_dropping(0.25, exclude=["*.bias"]), dense()])
+@pytest.mark.parametrize(
+    "method",
+    [
+        gradient_dropping(0.25, follow_rate=False),
+        gradient_dropping(0.25, exclude=["*.bias"], follow_rate=False),
+        dense(),
+    ],
+)
 def test_no_collective_is_added(method: Method, tmp_path: Path) -> None:
     with_monitor = fit("pytorch_lightning", tmp_path, method, CompressionMonitor())
     without = fit("pytorch_lightning", tmp_path, method, None)
@@ -248,7 +255,7 @@ def test_no_collective_is_added(method: Method, tmp_path: Path) -> None:
 
 def test_switches(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     quiet = CompressionMonitor(progress_bar=False, summary=False)
-    found = fit("pytorch_lightning", tmp_path, gradient_dropping(0.25), quiet)
+    found = fit("pytorch_lightning", tmp_path, gradient_dropping(0.25, follow_rate=False), quiet)
     assert found["progress_bar_metrics"] == {}
     assert found["callback_metrics"].keys() == NAMES
     assert "sent by" not in capfd.readouterr().out
@@ -256,7 +263,7 @@ def test_switches(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_summary_is_printed_once(package: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    fit(package, tmp_path, gradient_dropping(0.25), CompressionMonitor())
+    fit(package, tmp_path, gradient_dropping(0.25, follow_rate=False), CompressionMonitor())
     out = capfd.readouterr().out
     assert out.count("sent by one rank of 2") == 1
     lines = [line.split() for line in out.splitlines()]
@@ -272,7 +279,14 @@ def test_summary_is_printed_once(package: str, tmp_path: Path, capfd: pytest.Cap
 def test_one_process(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Nothing is sent: no ratio, and the table says so."""
     logger = importlib.import_module("pytorch_lightning.loggers").CSVLogger(tmp_path)
-    found = fit("pytorch_lightning", tmp_path, gradient_dropping(0.25), CompressionMonitor(), logger=logger, devices=1)
+    found = fit(
+        "pytorch_lightning",
+        tmp_path,
+        gradient_dropping(0.25, follow_rate=False),
+        CompressionMonitor(),
+        logger=logger,
+        devices=1,
+    )
     rows = rows_of(tmp_path)
     assert len(rows) == BATCHES
     for row in rows:
@@ -310,7 +324,7 @@ def test_training_is_not_changed(tmp_path: Path) -> None:
         fit(
             "pytorch_lightning",
             tmp_path,
-            gradient_dropping(0.25),
+            gradient_dropping(0.25, follow_rate=False),
             monitor,
             max_epochs=2,
             enable_checkpointing=True,

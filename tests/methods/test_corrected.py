@@ -19,7 +19,7 @@ KINDS: dict[bool, Any] = {
 @pytest.mark.parametrize("correction", [True, False])
 @pytest.mark.parametrize("masking", [True, False])
 def test_momentum_is_applied_once_and_masked_once(correction: bool, masking: bool) -> None:
-    sparse, dense = corrected(DenseAllReduce(), 2.0, correction, masking, ["head.*"])
+    sparse, dense = corrected(DenseAllReduce(), 2.0, correction, masking, ["head.*"], True)
     assert isinstance(sparse, GradientSync)
     assert isinstance(dense, GradientSync)
     for sync, kinds in zip((sparse, dense), KINDS[correction], strict=True):

@@ -26,7 +26,7 @@ def test_gradient_dropping_is_top_k_with_error_feedback() -> None:
     (sync,) = syncs(gradient_dropping())
     assert repr(sync.channel) == (
         "Channel(Gather(SparseCodec(selector=TopK(density=0.01, scope='model'), values=Float32(),"
-        " indices=RunLength16())), [ErrorFeedback(decay=1.0)])"
+        " indices=RunLength16())), [ErrorFeedback(decay=1.0, follow_rate=True)])"
     )
     (sync,) = syncs(gradient_dropping(error_feedback=False, values="float16", scope="tensor", warmup_steps=5))
     assert sync.channel.memories == ()
@@ -59,8 +59,8 @@ def test_dgc_corrects_momentum_before_and_applies_it_after() -> None:
     )
     assert [repr(memory) for memory in sparse.channel.memories] == [
         "ClipLocalNorm(max_norm=None)",
-        "MomentumCorrection(mask=True)",
-        "ErrorFeedback(decay=1.0)",
+        "MomentumCorrection(mask=False)",
+        "ErrorFeedback(decay=1.0, follow_rate=True)",
     ]
     assert [repr(memory) for memory in dense.channel.memories] == ["ClipLocalNorm(max_norm=None)", "Momentum()"]
     assert (sparse.min_dimensions, sparse.rest, dense.rest) == (2, False, True)
@@ -68,11 +68,11 @@ def test_dgc_corrects_momentum_before_and_applies_it_after() -> None:
 
 
 def test_dgc_for_any_optimizer_masks_that_optimizers_momentum() -> None:
-    for sync in syncs(dgc(momentum_correction=False, exclude=["head.*"])):
+    for sync in syncs(dgc(momentum_correction=False, momentum_masking=True, exclude=["head.*"])):
         assert not any(isinstance(memory, (MomentumCorrection, Momentum)) for memory in sync.channel.memories)
         assert sync.mask_momentum == (not sync.rest)
         assert sync.exclude == (() if sync.rest else ("head.*",))
-    assert not any(sync.mask_momentum for sync in syncs(dgc(momentum_correction=False, momentum_masking=False)))
+    assert not any(sync.mask_momentum for sync in syncs(dgc(momentum_correction=False)))
 
 
 @pytest.mark.parametrize(
@@ -105,12 +105,12 @@ def test_density(make: Callable[..., object], density: Any, error: type[Exceptio
         (
             lambda: gradient_dropping(scope="layer"),
             ValueError,
-            "scope must be 'model' (rank all elements together) or 'tensor'",
+            "scope must be 'model' (rank all elements together), 'tensor'",
         ),
         (
             lambda: gradient_dropping(values="int8"),
             ValueError,
-            "values must be one of float32, float16; got 'int8'. Use 'float32'",
+            "values must be one of float32, float16, two_bit; got 'int8'. Use 'float32'",
         ),
         (
             lambda: gradient_dropping(exclude="*.bias"),

@@ -29,7 +29,7 @@ def test_sbc_sends_positions_of_one_sign_and_one_mean() -> None:
     (sync,) = syncs(sbc())
     assert repr(sync.channel) == (
         "Channel(Gather(SparseCodec(selector=OneSidedTopK(density=0.01), values=SharedMean(), indices=Golomb())),"
-        " [ErrorFeedback(decay=1.0)])"
+        " [ErrorFeedback(decay=1.0, follow_rate=True)])"
     )
     assert (sync.every, sync.mask_momentum, sync.buffers, sync.outer) == (10, True, "average", None)
     sparse, dense = syncs(sbc(every=3, exclude=["*.bias"], buffers="own", error_feedback=False))
@@ -63,7 +63,7 @@ def test_sparse_loco_has_a_fading_residual_and_an_outer_step_where_asked_for() -
     (sync,) = syncs(sparse_loco())
     assert "ChunkTopK(density=0.015625, chunk=4096" in repr(sync.channel)
     assert "values=TwoBit(group=64), indices=Auto()" in repr(sync.channel)
-    assert "[ErrorFeedback(decay=0.95)]" in repr(sync.channel)
+    assert "[ErrorFeedback(decay=0.95, follow_rate=True)]" in repr(sync.channel)
     assert (sync.every, sync.outer) == (30, None)
     (sync,) = syncs(sparse_loco(outer_lr=0.8))
     assert isinstance(sync.outer, partial)

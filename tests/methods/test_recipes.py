@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from lightning_sparsecomm import ParameterAveraging, methods
+from lightning_sparsecomm.basis import ByLength
 from lightning_sparsecomm.channel import Channel, MomentumCorrection
 from lightning_sparsecomm.exchange import BlockReduce, DenseAllReduce, SketchedTopK
-from lightning_sparsecomm.methods import RECIPES, default, dgc, gradient_dropping
+from lightning_sparsecomm.methods import RECIPES, default, dgc, gradient_dropping, local_adam
 from lightning_sparsecomm.sharing import DeltaSync, GradientSync, Method
 
 SWITCHED: list[Callable[..., object]] = [
@@ -53,9 +54,16 @@ def test_names_of_strategies_are_those_of_recipes() -> None:
     assert all(getattr(methods, name) is recipe for name, recipe in RECIPES.items())
 
 
-def test_the_default_is_dgc_and_gradient_dropping_for_other_optimizers() -> None:
-    assert repr(default().syncs) == repr(dgc().syncs)
-    assert repr(default().fallback) == repr(gradient_dropping(density=0.01))
+def test_the_default_is_dgc_then_local_adam_then_gradient_dropping() -> None:
+    assert repr(default().syncs) == repr(dgc(ByLength(), scope="balanced", values="float16", positions="short").syncs)
+    adam = default().fallback
+    assert adam is not None
+    assert repr(adam.syncs) == repr(
+        local_adam(ByLength(0.095, 0.83, most=0.3), scope="balanced", values="two_bit", positions="short").syncs
+    )
+    assert repr(adam.fallback) == repr(
+        gradient_dropping(ByLength(), scope="balanced", values="float16", positions="short")
+    )
 
 
 @pytest.mark.parametrize("name", ["split"])

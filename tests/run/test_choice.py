@@ -14,7 +14,7 @@ from lightning_sparsecomm.channel.momentum import Velocity
 from lightning_sparsecomm.codecs import SparseCodec, TopK
 from lightning_sparsecomm.exchange import DenseAllReduce, Gather
 from lightning_sparsecomm.methods import default, dgc, gradient_dropping
-from lightning_sparsecomm.run.choice import method_for, replaces_momentum
+from lightning_sparsecomm.run.choice import method_for, takeover_for
 from lightning_sparsecomm.sharing import GradientSync, Method
 from tests import laws
 from tests.distributed.scenarios import Classifier, Scenario, fit
@@ -62,8 +62,8 @@ class Bodies(pl.Callback):
 
 
 @pytest.mark.filterwarnings("ignore:the warm-up does not end before the training")
-@pytest.mark.parametrize(("model", "corrects"), [(Classifier, [[True, True]]), (Adam, [[False]])])
-def test_sparsecomm_is_dgc_for_sgd_and_gradient_dropping_otherwise(tmp_path: Path, model: Any, corrects: Any) -> None:
+@pytest.mark.parametrize(("model", "corrects"), [(Classifier, [[True, True]]), (Adam, [[False, False]])])
+def test_sparsecomm_corrects_momentum_for_sgd_only(tmp_path: Path, model: Any, corrects: Any) -> None:
     ranks = fit(tmp_path, Scenario(model, steps=3), 2, default(), (Bodies(tmp_path),))
     assert torch.load(tmp_path / "used.pt") == corrects
     assert ranks[0]["ledger"].density() < 0.5
@@ -140,6 +140,9 @@ def test_what_one_sync_takes_over_all_do_that_hold_parameters_of_the_optimizer()
 
 def test_momentum_is_taken_over_from_sgd_only_and_only_where_a_method_applies_it() -> None:
     sgd, adam = torch.optim.SGD(parameters(), lr=0.1, momentum=0.9), torch.optim.Adam(parameters())
-    assert replaces_momentum(sgd, dgc(), held(sgd))
-    assert not replaces_momentum(sgd, gradient_dropping(), held(sgd))
-    assert not replaces_momentum(adam, dgc(momentum_correction=False), held(adam))
+    takeover = takeover_for(sgd, dgc(), held(sgd), set())
+    assert takeover is not None
+    assert takeover.optimizer is sgd
+    takeover.close()
+    assert takeover_for(sgd, gradient_dropping(), held(sgd), set()) is None
+    assert takeover_for(adam, dgc(momentum_correction=False), held(adam), set()) is None

@@ -135,7 +135,7 @@ def test_the_residual_survives_growth(wire: Wire) -> None:
             exchanged = super().exchange(x, context, wire)
             return exchanged._replace(sent=torch.zeros_like(x.values))
 
-    engine = Engine(Method([GradientSync(Channel(NothingSent(), [ErrorFeedback()]))]), wire)
+    engine = Engine(Method([GradientSync(Channel(NothingSent(), [ErrorFeedback(follow_rate=False)]))]), wire)
     module = chain()
     module[0].requires_grad_(False)
     engine.registry.add_module(module)

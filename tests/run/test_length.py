@@ -55,7 +55,7 @@ class Fails(pl.Callback):
         (dgc(warmup_epochs=2), Classifier, {"max_steps": 25}, None),
         (gradient_dropping(warmup_steps=9), Classifier, {"max_steps": 9}, "9 steps of warm-up in a run of 9"),
         (dgc(DensityWarmup(0.1, steps=9)), Classifier, {"max_steps": 9}, "9 steps of warm-up in a run of 9"),
-        (default(), Classifier, {"max_steps": 3}, "1,000 steps of warm-up in a run of 3"),
+        (dgc(), Classifier, {"max_steps": 3}, "1,000 steps of warm-up in a run of 3"),
         (dgc(warmup_steps=10), ByHand, {"max_steps": 10}, "10 steps of warm-up in a run of 10"),
         # Another method, which has none.
         (default(), Adam, {"max_steps": 3}, None),

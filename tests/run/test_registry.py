@@ -99,8 +99,10 @@ class Complex(nn.Module):
 def test_methods_and_their_fallbacks(wire: Wire) -> None:
     method = default()
     made = registry(method, wire)
-    assert made.methods == [method, method.fallback]
-    assert made.syncs == [*method.syncs, *method.fallback.syncs]  # type: ignore[union-attr]
+    adam = method.fallback
+    assert adam is not None and adam.fallback is not None
+    assert made.methods == [method, adam, adam.fallback]
+    assert made.syncs == [*method.syncs, *adam.syncs, *adam.fallback.syncs]
     assert made.named == []
 
 

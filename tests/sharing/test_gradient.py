@@ -126,11 +126,11 @@ def test_what_it_holds_is_saved_under_its_own_name(wire: Wire) -> None:
     _, optimizer, share = started(sparse(ErrorFeedback()), wire)
     turn(share)
     saved = share.state_dict()
-    assert list(saved) == ["GradientSync.ErrorFeedback"]
+    assert list(saved) == ["GradientSync.ErrorFeedback", "GradientSync.ErrorFeedback.unit"]
     other = share.sync.start(optimizer, share.parameters, wire)
     copied = {kind: {name: part.clone() for name, part in parts.items()} for kind, parts in saved.items()}
     other.load_state_dict(copied)
-    assert copied == {"GradientSync.ErrorFeedback": {}}
+    assert copied == {"GradientSync.ErrorFeedback": {}, "GradientSync.ErrorFeedback.unit": {}}
     other.prepare(TURN)
     other.abort()
     assert other.residual_norm() == pytest.approx(share.residual_norm(), rel=1e-5)

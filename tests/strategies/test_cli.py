@@ -334,7 +334,7 @@ def test_help_of_a_method(cli: Cli, capsys: pytest.CaptureFixture[str]) -> None:
     )
     assert summary_of(gradient_dropping) in text
     assert f"--method.density DENSITY {described(gradient_dropping, 'density')}" in text
-    assert f"--method.values {{float32,float16}} {described(gradient_dropping, 'values')}" in text
+    assert f"--method.values {{float32,float16,two_bit}} {described(gradient_dropping, 'values')}" in text
     assert described(gradient_dropping, "exclude") in text
 
 
@@ -373,7 +373,10 @@ def test_help_of_parts(cli: Cli, options: list[str], expected: str, capsys: pyte
         ),
         (part("codecs.TopK"), "lightning_sparsecomm.codecs.TopK"),
         (part("methods.gradient_dropping", densty=0.1), "densty"),
-        (part("methods.gradient_dropping", scope="layer"), "typing.Literal['model', 'tensor']. Got value: layer"),
+        (
+            part("methods.gradient_dropping", scope="layer"),
+            "typing.Literal['model', 'tensor', 'balanced']. Got value: layer",
+        ),
         (part("methods.gradient_dropping", exclude="*.bias"), "Got value: *.bias"),
         (part("Method", syncs=[]), "syncs must name at least one sync; got none. Use dense() to send everything."),
         (

@@ -1,16 +1,22 @@
 """The elements of largest magnitude."""
 
+import math
 from dataclasses import dataclass
-from typing import Literal
+from functools import lru_cache
+from itertools import repeat
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from lightning_sparsecomm.basis.layout import Layout
 from lightning_sparsecomm.basis.rounds import Round
 from lightning_sparsecomm.basis.schedules import Density, check_density
 from lightning_sparsecomm.codecs.selectors.base import k_of
 from lightning_sparsecomm.codecs.selectors.candidates import HintedSelector, Hints, Wanted, candidates_of
 from lightning_sparsecomm.kernels import kernels_for
+
+Scope = Literal["model", "tensor", "balanced"]
 
 
 @dataclass(frozen=True)
@@ -39,31 +45,36 @@ class TopK(HintedSelector):
     Args:
         density: Fraction of elements to send, in (0, 1], or a schedule of it.
         scope: "model" ranks the whole vector at once. "tensor" ranks each tensor by itself, with its own k, which is at
-            least 1 if the tensor has elements.
+            least 1 if the tensor has elements. "balanced" does so with a k proportional to the square root of the
+            tensor's size, as far as it has that many elements: small tensors are sent more densely than large ones,
+            and all together at `density`.
 
     Raises:
-        ValueError: `density` is outside (0, 1], or `scope` is neither.
+        ValueError: `density` is outside (0, 1], or `scope` is unknown.
         TypeError: `density` is neither a number nor a schedule.
     """
 
     density: Density = 0.01
-    scope: Literal["model", "tensor"] = "model"
+    scope: Scope = "model"
 
     def __post_init__(self) -> None:
         check_density("density", self.density)
-        if self.scope not in ("model", "tensor"):
+        if self.scope not in get_args(Scope):
             raise ValueError(
-                "scope must be 'model' (rank all elements together) or 'tensor' (each tensor by itself);"
-                f" got {self.scope!r}. Use 'model', for example."
+                "scope must be 'model' (rank all elements together), 'tensor' (each tensor by itself) or 'balanced'"
+                f" (each by itself, small ones more densely); got {self.scope!r}. Use 'model', for example."
             )
 
     def wanted(self, context: Round) -> list[Wanted]:
         density, layout = context.density(self.density), context.layout
         if self.scope == "model":
-            stretches = [(0, layout.size)] if layout.size else []
-        else:
-            stretches = [(s.offset, s.offset + s.size) for s in layout.segments if s.size]
-        return [Wanted(start, stop, k_of(density, stop - start)) for start, stop in stretches]
+            return [Wanted(0, layout.size, k_of(density, layout.size))] if layout.size else []
+        densities = _balanced(layout, density) if self.scope == "balanced" else repeat(density)
+        return [
+            Wanted(s.offset, s.offset + s.size, k_of(each, s.size))
+            for s, each in zip(layout.segments, densities)
+            if s.size
+        ]
 
     def select_hinted(self, x: Tensor, context: Round, hints: Hints) -> Tensor:
         seed = context.shared_seed()
@@ -72,6 +83,19 @@ class TopK(HintedSelector):
 
     def count(self, context: Round) -> int:
         return sum(stretch.k for stretch in self.wanted(context))
+
+
+@lru_cache(maxsize=256)
+def _balanced(layout: Layout, density: float) -> tuple[float, ...]:
+    """A density for each segment: k is proportional to the root of its size, at most its size, and adds up."""
+    sizes = sorted((segment.size for segment in layout.segments if segment.size), reverse=True)
+    left, roots = density * sum(sizes), sum(math.sqrt(size) for size in sizes)
+    # Small tensors are sent whole; what they do not need goes to larger ones.
+    while sizes and left * math.sqrt(sizes[-1]) >= sizes[-1] * roots:
+        left, roots = left - sizes[-1], roots - math.sqrt(sizes[-1])
+        sizes.pop()
+    factor = left / roots if sizes else math.inf
+    return tuple(min(1.0, factor / math.sqrt(segment.size)) if segment.size else 1.0 for segment in layout.segments)
 
 
 def _largest(x: Tensor, stretch: Wanted, seed: int, candidates: Tensor | None) -> Tensor:

@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from lightning_sparsecomm.kernels.numba_jit import Bits, Flags, Floats, Positions, Scalar, compiled
+from lightning_sparsecomm.kernels.updates.cpu_moments import add_direction_
 from lightning_sparsecomm.kernels.updates.cpu_reductions import (
     find_largest,
     kth_largest_key,
     sum_equal_indices,
     sum_squares,
 )
+from lightning_sparsecomm.kernels.updates.moments import Moments
 from lightning_sparsecomm.kernels.updates.reference import (
     LIMIT,
     MOMENTUM,
@@ -35,6 +37,8 @@ class Cpu(Reference):
     """Numba kernels for contiguous float32 and float64 vectors on the CPU."""
 
     def update_(self, update: Update, threshold: float | None, capacity: int) -> Tensor | None:
+        if update.moments is not None:
+            return self._update_moments_(update, update.moments, threshold, capacity)
         residual, gradient = update.residual.numpy(), update.gradient.numpy()
         velocity = residual if update.velocity is None else update.velocity.numpy()
         numbers = update.keep, update.scale, update.momentum, update.gain, update.lookahead or 0.0, threshold or 0.0
@@ -44,6 +48,15 @@ class Cpu(Reference):
         if not in_range:
             raise OutOfRangeError
         return torch.from_numpy(found[:0]) if threshold is None else _within_capacity(found, count)
+
+    def _update_moments_(
+        self, update: Update, moments: Moments, threshold: float | None, capacity: int
+    ) -> Tensor | None:
+        if not add_direction_(update.residual, update.gradient, moments, update.keep, update.scale, update.checked):
+            raise OutOfRangeError
+        if threshold is None:
+            return update.residual.new_empty(0, dtype=torch.int64)
+        return self.reaching(update.residual, threshold, capacity)
 
     def reaching(self, x: Tensor, threshold: float, capacity: int) -> Tensor | None:
         values = x.numpy()

@@ -19,6 +19,9 @@ class Cuda(Reference):
     """Triton kernels for contiguous float32 and float64 vectors on CUDA."""
 
     def update_(self, update: Update, threshold: float | None, capacity: int) -> Tensor | None:
+        if update.moments is not None:
+            # In torch's own operations, which round square roots and quotients as the definition says.
+            return super().update_(update, threshold, capacity)
         residual = update.residual
         n = residual.numel()
         found = count = out_of_range = None

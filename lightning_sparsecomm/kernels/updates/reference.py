@@ -5,6 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_sparsecomm.kernels.updates.moments import Moments, advance_, direction, retreat_
+
 # Checked gradients must stay below this magnitude. `take_back_` is exact only up to the round-off of the gradient, so
 # taking back an exploding gradient would destroy the residual. Healthy training never has gradients this large.
 LIMIT = 2.0**16
@@ -27,6 +29,7 @@ class Update(NamedTuple):
         v ← keep·v + g                        (without a velocity)
         v ← keep·v + u                        (with momentum)
         v ← (keep·v + g) + lookahead·u        (with Nesterov momentum)
+        v ← keep·v + x                        (with moments, which g changes and which give x; see `Moments`)
 
     Attributes:
         residual: v, `[n]` float32 or float64, contiguous; changed in place.
@@ -39,6 +42,7 @@ class Update(NamedTuple):
         lookahead: Nesterov's factor; None for plain momentum.
         checked: Whether to check the gradient. If so, elements that are NaN or not below `LIMIT` in magnitude count as
             0, and kernels report them with `OutOfRangeError`.
+        moments: Adam's moments, instead of a velocity; None without.
     """
 
     residual: Tensor
@@ -50,6 +54,7 @@ class Update(NamedTuple):
     gain: float = 1.0
     lookahead: float | None = None
     checked: bool = False
+    moments: Moments | None = None
 
     @property
     def kind(self) -> int:
@@ -65,8 +70,11 @@ class Reference:
     def probe(self, update: Update, stride: int) -> Tensor:
         """The magnitudes that `update` would give every `stride`-th element of the residual; changes nothing."""
         velocity = None if update.velocity is None else update.velocity[::stride].clone()
+        moments = None if update.moments is None else copied(update.moments.part(slice(None, None, stride)))
         residual, gradient = update.residual[::stride].clone(), update.gradient[::stride].contiguous()
-        sample = update._replace(residual=residual, gradient=gradient, velocity=velocity, checked=False)
+        sample = update._replace(
+            residual=residual, gradient=gradient, velocity=velocity, moments=moments, checked=False
+        )
         self.update_(sample, None, 0)
         return sample.residual.abs_()
 
@@ -93,7 +101,12 @@ class Reference:
             gradient = gradient * update.scale
         if update.keep != 1:
             residual.mul_(update.keep)
-        if velocity is None:
+        if update.moments is not None:
+            for chunk in update.moments.chunks():
+                moments = update.moments.part(chunk)
+                advance_(moments, gradient[chunk])
+                residual[chunk].add_(direction(moments))
+        elif velocity is None:
             residual.add_(gradient)
         else:
             # Not add_(alpha=…): it rounds once where the other kernels round twice.
@@ -111,12 +124,18 @@ class Reference:
     def take_back_(self, update: Update) -> None:
         """Undoes `update_` in place, up to round-off. Here the gradient may have any dtype, shape and memory format.
 
-        With a momentum of 0, the old velocity is lost. It becomes zero, as it was before its first step.
+        With a momentum of 0, the old velocity is lost. It becomes zero, as it was before its first step. The same goes
+        for a moment whose factor is 0.
         """
         residual, velocity = update.residual, update.velocity
         gradient = update.gradient.to(residual.dtype).reshape(residual.shape)
         gradient = (_in_range(gradient) if update.checked else gradient) * update.scale
-        if velocity is None:
+        if update.moments is not None:
+            for chunk in update.moments.chunks():
+                moments = update.moments.part(chunk)
+                residual[chunk].sub_(direction(moments))
+                retreat_(moments, gradient[chunk])
+        elif velocity is None:
             residual.sub_(gradient)
         else:
             if update.lookahead is None:
@@ -188,6 +207,11 @@ class Reference:
         # The square of a float64 may underflow to 0.
         lost = (energies == 0) & (torch.segment_reduce(x.abs(), "max", offsets=bounds, initial=0) > 0)
         return energies.masked_fill_(lost, torch.finfo(torch.float64).tiny)
+
+
+def copied(moments: Moments) -> Moments:
+    """The same moments in memory of their own."""
+    return moments._replace(first=moments.first.clone(), second=moments.second.clone())
 
 
 def _in_range(gradient: Tensor) -> Tensor:

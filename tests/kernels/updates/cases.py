@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from lightning_sparsecomm.kernels import LIMIT, Update
+from lightning_sparsecomm.kernels import LIMIT, Moments, Update
 from tests.kernels.bits import numbers, same_bits
 
 # No factor is exact in binary, so an unrounded product or a factor in the wrong precision changes bits.
@@ -15,19 +15,47 @@ KINDS = {
     "dampened": {"keep": 0.9, "scale": 1 / 3, "momentum": 0.7, "gain": 0.3},
     "nesterov": {"momentum": 0.7, "lookahead": 0.7},
     "dampened nesterov": {"keep": 0.9, "scale": 1 / 3, "momentum": 0.7, "gain": 0.3, "lookahead": 0.6},
+    "moments": {"moments": {"unbias": 1 / 0.3, "unbias_squares": 1 / 0.7}},
+    "shared moments": {
+        "keep": 0.9,
+        "scale": -1 / 3,
+        "moments": {
+            "fading": 0.7,
+            "fading_squares": 0.9,
+            "unbias": 1 / 0.6,
+            "unbias_squares": 1 / 0.3,
+            "epsilon": 0.1,
+            "noise": 0.3 / 1.7,
+            "spread": 1.7 / 1.4,
+            "kept": 1 / 3,
+            "decay": 0.1,
+        },
+    },
 }
 
 
 def update_of(kind: str, size: int, dtype: torch.dtype) -> Update:
-    factors = KINDS[kind]
+    factors = dict(KINDS[kind])
     velocity = numbers(size, dtype, 3) if "momentum" in factors else None
-    return Update(numbers(size, dtype, 1), numbers(size, dtype, 2), velocity, **factors)
+    moments = None
+    if (options := factors.pop("moments", None)) is not None:
+        weights = numbers(size, dtype, 5) if "decay" in options else None
+        first = numbers(size, dtype, 3)
+        # As of gradients, the mean of the squares is never below the square of the mean.
+        second = first * first * (1 + numbers(size, dtype, 4).abs())
+        moments = Moments(first, second, **options, weights=weights)
+    return Update(numbers(size, dtype, 1), numbers(size, dtype, 2), velocity, **factors, moments=moments)
 
 
 def copy_of(update: Update, device: torch.device | str = "cpu") -> Update:
     tensors = (update.residual, update.gradient, update.velocity)
     residual, gradient, velocity = (None if x is None else x.clone().to(device) for x in tensors)
-    return update._replace(residual=residual, gradient=gradient, velocity=velocity)
+    moments = update.moments
+    if moments is not None:
+        first, second = moments.first.clone().to(device), moments.second.clone().to(device)
+        weights = None if moments.weights is None else moments.weights.to(device)
+        moments = moments._replace(first=first, second=second, weights=weights)
+    return update._replace(residual=residual, gradient=gradient, velocity=velocity, moments=moments)
 
 
 def same_update(ours: Update, theirs: Update) -> bool:
@@ -35,7 +63,12 @@ def same_update(ours: Update, theirs: Update) -> bool:
         same_bits(ours.residual, theirs.residual)
         and same_bits(ours.gradient, theirs.gradient)
         and same_bits(ours.velocity, theirs.velocity)
+        and all(same_bits(mine, other) for mine, other in zip(_moments(ours), _moments(theirs), strict=True))
     )
+
+
+def _moments(update: Update) -> list[Tensor]:
+    return [] if update.moments is None else [update.moments.first, update.moments.second]
 
 
 def thresholds_for(x: Tensor) -> list[float]:

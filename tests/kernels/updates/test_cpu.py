@@ -58,6 +58,11 @@ def test_an_update_can_be_taken_back(kind, size, dtype):
         torch.testing.assert_close(update.residual, start.residual, rtol=tolerance, atol=tolerance)
         if update.velocity is not None:
             torch.testing.assert_close(update.velocity, start.velocity, rtol=tolerance, atol=tolerance)
+        if update.moments is not None:
+            assert start.moments is not None
+            largest = max(1.0, float(update.gradient.abs().max() if size else 1))
+            for moment, before in zip(update.moments[:2], start.moments[:2]):
+                torch.testing.assert_close(moment, before, rtol=tolerance, atol=tolerance * largest)
 
 
 @each_dtype

@@ -1,0 +1,255 @@
+"""What a rank keeps and sends, one thing changed at a time: a simulation of several ranks in one process.
+
+A small convolution on Fashion-MNIST, whose last 10,000 training images are held out; the test images are not used. All
+forms of a seed start from the same weights and see the same batches, and the learning rate falls along a cosine.
+Nothing is encoded: positions count by their entropy, and values by their bits. Prints a Markdown table.
+"""
+
+import argparse
+import math
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+from defaults import convolution
+from learning import images_of
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from lightning_sparsecomm.basis import Layout
+from lightning_sparsecomm.codecs import TwoBit
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+from command_line import at_least, folder
+
+RANKS, BATCH, MOMENTUM, BETAS, EPSILON = 4, 32, 0.9, (0.9, 0.999), 1e-8
+
+
+class Form(NamedTuple):
+    """What is changed.
+
+    Attributes:
+        density: Fraction of the weights' elements that are sent.
+        optimizer: "sgd"; "adam", whose moments see what is shared; or "local adam", with moments before the exchange.
+        dense: Whether everything is sent: ddp.
+        mask: Whether momentum is set to 0 where something was sent.
+        follow_rate: Whether the residual follows the learning rate.
+        balanced: Whether small tensors are sent more densely.
+        two_bit: Whether values take two bits instead of 16.
+        second: Adam's second moment: of this rank's "local" gradient; the same "corrected" for the number of ranks; the
+            "mean" over ranks of the local ones; that mean, corrected ("mean corrected"); or of the mean gradient, as in
+            ddp, which no rank knows ("oracle").
+        finish: Whether everything is sent in the last step.
+    """
+
+    density: float = 1.0
+    optimizer: Literal["sgd", "adam", "local adam"] = "sgd"
+    dense: bool = False
+    mask: bool = False
+    follow_rate: bool = True
+    balanced: bool = True
+    two_bit: bool = False
+    second: Literal["local", "corrected", "mean", "mean corrected", "oracle"] = "corrected"
+    finish: bool = False
+
+
+def forms_of(optimizer: str, density: float) -> dict[str, Form]:
+    """The forms by name; `density` is for 16 bits, and four times as much takes about as many bytes with two."""
+    if optimizer == "sgd":
+        base = Form(density)
+        return {
+            "ddp": Form(dense=True),
+            "sparsecomm": base,
+            "… that does not follow the rate": base._replace(follow_rate=False),
+            "… equally dense in all tensors": base._replace(balanced=False),
+            "… two-bit values": base._replace(two_bit=True, density=4 * density),
+            "… that finishes": base._replace(finish=True),
+            "… masked": base._replace(mask=True),
+            "dgc as in the paper": Form(density, mask=True, follow_rate=False, balanced=False),
+        }
+    base = Form(4 * density, "local adam", two_bit=True)
+    return {
+        "ddp": Form(optimizer="adam", dense=True),
+        "sparsecomm (local Adam, corrected)": base,
+        "… not corrected": base._replace(second="local"),
+        "… mean over ranks": base._replace(second="mean"),
+        "… mean over ranks, corrected": base._replace(second="mean corrected"),
+        "… of the mean gradient": base._replace(second="oracle"),
+        "… 16-bit values": base._replace(two_bit=False, density=density),
+        "gradient dropping into Adam": base._replace(optimizer="adam"),
+        "… equally dense in all tensors": Form(density, "adam", follow_rate=False, balanced=False),
+    }
+
+
+class Rank:
+    """What one rank keeps for one tensor."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.velocity, self.first, self.second, self.residual = (torch.zeros_like(weight) for _ in range(4))
+
+
+class Simulation:
+    """One training of all ranks.
+
+    Attributes:
+        link_bytes: Bytes that a rank puts on the link.
+    """
+
+    def __init__(self, network: nn.Module, form: Form, rate: float, steps: int) -> None:
+        self.form, self.rate, self.steps = form, rate, steps
+        self.network = network
+        self.weights = [parameter.detach() for parameter in network.parameters()]
+        self.ranks = [[Rank(weight) for weight in self.weights] for _ in range(RANKS)]
+        self.shared = [Rank(weight) for weight in self.weights]
+        self.link_bytes = 0.0
+
+    def step(self, step: int, gradients: Sequence[Sequence[Tensor]]) -> None:
+        """One optimizer step, given each rank's gradients."""
+        rate = self.rate * (1 + math.cos(math.pi * step / self.steps)) / 2
+        everything = self.form.finish and step == self.steps - 1
+        densities = [1.0] * len(self.weights) if everything else self._densities()
+        for index, (weight, density) in enumerate(zip(self.weights, densities)):
+            own = [each[index] for each in gradients]
+            if self.form.dense or weight.dim() < 2:
+                self.link_bytes += 2 * (RANKS - 1) / RANKS * weight.nbytes
+                weight -= rate * self._direction(self.shared[index], sum(own) / RANKS, step)
+            else:
+                weight -= self._exchanged(index, own, rate, step, density)
+
+    def _direction(self, state: Rank, gradient: Tensor, step: int) -> Tensor:
+        """What torch's optimizer steps along."""
+        if self.form.optimizer == "sgd":
+            return state.velocity.mul_(MOMENTUM).add_(gradient)
+        state.first.lerp_(gradient, 1 - BETAS[0])
+        state.second.lerp_(gradient.square(), 1 - BETAS[1])
+        unbiased = state.second / (1 - BETAS[1] ** (step + 1))
+        return state.first / (1 - BETAS[0] ** (step + 1)) / (unbiased.sqrt() + EPSILON)
+
+    def _exchanged(self, index: int, own: list[Tensor], rate: float, step: int, density: float) -> Tensor:
+        form, ranks = self.form, [each[index] for each in self.ranks]
+        if form.optimizer == "sgd":
+            brought = [rank.velocity.mul_(MOMENTUM).add_(gradient) for rank, gradient in zip(ranks, own)]
+        elif form.optimizer == "local adam":
+            brought = self._local_directions(index, own, step)
+        else:
+            brought = own
+        scaled = form.follow_rate and form.optimizer != "adam"
+        total = torch.zeros_like(own[0])
+        count = max(1, round(density * total.numel()))
+        for rank, each in zip(ranks, brought):
+            rank.residual.add_(each, alpha=rate if scaled else 1.0)
+            sent = _sent(rank.residual, count, form.two_bit)
+            rank.residual -= sent
+            if form.mask:
+                rank.velocity[sent != 0] = 0
+            total += sent / RANKS
+        bits = _entropy(count / total.numel()) * total.numel() + count * (2.5 if form.two_bit else 16)
+        self.link_bytes += (RANKS - 1) * bits / 8
+        if form.optimizer == "adam":
+            return rate * self._direction(self.shared[index], total, step)
+        return total if scaled else rate * total
+
+    def _local_directions(self, index: int, own: list[Tensor], step: int) -> list[Tensor]:
+        ranks = [each[index] for each in self.ranks]
+        for rank, gradient in zip(ranks, own):
+            rank.first.lerp_(gradient, 1 - BETAS[0])
+            rank.second.lerp_(gradient.square(), 1 - BETAS[1])
+        means = [rank.first / (1 - BETAS[0] ** (step + 1)) for rank in ranks]
+        squares = [rank.second / (1 - BETAS[1] ** (step + 1)) for rank in ranks]
+        noise = (1 - BETAS[0]) / (1 + BETAS[0])
+        if self.form.second == "corrected":
+            squares = [_corrected(mean, square, noise) for mean, square in zip(means, squares)]
+        elif self.form.second == "mean":
+            squares = [sum(squares) / RANKS] * RANKS  # type: ignore[list-item]
+        elif self.form.second == "mean corrected":
+            squares = [_corrected(sum(means) / RANKS, sum(squares) / RANKS, noise / RANKS)] * RANKS
+        elif self.form.second == "oracle":
+            shared = self.shared[index].second.lerp_((sum(own) / RANKS).square(), 1 - BETAS[1])  # type: ignore[union-attr]
+            squares = [shared / (1 - BETAS[1] ** (step + 1))] * RANKS
+        return [mean / (square.sqrt() + EPSILON) for mean, square in zip(means, squares)]
+
+    def _densities(self) -> list[float]:
+        sizes = {index: weight.numel() for index, weight in enumerate(self.weights) if weight.dim() > 1}
+        if not self.form.balanced:
+            return [self.form.density] * len(self.weights)
+        left, densities = self.form.density * sum(sizes.values()), [1.0] * len(self.weights)
+        # Small tensors that need fewer than their part are sent whole.
+        for index, size in sorted(sizes.items(), key=lambda each: each[1]):
+            rest = sum(math.sqrt(other) for other in sizes.values() if other >= size)
+            count = min(size, left * math.sqrt(size) / rest)
+            densities[index], left = count / size, left - count
+        return densities
+
+
+def _corrected(mean: Tensor, square: Tensor, noise: float) -> Tensor:
+    signal = ((mean.square() - noise * square) / (1 - noise)).clamp_(min=0).minimum(square)
+    return (square - signal) / RANKS + signal
+
+
+def _sent(residual: Tensor, count: int, two_bit: bool) -> Tensor:
+    flat = residual.reshape(-1)
+    chosen = torch.topk(flat.abs(), count).indices.sort().values
+    values, codec = flat[chosen], TwoBit()
+    if two_bit:
+        values = codec.decode(codec.encode(values, chosen, Layout([])), count, codec.parameter)
+    return torch.zeros_like(flat).index_copy_(0, chosen, values).view(residual.shape)
+
+
+def _entropy(p: float) -> float:
+    return 0.0 if p in (0, 1) else -p * math.log2(p) - (1 - p) * math.log2(1 - p)
+
+
+def train(form: Form, rate: float, steps: int, seed: int, data_dir: Path) -> tuple[float, float, float]:
+    """Accuracy in percent and loss on the held-out images, and bytes on the link of a rank."""
+    torch.manual_seed(seed)
+    data = images_of("fashion-mnist", data_dir, hold_out_training=True)
+    images, labels = data.train
+    simulation = Simulation(convolution(), form, rate, steps)
+    parameters = list(simulation.network.parameters())
+    generator = torch.Generator().manual_seed(seed)
+    for step in range(steps):
+        gradients = []
+        for _ in range(RANKS):
+            batch = torch.randint(0, len(images), (BATCH,), generator=generator)
+            loss = cross_entropy(simulation.network(images[batch]), labels[batch])
+            gradients.append(torch.autograd.grad(loss, parameters))
+        with torch.no_grad():
+            simulation.step(step, gradients)
+    with torch.no_grad():
+        logits = torch.cat([simulation.network(some) for some in data.held_out[0].split(2000)])
+    accuracy = float((logits.argmax(1) == data.held_out[1]).double().mean() * 100)
+    return accuracy, float(cross_entropy(logits, data.held_out[1])), simulation.link_bytes
+
+
+def main() -> None:
+    """Runs all forms, seed by seed, and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data-dir", type=folder, default=Path("data"), help="folder of Fashion-MNIST")
+    parser.add_argument("--optimizer", choices=["sgd", "adam"], default="sgd")
+    parser.add_argument("--rate", type=float, help="learning rate; 0.1 for sgd and 0.008 for adam suit ddp best")
+    parser.add_argument("--steps", type=at_least(1), default=300)
+    parser.add_argument("--density", type=float, default=0.0669)
+    parser.add_argument("--seeds", type=at_least(1), default=3)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    rate = options.rate or {"sgd": 0.1, "adam": 8e-3}[options.optimizer]
+    forms = forms_of(options.optimizer, options.density)
+    results: dict[str, list[tuple[float, float, float]]] = {name: [] for name in forms}
+    for seed in range(options.seeds):
+        for name, form in forms.items():
+            results[name].append(train(form, rate, options.steps, seed, options.data_dir))
+            print(f"seed {seed}, {name}: {results[name][-1]}", file=sys.stderr, flush=True)
+    print("| form | loss | accuracy, % | spread of seeds | fewer bytes than ddp |\n|---|---:|---:|---:|---:|")
+    for name, runs in results.items():
+        accuracies, losses = [run[0] for run in runs], [run[1] for run in runs]
+        fewer = results["ddp"][0][2] / runs[0][2]
+        low, high = min(accuracies), max(accuracies)
+        mean = statistics.mean(accuracies)
+        print(f"| {name} | {statistics.mean(losses):.4f} | {mean:.2f} | {low:.2f} – {high:.2f} | {fewer:.1f} × |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""Adam before the exchange: each rank keeps the moments of its own gradient, and sends the direction they give."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.optim import Adam, AdamW, Optimizer
+
+from lightning_sparsecomm.basis.layout import Layout
+from lightning_sparsecomm.basis.rounds import Round
+from lightning_sparsecomm.channel.contribution import AdamRule, Contribution
+from lightning_sparsecomm.channel.memory import Memory
+from lightning_sparsecomm.exchange.base import Exchanged
+from lightning_sparsecomm.kernels import Moments
+
+_FIRST, _SECOND, _STEP = "exp_avg", "exp_avg_sq", "step"
+
+
+class LocalAdam(Memory):
+    """Replaces a rank's gradient g by Adam's direction x, which is in units of the learning rate.
+
+        g ← g + λ·w                                     only with Adam's L2 decay; AdamW's decay is not sent
+        m ← β1·m + (1 − β1)·g;   v ← β2·v + (1 − β2)·g²;   m̂ ← m / (1 − β1^t);   v̂ ← v / (1 − β2^t)
+        a ← (1 − β1) / (1 + β1);   μ² ← min(v̂, max(0, (m̂² − a·v̂) / (1 − a)))
+        x ← m̂ / (√((v̂ − μ²)/W + μ²) + ε)
+
+    The direction has the same scale however sparsely it is sent, which a second moment of sparse gradients has not. It
+    must come before `ErrorFeedback`. On one rank and at density 1 it is torch's Adam or AdamW to round-off.
+
+    v̂ of one rank is larger than that of the mean gradient, whose noise is averaged over W ranks. a is the variance of m̂
+    for pure noise of variance 1, so (m̂² − a·v̂)/(1 − a) estimates the squared mean of the gradient, and the rest of v̂ is
+    noise. With β1 = 0 there is no such estimate, and x ← m̂ / (√v̂ + ε).
+
+    A tensor without a gradient on this rank keeps its moments and its t there, even where other ranks have a gradient.
+    Moments go on from those that the optimizer already has, for example from a checkpoint of ddp.
+
+    Source: Tang et al. 2021, 1-bit Adam, sends what local moments say; there v is that of the mean gradient, and frozen
+    after a warm-up. The correction of v for W ranks is ours.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(_FIRST, _SECOND)
+        self._names: list[str] = []
+        self._steps: dict[str, int] = {}
+        self._next: dict[str, int] = {}
+
+    def objection(self, optimizer: Optimizer) -> str | None:
+        remedy = "Use methods.gradient_dropping(), which works with any optimizer"
+        if not isinstance(optimizer, (Adam, AdamW)):
+            return (
+                "local moments replace those of torch.optim.Adam and AdamW;"
+                f" {type(optimizer).__name__} has other rules, which they do not follow. {remedy}, or methods.dgc()"
+                " with SGD."
+            )
+        for group in optimizer.param_groups:
+            for option in ("amsgrad", "differentiable"):
+                if group.get(option):
+                    return (
+                        f"{option} must be False with local moments, which are kept without it; got {option}=True."
+                        f" {remedy}, or leave out {option}."
+                    )
+        return None
+
+    def bind(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
+        super().bind(layout, dtype, device)
+        self._names = [segment.name for segment in layout.segments]
+
+    def prepare(self, contribution: Contribution, context: Round) -> Contribution:
+        rules = contribution.settings.adam or [AdamRule()] * len(self._names)
+        if len({rule.sign for rule in rules}) > 1:
+            # One factor scales all gradients.
+            raise ValueError(
+                "maximize must be the same in all parameter groups; got True and False. Use two optimizers, or negate"
+                " the loss."
+            )
+        self._next = {}
+        steps: list[Moments | None] = []
+        views = zip(contribution.parts, self._flats(_FIRST, context), self._flats(_SECOND, context))
+        for name, rule, (part, first, second) in zip(self._names, rules, views, strict=True):
+            # Also without a gradient: a resumed run, whose optimizer has rank 0's moments, must not begin with those.
+            before = self._begin(name, rule, first, second)
+            self._next[name] = before if part is None else before + 1
+            if part is None:
+                steps.append(None)
+                continue
+            steps.append(_moments(first, second, before + 1, rule, context.world_size))
+        sign = rules[0].sign if rules else 1.0
+        return replace(contribution, scale=contribution.scale * sign, steps=steps)
+
+    def commit(self, exchanged: Exchanged, context: Round) -> Exchanged:
+        self._steps |= self._next
+        self._next = {}
+        return exchanged
+
+    def abort(self, contribution: Contribution, context: Round) -> None:
+        self._next = {}
+
+    def moments(self) -> dict[str, tuple[int, Tensor, Tensor]]:
+        """By parameter name: the steps taken, and both moments in the parameter's shape, as views of what is held."""
+        first, second = (self.held[name].state_dict() for name in (_FIRST, _SECOND))
+        return {name: (steps, first[name], second[name]) for name, steps in self._steps.items()}
+
+    def _flats(self, name: str, context: Round) -> Sequence[Tensor]:
+        return context.layout.flats(self.held[name].flat)
+
+    def _begin(self, name: str, rule: AdamRule, first: Tensor, second: Tensor) -> int:
+        """The steps taken so far. Before the first one, moments are taken over from the optimizer, if it has any."""
+        if name in self._steps or _STEP not in rule.begun:
+            return self._steps.get(name, 0)
+        first.copy_(rule.begun[_FIRST].reshape(-1))
+        second.copy_(rule.begun[_SECOND].reshape(-1))
+        return round(float(rule.begun[_STEP]))
+
+    def state_dict(self) -> Mapping[str, Mapping[str, Tensor]]:
+        return {**super().state_dict(), _STEP: {name: torch.tensor(float(t)) for name, t in self._steps.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        super().load_state_dict(state)
+        # A mean over ranks, of which some had no gradient of it, need not be whole.
+        self._steps |= {name: round(float(step)) for name, step in state.get(_STEP, {}).items()}
+
+
+def _moments(first: Tensor, second: Tensor, step: int, rule: AdamRule, world_size: int) -> Moments:
+    fading, fading_squares = rule.fading, rule.fading_squares
+    noise = (1 - fading) / (1 + fading)
+    weights = None
+    if rule.weights is not None and rule.decay:
+        weights = rule.weights.detach().to(first.dtype).contiguous().view(-1)
+    return Moments(
+        first,
+        second,
+        fading,
+        fading_squares,
+        1 / (1 - fading**step),
+        1 / (1 - fading_squares**step),
+        rule.epsilon,
+        noise,
+        1 / (1 - noise) if fading else 0.0,
+        1 / world_size if fading else 1.0,
+        rule.decay,
+        weights,
+    )

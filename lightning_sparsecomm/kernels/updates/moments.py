@@ -1,0 +1,103 @@
+"""Adam's moments of one rank's own gradient, and the direction that follows from them, in torch operations."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+# Elements at a time, so that intermediate results stay in the cache and take no memory that counts.
+_CHUNK = 1 << 16
+
+
+class Moments(NamedTuple):
+    """How one tensor's gradient changes its moments, and which direction x they give.
+
+    Kernels round each operation separately, in this order:
+
+        g ← g + decay·weights                                (only with weights)
+        m ← fading·m + (1 − fading)·g
+        v ← fading_squares·v + (1 − fading_squares)·(g·g)
+        m̂ ← unbias·m;   v̂ ← unbias_squares·v
+        μ² ← min(v̂, max(0, spread·(m̂·m̂ − noise·v̂)))
+        x ← m̂ / (√(kept·v̂ + (1 − kept)·μ²) + epsilon)
+
+    Attributes:
+        first: m, `[n]` float32 or float64, contiguous; changed in place.
+        second: v, like m; changed in place.
+        fading: Factor on m.
+        fading_squares: Factor on v.
+        unbias: 1 / (1 − fading^t) in step t, counted from 1.
+        unbias_squares: 1 / (1 − fading_squares^t).
+        epsilon: Added to the root.
+        noise: Variance of m̂ where gradients are pure noise of variance 1.
+        spread: 1 / (1 − noise).
+        kept: The part of the noise's variance that is left in a mean over ranks: 1 / ranks.
+        decay: Factor on the weights that are added to the gradient.
+        weights: `[n]` in m's dtype, contiguous; None where nothing is added.
+    """
+
+    first: Tensor
+    second: Tensor
+    fading: float = 0.9
+    fading_squares: float = 0.999
+    unbias: float = 1.0
+    unbias_squares: float = 1.0
+    epsilon: float = 1e-8
+    noise: float = 0.0
+    spread: float = 1.0
+    kept: float = 1.0
+    decay: float = 0.0
+    weights: Tensor | None = None
+
+    def part(self, positions: slice) -> "Moments":
+        """The moments of some elements; views, if the step of the slice is 1."""
+        first, second = self.first[positions].contiguous(), self.second[positions].contiguous()
+        weights = None if self.weights is None else self.weights[positions].contiguous()
+        return self._replace(first=first, second=second, weights=weights)
+
+    def chunks(self) -> Iterator[slice]:
+        """Slices that cover all elements."""
+        size = self.first.numel()
+        return (slice(start, min(start + _CHUNK, size)) for start in range(0, size, _CHUNK))
+
+
+def advance_(moments: Moments, gradient: Tensor) -> None:
+    """Takes a gradient of the same elements into both moments, in place."""
+    gradient = _decayed(moments, gradient)
+    moments.first.mul_(moments.fading).add_(gradient * (1 - moments.fading))
+    moments.second.mul_(moments.fading_squares).add_((gradient * gradient).mul_(1 - moments.fading_squares))
+
+
+def retreat_(moments: Moments, gradient: Tensor) -> None:
+    """Undoes `advance_`, to round-off of what the moments are now. With a factor of 0, a moment becomes 0."""
+    gradient = _decayed(moments, gradient)
+    if moments.fading:
+        moments.first.sub_(gradient * (1 - moments.fading)).div_(moments.fading)
+    else:
+        moments.first.zero_()
+    if moments.fading_squares:
+        moments.second.sub_((gradient * gradient).mul_(1 - moments.fading_squares)).div_(moments.fading_squares)
+        # Round-off must not make a second moment negative.
+        moments.second.clamp_(min=0)
+    else:
+        moments.second.zero_()
+
+
+def direction(moments: Moments) -> Tensor:
+    """x for the moments as they are now, in new memory."""
+    mean, square = moments.first * moments.unbias, moments.second * moments.unbias_squares
+    signal = (mean * mean).sub_(square * moments.noise).mul_(moments.spread).clamp_(min=0)
+    signal = torch.minimum(square, signal)
+    variance = square.mul_(moments.kept).add_(signal.mul_(1 - moments.kept))
+    return mean.div_(_root(variance).add_(moments.epsilon))
+
+
+def _root(x: Tensor) -> Tensor:
+    # On the CPU, torch's square root is not always the nearest number.
+    return torch.from_numpy(np.sqrt(x.numpy())) if x.device.type == "cpu" else x.sqrt_()
+
+
+def _decayed(moments: Moments, gradient: Tensor) -> Tensor:
+    return gradient if moments.weights is None else gradient + moments.weights * moments.decay

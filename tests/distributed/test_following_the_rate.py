@@ -1,0 +1,86 @@
+"""Whatever the density and the learning rates, what is applied in the end is what ddp applies."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_sparsecomm.basis.schedules import ByLength
+from lightning_sparsecomm.basis.wire import Wire
+from lightning_sparsecomm.methods import default, dgc, gradient_dropping, s2_reducer, sketched_sgd
+from lightning_sparsecomm.run.engine import Engine
+from lightning_sparsecomm.sharing import Method
+from tests.distributed.launch import run_ranks
+from tests.distributed.test_reference import SIZES, STEPS, WORLD_SIZE, Parameters, flat, gradients_of, starting_weights
+
+# Falls, rises, stops for a while, starts again far lower, recovers, and ends near 0.
+RATES = [0.0, 0.05, 0.1, 0.1, 0.3, 0.3, 0.0, 0.0, 0.0, 1e-6, 0.1, 0.2, 0.05, 0.01]
+RATES += [0.1] * 30 + [0.01, 1e-3] + [1e-5] * 4
+
+
+def _train(rank: int, method: Method, rates: list[float], length: float, momentum: float, settle: bool) -> Any:
+    module = Parameters()
+    for parameter, part in zip(module.parameters(), torch.from_numpy(starting_weights()).split(SIZES)):
+        parameter.data.copy_(part.view(parameter.shape))
+    engine = Engine(method, Wire())
+    engine.registry.add_module(module)
+    engine.length = length
+    optimizer = torch.optim.SGD(module.parameters(), 1.0, momentum)
+    for rate, gradient in zip(rates, gradients_of(rank), strict=True):
+        optimizer.param_groups[0]["lr"] = rate
+        for parameter, part in zip(module.parameters(), torch.from_numpy(gradient).split(SIZES)):
+            parameter.grad = part.clone().view(parameter.shape)
+        with engine.stepping(optimizer):
+            engine.synchronize(optimizer)
+            optimizer.step()
+    if settle:
+        engine.settle()
+    weights, norm = flat(p.detach() for p in module.parameters()), engine.residual_norm()
+    engine.close()
+    return weights, norm
+
+
+def _ddp(rates: list[float], momentum: float) -> np.ndarray:
+    weights, velocity = starting_weights().astype(np.float64), np.zeros(sum(SIZES))
+    for step, rate in enumerate(rates):
+        mean = np.mean([gradients_of(rank)[step] for rank in range(WORLD_SIZE)], axis=0, dtype=np.float64)
+        velocity = momentum * velocity + mean
+        weights -= rate * velocity
+    return weights
+
+
+@pytest.mark.parametrize("settle", [False, True])
+@pytest.mark.parametrize(
+    ("method", "momentum"),
+    [
+        (default(), 0.9),
+        (dgc(0.02), 0.9),
+        (dgc(0.3, warmup_steps=0, values="float16"), 0.5),
+        (dgc(ByLength(), scope="balanced", values="two_bit"), 0.9),
+        (gradient_dropping(0.05, scope="balanced"), 0.0),
+        (sketched_sgd(0.05), 0.9),
+        (s2_reducer(0.1, block_size=4, sketch_ratio=None), 0.0),
+    ],
+)
+def test_the_weights_end_where_ddp_would_put_them(
+    tmp_path: Path, method: Method, momentum: float, settle: bool
+) -> None:
+    """These gradients do not depend on the weights: nothing may be lost, and nothing counted at another rate."""
+    length = float("inf") if settle else STEPS
+    for weights, norm in run_ranks(tmp_path, WORLD_SIZE, _train, method, RATES, length, momentum, settle):
+        assert norm == 0
+        np.testing.assert_allclose(weights, _ddp(RATES, momentum), rtol=1e-4, atol=2e-3)
+
+
+def test_without_it_they_do_not(tmp_path: Path) -> None:
+    method = dgc(0.02, warmup_steps=0, follow_rate=False)
+    (weights, norm), *_ = run_ranks(tmp_path, WORLD_SIZE, _train, method, RATES, float(STEPS), 0.9, True)
+    assert norm > 1
+    assert np.abs(weights - _ddp(RATES, 0.9)).max() > 1
+
+
+def test_a_rate_that_is_negative_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match=r"the learning rate must be 0 or more, and finite; got -0\.1"):
+        run_ranks(tmp_path, 1, _train, default(), [-0.1] * STEPS, float(STEPS), 0.9, True)

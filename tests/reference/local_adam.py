@@ -1,0 +1,90 @@
+"""Adam and AdamW on local moments in plain NumPy, all ranks in one process; see docs/methods.md.
+
+Adam's moments, decay and corrections follow the documentation of torch.optim. Residuals are changes of weights: they
+take in learning rate times direction, and have no unit.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tests.reference.selection import k_of, top_k
+
+Vector = NDArray[np.float64]
+
+
+class LocalAdam:
+    """Each tensor is a vector; `dense` says which of them are sent whole, and left to Adam on the mean gradient."""
+
+    def __init__(self, weights: list[Vector], dense: list[bool], ranks: int, clip: float | None = None) -> None:
+        self.weights = [w.astype(np.float64) for w in weights]
+        self.dense, self.ranks, self.clip = dense, ranks, clip
+        self.firsts, self.seconds, self.residuals, self.directions = (
+            [[np.zeros(len(w)) for w in weights] for _ in range(ranks)] for _ in range(4)
+        )
+        self.steps = [[0 for _ in weights] for _ in range(ranks)]
+        self.sent = [[np.zeros(len(w)) for w in weights] for _ in range(ranks)]
+
+    def step(
+        self,
+        gradients: list[list[Vector | None]],
+        density: float,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        decoupled: bool,
+        maximize: bool = False,
+    ) -> None:
+        """One optimizer step. Gradients are `gradients[rank][tensor]`, None where a rank has none."""
+        own = [[None if g is None else g.astype(np.float64) for g in rank] for rank in gradients]
+        if self.clip is not None:
+            for rank in own:
+                norm = np.sqrt(sum(np.sum(g**2) for g in rank if g is not None))
+                factor = min(1.0, self.clip * np.sqrt(self.ranks) / norm)
+                rank[:] = [None if g is None else g * factor for g in rank]
+        for t, weight in enumerate(self.weights):
+            if all(rank[t] is None for rank in own):
+                continue
+            mean = sum((rank[t] if rank[t] is not None else 0.0 * weight) for rank in own) / self.ranks
+            change = np.zeros_like(weight)
+            for rank in range(self.ranks):
+                g = mean if self.dense[t] else own[rank][t]
+                if g is None:
+                    # It sends nothing; its residual and moments stay.
+                    continue
+                g = -g if maximize else g
+                if weight_decay and not decoupled:
+                    g = g + weight_decay * weight
+                x = self._direction(rank, t, g, betas, eps)
+                if self.dense[t]:
+                    change += lr * x / self.ranks
+                    continue
+                self.residuals[rank][t] += lr * x
+                self.directions[rank][t] += lr * x
+                change += self._send(rank, t, density) / self.ranks
+            if decoupled:
+                weight *= 1 - lr * weight_decay
+            weight -= change
+
+    def _direction(self, rank: int, t: int, g: Vector, betas: tuple[float, float], eps: float) -> Vector:
+        self.steps[rank][t] += 1
+        fading, fading_squares = betas
+        m = self.firsts[rank][t] = fading * self.firsts[rank][t] + (1 - fading) * g
+        v = self.seconds[rank][t] = fading_squares * self.seconds[rank][t] + (1 - fading_squares) * g**2
+        mean = m / (1 - fading ** self.steps[rank][t])
+        square = v / (1 - fading_squares ** self.steps[rank][t])
+        if not self.dense[t] and fading > 0:
+            # What a mean over 1/a equal terms leaves of the variance of noise.
+            a = (1 - fading) / (1 + fading)
+            signal = np.clip((mean**2 - a * square) / (1 - a), 0, square)
+            square = signal + (square - signal) / self.ranks
+        return mean / (np.sqrt(square) + eps)
+
+    def _send(self, rank: int, t: int, density: float) -> Vector:
+        residual = self.residuals[rank][t]
+        sent = np.zeros_like(residual)
+        chosen = top_k(residual, k_of(density, len(residual)), seed=0)
+        sent[chosen] = residual[chosen]
+        residual -= sent
+        self.sent[rank][t] += sent
+        return sent
