@@ -32,6 +32,7 @@ from lightning_sparsecomm.codecs.sketch import CountSketch as CountSketch
 from lightning_sparsecomm.codecs.sparse import SparseCodec as SparseCodec
 from lightning_sparsecomm.codecs.sparse import decode_sparse as decode_sparse
 from lightning_sparsecomm.codecs.sparse import encode_sparse as encode_sparse
+from lightning_sparsecomm.codecs.values import BFloat16 as BFloat16
 from lightning_sparsecomm.codecs.values import Float16 as Float16
 from lightning_sparsecomm.codecs.values import Float32 as Float32
 from lightning_sparsecomm.codecs.values import Float64 as Float64

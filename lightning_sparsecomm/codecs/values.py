@@ -40,7 +40,7 @@ class _Float(ValueCodec):
             raise wrong_section(f"{self.dtype} value", f"has {section.numel()} bytes", expected)
         # The copy is aligned, wherever the section begins in the payload.
         values = section.clone().view(self.dtype)
-        if self.dtype is torch.float16:
+        if self.dtype.itemsize == 2:
             values = values.to(torch.float32)
         # One cheap pass. Values are checked one by one only if their sum is not finite; large finite ones can cause it.
         if not bool(values.sum().isfinite()):
@@ -84,6 +84,15 @@ class Float64(_Float):
 
     code: ClassVar[int] = 3
     dtype: ClassVar[torch.dtype] = torch.float64
+
+
+@register_value_codec
+@dataclass(frozen=True)
+class BFloat16(_Float):
+    """2 bytes a value, rounded to 8 bits, with the range of float32: for gradients of any scale. Decoded as float32."""
+
+    code: ClassVar[int] = 6
+    dtype: ClassVar[torch.dtype] = torch.bfloat16
 
 
 @register_value_codec

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_sparsecomm.basis.parts import parts_in
-from lightning_sparsecomm.basis.schedules import Schedule, check_every
+from lightning_sparsecomm.basis.schedules import ByLength, Schedule, check_every
 from lightning_sparsecomm.frontends.mixin import SynchronizingMixin
 from lightning_sparsecomm.run.checkpoint import RankFiles
 from lightning_sparsecomm.run.contents import fingerprint_of
@@ -29,9 +29,9 @@ class FabricMixin(SynchronizingMixin, DDPStrategy):
     Use `fabric.backward`, `fabric.clip_gradients`, `fabric.no_backward_sync` and `optimizer.step` as with ddp. Code of
     your own that reads or changes `.grad` before the step calls `fabric.strategy.synchronize(optimizer)` first.
 
-    With a local mode, or a method that exchanges weights every few steps, replicas drift. Then call
-    `fabric.strategy.settle()` after the last step to make them equal, and use `with fabric.strategy.shared_model():` to
-    evaluate or save the model before that.
+    Call `fabric.strategy.settle()` after the last step: it applies what residuals still hold, unless `length` tells
+    when that is, and makes replicas equal with methods that let them drift (a local mode, weights exchanged every few
+    steps). With these, use `with fabric.strategy.shared_model():` to evaluate or save the model before that.
     """
 
     _checked = False
@@ -68,6 +68,14 @@ class FabricMixin(SynchronizingMixin, DDPStrategy):
         if self._engine is None:
             self._begin(self.root_device, getattr(self.precision, "scaler", None))
             self.engine.length = self._length or math.inf
+            by_length = next(parts_in(self.engine.registry.methods, ByLength), None)
+            if self._length is None and by_length is not None and self.global_rank == 0:
+                warnings.warn(
+                    "the density follows the run's length, which Fabric does not know: it sends"
+                    f" {by_length.unknown:.1%} of the elements. Use SparseCommStrategy(length=…) with the number of"
+                    " optimizer steps; or call fabric.strategy.settle() after the last one, which applies what waits.",
+                    stacklevel=2,
+                )
             self._resumed_from = None
             self._refuse_epochs()
         self._checked = False

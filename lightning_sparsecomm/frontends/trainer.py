@@ -113,6 +113,11 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
         # Several optimizers share the Trainer's count of steps.
         known = trainer.lightning_module.automatic_optimization and len(self.optimizers) == 1
         self.engine.expect(steps - trainer.global_step if known else math.inf)
+        # By name, as either package's callbacks may be in use.
+        stoppers = {"EarlyStopping", "Timer"}
+        self.engine.may_end_sooner = any(
+            stoppers & {kind.__name__ for kind in type(callback).__mro__} for callback in vars(trainer)["callbacks"]
+        )
         if trainer.is_global_zero:
             warn_of_short_run(self.engine.registry, self.engine.warmup, steps, epochs)
 

@@ -46,10 +46,10 @@ def default() -> Method:
     """The method of `strategy="sparsecomm"`: dgc for SGD, local_adam for Adam and AdamW, else gradient dropping.
 
     The density follows from the run's length, small tensors are sent more densely, and positions in the shortest code.
-    Values are float16; Adam's directions, which differ less, take two bits each, and four times as many are sent.
+    Values are bfloat16; Adam's directions, which differ less, take two bits each, and four times as many are sent.
     """
     denser = ByLength(0.095, exponent=0.83, most=0.3)
-    others = gradient_dropping(ByLength(), scope="balanced", values="float16", positions="short")
+    others = gradient_dropping(ByLength(), scope="balanced", values="bfloat16", positions="short")
     adam = local_adam(denser, scope="balanced", values="two_bit", positions="short")
-    sgd = dgc(ByLength(), scope="balanced", values="float16", positions="short")
+    sgd = dgc(ByLength(), scope="balanced", values="bfloat16", positions="short")
     return Method(sgd.syncs, fallback=Method(adam.syncs, fallback=others))

@@ -25,6 +25,9 @@ from lightning_sparsecomm.sharing.gradients import make_nonfinite_
 from lightning_sparsecomm.sharing.method import Method
 from lightning_sparsecomm.sharing.share import Moment, Share, Turn
 
+# The length that densities follow where a run may end at any time.
+_LIKELY_STEPS = 5000.0
+
 
 class Engine:
     """Shares an optimizer's gradients once per step, when they are first needed, and exchanges weights after steps.
@@ -41,6 +44,7 @@ class Engine:
         epoch: Epochs finished, including a fraction.
         warmup: Replaces the method's densities early in training; None for no such warm-up.
         length: Steps of each optimizer in the whole run, equal on all ranks; infinite where unknown.
+        may_end_sooner: Whether the run may be far shorter than that, as with early stopping.
     """
 
     def __init__(
@@ -60,6 +64,7 @@ class Engine:
         self.epoch = 0.0
         self.warmup: Warmup | None = None
         self.length = math.inf
+        self.may_end_sooner = False
         self.scaling = LossScaling(scaler, wire) if scaler is not None else None
         self.registry = Registry(method, wire, self.hook)
         self.agreement = Agreement(self.registry, wire, seed, check_replicas_every, scaler is not None)
@@ -249,7 +254,8 @@ class Engine:
         return tracked
 
     def _turn(self, tracked: TrackedOptimizer, moment: Moment, step: int) -> Turn:
-        return Turn(moment, step, self.epoch, self.seed, self.warmup, tracked.norm, tracked.max_norm, self.length)
+        length = min(self.length, _LIKELY_STEPS) if self.may_end_sooner else self.length
+        return Turn(moment, step, self.epoch, self.seed, self.warmup, tracked.norm, tracked.max_norm, length)
 
     def _after_step(self, tracked: TrackedOptimizer) -> None:
         for share in tracked.shares.values():

@@ -134,6 +134,7 @@ class GradientShare(Share):
         self._gradients: list[Tensor | None] = []
         # What waits at the end, then its mean over ranks; None in all other turns.
         self._waiting: Tensor | None = None
+        self._finishes = sync.finish and self._follows_rate and not sync.drifts
         self._unfinished = False
         super().__init__(optimizer, parameters, wire)
 
@@ -148,6 +149,7 @@ class GradientShare(Share):
     def prepare(self, turn: Turn) -> None:
         self._bind()
         if turn.moment == "end":
+            # Unknown learning rates, before the first step after resuming from an old checkpoint, count as 0.
             self._waiting = sum((each.waiting(self.layout) for each in self.channel.residuals), torch.zeros(()))
             return
         rules = momentum_rules(self.optimizer, self.parameters) if self._applies_momentum else ()
@@ -174,7 +176,7 @@ class GradientShare(Share):
             exchanged = self.channel.commit()
         if self._adam is not None:
             show_moments(self.optimizer, self.parameters, self._adam)
-        self._unfinished = self.sync.finish and self._follows_rate and not self.sync.drifts
+        self._unfinished = self._finishes
         self._count_ddp()
         self._count_sent(exchanged.sent)
         self._write(exchanged)
@@ -185,8 +187,16 @@ class GradientShare(Share):
         self._waiting = None
 
     def _finish(self, mean: Tensor) -> None:
+        rising = {
+            id(weight)
+            for group in self.optimizer.param_groups
+            # Local moments have the sign in them already.
+            if group.get("maximize") and self._adam is None
+            for weight in group["params"]
+        }
         for (_, weight), change in zip(self.parameters, self.layout.views(mean)):
-            weight.detach().sub_(change)
+            if weight.requires_grad:
+                weight.detach().sub_(change, alpha=-1 if id(weight) in rising else 1)
         for residual in self.channel.residuals:
             residual.forget()
         self._waiting = None
@@ -223,3 +233,4 @@ class GradientShare(Share):
     def load_state_dict(self, saved: Saved) -> None:
         saved = strip_prefix(type(self.sync).__name__, saved)
         self.channel.load_state_dict(saved, [name for name, _ in self.parameters])
+        self._unfinished = self._finishes

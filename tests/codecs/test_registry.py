@@ -46,7 +46,7 @@ class TestBothKinds:
         assert type(codecs[130]) is mine
         decorator(codec_class(base, 128, "First"))
         decorator(codec_class(base, 255, "Last"))
-        assert list(codecs) == [1, 2, 3, 4, 5, 128, 130, 255]
+        assert [code for code in codecs if code > 127] == [128, 130, 255]
 
     def test_refuses_a_code_that_belongs_to_another_class(self, decorator, codecs, base, base_name):
         for free, taken in ((128, 1), (129, 128)):

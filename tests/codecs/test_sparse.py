@@ -210,7 +210,7 @@ def test_a_registered_codec_of_ones_own_goes_through_a_payload():
     ("head", "message"),
     [
         ((0, 1, 0, 0, 8, 0, 0), r"index codec at byte 0 is 0, expected one of \[1, 2, 3, 4, 5\]"),
-        ((1, 9, 0, 0, 8, 0, 0), r"value codec at byte 1 is 9, expected one of \[1, 2, 3, 4, 5\]"),
+        ((1, 9, 0, 0, 8, 0, 0), r"value codec at byte 1 is 9, expected one of \[1, 2, 3, 4, 5, 6\]"),
         ((1, 1, 7, 0, 8, 1, 0), "index codec parameter at byte 2 is 7, expected 0 for Raw32"),
         ((2, 1, 1, 0, 8, 1, 0), "index codec parameter at byte 2 is 1, expected 0 for RunLength16"),
         ((3, 1, 32, 0, 8, 1, 0), "index codec parameter at byte 2 is 32, expected 0 to 31 for Golomb"),

@@ -20,23 +20,37 @@ RATES = [0.0, 0.05, 0.1, 0.1, 0.3, 0.3, 0.0, 0.0, 0.0, 1e-6, 0.1, 0.2, 0.05, 0.0
 RATES += [0.1] * 30 + [0.01, 1e-3] + [1e-5] * 4
 
 
-def _train(rank: int, method: Method, rates: list[float], length: float, momentum: float, settle: bool) -> Any:
+def _train(
+    rank: int,
+    method: Method,
+    rates: list[float],
+    length: float,
+    momentum: float,
+    settle: bool,
+    sign: float = 1.0,
+    frozen: bool = False,
+) -> Any:
     module = Parameters()
     for parameter, part in zip(module.parameters(), torch.from_numpy(starting_weights()).split(SIZES)):
         parameter.data.copy_(part.view(parameter.shape))
     engine = Engine(method, Wire())
     engine.registry.add_module(module)
     engine.length = length
-    optimizer = torch.optim.SGD(module.parameters(), 1.0, momentum)
+    optimizer = torch.optim.SGD(module.parameters(), 1.0, momentum, maximize=sign < 0)
     for rate, gradient in zip(rates, gradients_of(rank), strict=True):
         optimizer.param_groups[0]["lr"] = rate
         for parameter, part in zip(module.parameters(), torch.from_numpy(gradient).split(SIZES)):
-            parameter.grad = part.clone().view(parameter.shape)
+            parameter.grad = sign * part.clone().view(parameter.shape)
         with engine.stepping(optimizer):
             engine.synchronize(optimizer)
             optimizer.step()
+    before = flat(p.detach() for p in module.parameters())
+    if frozen:
+        module.requires_grad_(False)
     if settle:
         engine.settle()
+    if frozen:
+        np.testing.assert_array_equal(before, flat(p.detach() for p in module.parameters()))
     weights, norm = flat(p.detach() for p in module.parameters()), engine.residual_norm()
     engine.close()
     return weights, norm
@@ -84,3 +98,19 @@ def test_without_it_they_do_not(tmp_path: Path) -> None:
 def test_a_rate_that_is_negative_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Exception, match=r"the learning rate must be 0 or more, and finite; got -0\.1"):
         run_ranks(tmp_path, 1, _train, default(), [-0.1] * STEPS, float(STEPS), 0.9, True)
+
+
+def test_what_waits_is_applied_upwards_where_sgd_maximizes(tmp_path: Path) -> None:
+    for weights, _ in run_ranks(tmp_path, WORLD_SIZE, _train, dgc(0.02), RATES, float(STEPS), 0.9, True, -1.0):
+        np.testing.assert_allclose(weights, _ddp(RATES, 0.9), rtol=1e-4, atol=2e-3)
+
+
+def test_frozen_weights_stay_as_they_are(tmp_path: Path) -> None:
+    run_ranks(tmp_path, WORLD_SIZE, _train, dgc(0.02), RATES, float("inf"), 0.9, True, 1.0, True)
+
+
+@pytest.mark.parametrize("scale", [1e-9, 1e8])
+def test_the_default_suits_losses_of_any_scale(tmp_path: Path, scale: float) -> None:
+    rates = [rate / scale for rate in RATES]
+    for weights, _ in run_ranks(tmp_path, WORLD_SIZE, _train, default(), rates, float(STEPS), 0.9, True, scale):
+        np.testing.assert_allclose(weights, _ddp(RATES, 0.9), rtol=1e-4, atol=2e-3)

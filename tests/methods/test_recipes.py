@@ -55,14 +55,14 @@ def test_names_of_strategies_are_those_of_recipes() -> None:
 
 
 def test_the_default_is_dgc_then_local_adam_then_gradient_dropping() -> None:
-    assert repr(default().syncs) == repr(dgc(ByLength(), scope="balanced", values="float16", positions="short").syncs)
+    assert repr(default().syncs) == repr(dgc(ByLength(), scope="balanced", values="bfloat16", positions="short").syncs)
     adam = default().fallback
     assert adam is not None
     assert repr(adam.syncs) == repr(
         local_adam(ByLength(0.095, 0.83, most=0.3), scope="balanced", values="two_bit", positions="short").syncs
     )
     assert repr(adam.fallback) == repr(
-        gradient_dropping(ByLength(), scope="balanced", values="float16", positions="short")
+        gradient_dropping(ByLength(), scope="balanced", values="bfloat16", positions="short")
     )
 
 

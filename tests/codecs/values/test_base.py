@@ -1,6 +1,6 @@
 """The codes of the value codecs."""
 
-from lightning_sparsecomm.codecs import VALUE_CODECS, Float16, Float32, Float64, SharedMean, TwoBit
+from lightning_sparsecomm.codecs import VALUE_CODECS, BFloat16, Float16, Float32, Float64, SharedMean, TwoBit
 
 
 def test_registry_names_each_codec_by_its_code():
@@ -10,5 +10,6 @@ def test_registry_names_each_codec_by_its_code():
         3: Float64,
         4: SharedMean,
         5: TwoBit,
+        6: BFloat16,
     }
     assert all(codec.code == code for code, codec in VALUE_CODECS.items())
