@@ -11,7 +11,7 @@ from lightning_sparsecomm.codecs import Compressor, Envelope, PayloadError
 from lightning_sparsecomm.codecs.payload import check_length, most_bytes, open_envelope, seal, sealed_bytes
 from lightning_sparsecomm.exchange.base import Exchange, Exchanged, dense_values
 from lightning_sparsecomm.exchange.dense import DenseAllReduce
-from lightning_sparsecomm.exchange.status import masked, read_envelopes
+from lightning_sparsecomm.exchange.status import counted, masked, read_envelopes
 
 # Of the widest dtypes, in bytes.
 _ALIGNMENT = 16
@@ -58,7 +58,8 @@ class Gather(Exchange):
 
         def decoded() -> Iterator[SparseVector | Tensor]:
             for rank, received in enumerate(envelopes):
-                vector = masked(self._decode(received.body, context, rank, values.device), received.present, layout)
+                here = present if x.carries else received.present
+                vector = masked(self._decode(received.body, context, rank, values.device), here, layout)
                 if rank == wire.rank:
                     own.append(vector)
                 yield vector
@@ -70,9 +71,11 @@ class Gather(Exchange):
         """The mean of what ranks have selected, each as its payload decodes."""
         own: SparseVector | Tensor = x.values
         if x.nonfinite_segment is None:
-            own = masked(self._decode(body, context, wire.rank, x.values.device), x.present, context.layout)
+            here = () if x.carries else x.present
+            own = masked(self._decode(body, context, wire.rank, x.values.device), here, context.layout)
         whole = (own.dense() if isinstance(own, SparseVector) else own).to(x.values.dtype)
-        return DenseAllReduce().exchange(x._replace(values=whole), context, wire)._replace(sent=own)
+        reduced = DenseAllReduce().exchange(x._replace(values=whole), context, wire)
+        return reduced._replace(sent=counted(own, x, reduced.present, context.layout))
 
     def _capacity(self, payload: Tensor, context: Round, wire: Wire) -> int:
         """The bytes of each rank's padded payload; equal on all ranks."""

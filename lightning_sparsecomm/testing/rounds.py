@@ -19,7 +19,7 @@ from lightning_sparsecomm.testing.samples import LAYOUT
 ROUNDS = 5
 ROUND_OFF = 1e-5
 NAMES = [segment.name for segment in LAYOUT.segments]
-# Absent in round 1 on the last rank, and in round 2 on all ranks.
+# Absent in the last round on the last rank, and in round 2 on all ranks.
 ABSENT_ON_ONE, ABSENT_ON_ALL = 0, 1
 
 State = dict[str, dict[str, Tensor]]
@@ -39,7 +39,7 @@ def gradients_of(rank: int, step: int, world_size: int, dtype: torch.dtype = tor
     gradients: list[Tensor | None] = [
         torch.randn(segment.shape, generator=generator, dtype=dtype) for segment in LAYOUT.segments
     ]
-    if step == 1 and rank == world_size - 1:
+    if step == ROUNDS - 1 and rank == world_size - 1:
         gradients[ABSENT_ON_ONE] = None
     if step == 2:
         gradients[ABSENT_ON_ALL] = None
