@@ -73,12 +73,13 @@ class Engine:
         self.state = RunState(self.registry, self.replicas, self.scaling, wire)
 
     def register(self, optimizer: Optimizer) -> TrackedOptimizer:
-        """Adds an optimizer, unless it is registered; see `Registry.register`."""
+        """Adds an optimizer, unless it is registered; see `Registry.register` and `RunState.hand_over`."""
         tracked = self.registry.find(optimizer)
         if tracked is None:
             if self.scaling is not None:
                 self.scaling.adopt(optimizer)
             tracked = self.registry.register(optimizer)
+            self.state.hand_over(tracked)
         return tracked
 
     def begin(self) -> None:

@@ -47,6 +47,8 @@ class Guards:
         Two passes before clipping are fine, and so is one after `zero_grad`.
         """
         scaled, at_step, optimizers = self._scales_loss, not self._uses_buckets, self._registry.optimizers
+        for tracked in optimizers:
+            tracked.note_trained()
         shared = [each for each in optimizers if each.shared and (scaled or (at_step and each.shares_gradients))]
         before = [(tracked, versions_of(tracked)) for tracked in shared]
         cleared = [all(g is None or not elements_of(g).any() for g, _ in versions) for _, versions in before]

@@ -21,7 +21,8 @@ class TrackedOptimizer:
         number: Its place in the order of registration.
         method: Its method; None until its parameters are known.
         takeover: Replaces the optimizer's own momentum or moments; None if nothing does.
-        members: Identities of the parameters that have required a gradient.
+        noted: Identities of the parameters that required a gradient in a backward pass.
+        members: Identities of the parameters that are exchanged: those that have required a gradient, then or in a step.
         parts: The same parameters with their names, by sync.
         shares: The share of each sync. A `BucketSync` has one only for parameters that are in none of DDP's buckets.
         steps: Optimizer steps finished.
@@ -36,6 +37,7 @@ class TrackedOptimizer:
     number: int
     method: Method | None = None
     takeover: Takeover | None = None
+    noted: set[int] = field(default_factory=set)
     members: set[int] = field(default_factory=set)
     parts: list[tuple[Sync, NamedParameters]] = field(default_factory=list)
     shares: dict[Sync, Share] = field(default_factory=dict)
@@ -45,6 +47,10 @@ class TrackedOptimizer:
     norm: float = math.nan
     max_norm: float | None = None
     written: list[int] = field(default_factory=list)
+
+    def note_trained(self) -> None:
+        """Notes the parameters that require a gradient now, on all ranks, whether or not each gets one."""
+        self.noted.update(id(parameter) for parameter in parameters_of(self.optimizer) if parameter.requires_grad)
 
     @property
     def name(self) -> str:
