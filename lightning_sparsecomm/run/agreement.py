@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from lightning_sparsecomm.basis.digests import digest_of
 from lightning_sparsecomm.basis.ledger import COMPARISON, SETUP
 from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.codecs.payload import FORMAT_VERSION
@@ -139,13 +140,6 @@ def facts_of_optimizers(optimizers: Sequence[Optimizer], parameters: NamedParame
         holders = [f"number {i} ({kinds[i]})" for i, members in enumerate(held) if id(parameter) in members]
         facts.append(Fact(f"the optimizer of parameter {name!r}", " and ".join(holders) or _ABSENT, _OPTIMIZERS))
     return facts
-
-
-def digest_of(tensor: Tensor) -> str:
-    """A digest of a tensor's bits, in row-major order, whatever the memory format."""
-    # As bytes, since NumPy lacks bfloat16.
-    data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return hashlib.blake2b(data.numpy().data, digest_size=8).hexdigest()
 
 
 def require_agreement(

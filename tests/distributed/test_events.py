@@ -81,9 +81,13 @@ class Run:
                 self.model.branch.requires_grad_(False)
             self.optimizer.step()
             self.optimizer.zero_grad()
+            self.after_step(step)
         if hasattr(self.strategy, "settle"):
             self.strategy.settle()
         return {name: weight.detach().numpy().copy() for name, weight in self.model.named_parameters()}
+
+    def after_step(self, step: int) -> None:
+        """Called after each step."""
 
     def replace_the_optimizer(self) -> None:
         self.optimizer = self.fabric.setup_optimizers(_optimizer(self.model.parameters(), self.kind, 0.05))
@@ -104,6 +108,12 @@ class Run:
                 other.zero_grad()
 
         self.optimizer = Both()
+
+    def set_a_weight(self) -> None:
+        """And train it no more, so that it must stay what it was set to."""
+        with torch.no_grad():
+            self.model.body.weight.data.fill_(3.0)
+        self.optimizer.optimizer.param_groups[0]["lr"] = 0.0
 
     def remove_a_group(self) -> None:
         self.optimizer.optimizer.param_groups.pop()
@@ -192,3 +202,69 @@ def test_a_new_optimizer_takes_over_part_of_another(tmp_path: Path) -> None:
         assert before[0] > 0
         assert after[0] == pytest.approx(before[0], rel=1e-5)
         assert (before[1], after[1]) == ([EVENT_AT], [EVENT_AT, EVENT_AT])
+
+
+def _set(rank: int, name: str, event_at: int) -> list[list[float]]:
+    run, found = Run(rank, *METHODS[name]), []
+
+    def look(step: int) -> None:
+        if step == event_at - 1:
+            run.set_a_weight()
+        # The exchange after that: one step in three ends with one.
+        if step == event_at // 3 * 3 + 2:
+            found.append(run.model.body.weight.flatten().tolist())
+
+    run.after_step = look
+    run.train("")
+    return found
+
+
+@pytest.mark.parametrize("event_at", [6, 7, 8], ids=["after an exchange", "amid training", "before an exchange"])
+@pytest.mark.parametrize("name", ["sbc", "federated_averaging", "diloco"])
+def test_what_is_set_on_all_ranks_moves_the_anchor(tmp_path: Path, name: str, event_at: int) -> None:
+    for found in run_ranks(tmp_path, WORLD_SIZE, _set, name, event_at):
+        assert found == [[3.0] * 48]
+
+
+def _clamp(rank: int, name: str) -> list[float]:
+    run, largest = Run(rank, *METHODS[name]), []
+
+    def clamp(step: int) -> None:
+        largest.append(max(float(weight.detach().abs().max()) for weight in run.model.parameters()))
+        for weight in run.model.parameters():
+            weight.data.clamp_(-0.05, 0.05)
+
+    run.after_step = clamp
+    run.train("")
+    return largest
+
+
+@pytest.mark.parametrize("name", ["sbc", "federated_averaging", "diloco"])
+def test_what_is_clamped_stays_clamped(tmp_path: Path, name: str) -> None:
+    """After each step, as a Wasserstein GAN does: an exchange does not undo it."""
+    for largest in run_ranks(tmp_path, WORLD_SIZE, _clamp, name):
+        # Every third step ends with an exchange, and none lies further beyond the bound than one step leads.
+        assert max(largest[5::3]) <= 1.2 * max(*largest[3::3], *largest[4::3])
+
+
+def _set_differently(rank: int, everywhere: bool) -> str:
+    run = Run(rank, *METHODS["sbc"])
+
+    def look(step: int) -> None:
+        if step == 5 and (everywhere or rank == 1):
+            run.model.body.weight.data.fill_(float(rank))
+
+    run.after_step = look
+    try:
+        run.train("")
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_what_is_set_differently_is_refused(tmp_path: Path, everywhere: bool) -> None:
+    who = "set to different values" if everywhere else "left alone by ranks 0"
+    for text in run_ranks(tmp_path, WORLD_SIZE, _set_differently, everywhere):
+        assert text.startswith("parameter 'body.weight' was changed between two steps, and not equally on all ranks")
+        assert who in text
