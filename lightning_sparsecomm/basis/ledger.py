@@ -1,6 +1,7 @@
 """What crossed the wire, by purpose and collective: bytes handed over, and the bytes on the link that follow."""
 
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -50,7 +51,15 @@ class Traffic:
     handed_bytes: int = 0
 
 
-_TOTALS = ("ddp_bytes", "ddp_gathered_bytes", "sent_elements", "elements", "exchange_seconds", "steps")
+_TOTALS = (
+    "ddp_bytes",
+    "ddp_gathered_bytes",
+    "sent_elements",
+    "elements",
+    "exchange_seconds",
+    "steps",
+    "clamped_elements",
+)
 
 
 class Ledger:
@@ -70,6 +79,18 @@ class Ledger:
         self.elements = 0
         self.exchange_seconds = 0.0
         self.steps = 0
+        self.clamped_elements = 0
+
+    def clamp(self, count: int, largest: float) -> None:
+        """Enters values that were clamped to the largest that the wire can carry; warns of the first ones."""
+        if count and not self.clamped_elements:
+            warnings.warn(
+                f"{count:,} values beyond ±{largest:,.0f}, the range of float16 on the wire, were clamped in this step."
+                " Error feedback sends the rest later; without it, that is lost. Use values='bfloat16' or"
+                " wire_dtype='bfloat16', which have float32's range. strategy.ledger.clamped_elements counts on.",
+                stacklevel=2,
+            )
+        self.clamped_elements += count
 
     @contextmanager
     def exchanging(self) -> Iterator[None]:
@@ -127,7 +148,7 @@ class Ledger:
             for kind, (calls, handed_bytes) in kinds.items():
                 self.record(row, kind, handed_bytes, calls)
         for name in _TOTALS:
-            setattr(self, name, getattr(self, name) + state[name])
+            setattr(self, name, getattr(self, name) + state.get(name, 0))
 
     def density(self) -> float:
         """Elements sent by elements trained, over all steps. `nan` before the first."""

@@ -32,7 +32,8 @@ class LocalAdam(Memory):
     for pure noise of variance 1, so (m̂² − a·v̂)/(1 − a) estimates the squared mean of the gradient, and the rest of v̂ is
     noise. With β1 = 0 there is no such estimate, and x ← m̂ / (√v̂ + ε).
 
-    A gradient that this rank lacks counts as zero where another rank has one. Moments go on from those that the optimizer already has, for example from a checkpoint of ddp.
+    A gradient that this rank lacks counts as zero where another rank has one. Moments go on from those that the
+    optimizer already has, for example from a checkpoint of ddp.
 
     Source: Tang et al. 2021, 1-bit Adam, sends what local moments say; there v is that of the mean gradient, and frozen
     after a warm-up. The correction of v for W ranks is ours.

@@ -100,8 +100,8 @@ class Memory(Part, ABC):
     carries: ClassVar[bool] = False
     """Whether a gradient that this rank lacks counts as zero where another rank has one, as momentum goes on there.
 
-    Then `prepare` finds zeros instead of None. Where no rank has a gradient, the channel puts back what was held; a memory
-    that keeps more than `held` looks at `exchanged.present`.
+    Then `prepare` finds zeros instead of None. Where no rank has a gradient, the channel puts back what was held; a
+    memory that keeps more than `held` looks at `exchanged.present`.
     """
 
     def __init__(self, *vectors: str) -> None:

@@ -73,8 +73,8 @@ class MomentumCorrection(Velocity):
     """Momentum before the exchange: u ← m·u + g, and the residual takes in u.
 
     So momentum of what waited in the residual is discounted as if it had been sent at once. It must come before
-    `ErrorFeedback`. At density 1 and without masking it is torch's SGD: where another rank has a gradient, one that this
-    rank lacks counts as zero.
+    `ErrorFeedback`. At density 1 and without masking it is torch's SGD. Where another rank has a gradient, one that
+    this rank lacks counts as zero.
 
     Source: Deep Gradient Compression, sections 3.2 (momentum correction) and 3.3 (momentum factor masking), appendix B
     (Nesterov, here in a form that equals torch's even when momentum changes from step to step).

@@ -96,6 +96,7 @@ class DenseAllReduce(Exchange):
         if buffer.dtype == torch.float16:
             limit = addend_limit(buffer.dtype, wire.world_size)
             buffer[:n].clamp_(-limit, limit)
+            wire.ledger.clamp(int((buffer[:n].abs() == limit).sum()), limit)
         write_counts_(buffer[n:], x)
         sent = values if buffer.dtype == values.dtype else buffer[:n].to(values.dtype) * wire.world_size
         return _Started(buffer, sent, wire.all_reduce_later_(buffer))

@@ -1,5 +1,6 @@
 """Each rank sends one payload to all others, and all ranks decode all payloads."""
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -65,7 +66,14 @@ class Gather(Exchange):
                 yield vector
 
         shared = mean(decoded(), values.dtype)
+        self._count_clamped(own[0], wire)
         return Exchanged(shared, own[0], present)
+
+    def _count_clamped(self, sent: SparseVector | Tensor, wire: Wire) -> None:
+        largest = self.compressor.largest
+        if largest < math.inf:
+            values = sent.values if isinstance(sent, SparseVector) else sent
+            wire.ledger.clamp(int((values.abs() >= largest).sum()), largest)
 
     def _reduced(self, x: Vector, body: Tensor, context: Round, wire: Wire) -> Exchanged:
         """The mean of what ranks have selected, each as its payload decodes."""
@@ -74,6 +82,7 @@ class Gather(Exchange):
             here = () if x.carries else x.present
             own = masked(self._decode(body, context, wire.rank, x.values.device), here, context.layout)
         whole = (own.dense() if isinstance(own, SparseVector) else own).to(x.values.dtype)
+        self._count_clamped(own, wire)
         reduced = DenseAllReduce().exchange(x._replace(values=whole), context, wire)
         return reduced._replace(sent=counted(own, x, reduced.present, context.layout))
 

@@ -113,8 +113,10 @@ class SketchedTopK(Exchange):
             wire.all_reduce_(means)
         chosen = kernels_for(means.device, means.dtype).largest(means, k, seed)
         indices = found[chosen]
-        both = SparseVector(indices, means[chosen], n), SparseVector(indices, values[indices], n)
-        return Exchanged(*(counted(each, x, present, context.layout) for each in both), present)
+        shared = counted(SparseVector(indices, means[chosen], n), x, present, context.layout)
+        return Exchanged(
+            shared, counted(SparseVector(indices, values[indices], n), x, present, context.layout), present
+        )
 
     def _k(self, n: int, context: Round) -> int:
         if self.k is None:

@@ -22,7 +22,7 @@ class TrackedOptimizer:
         method: Its method; None until its parameters are known.
         takeover: Replaces the optimizer's own momentum or moments; None if nothing does.
         noted: Identities of the parameters that required a gradient in a backward pass.
-        members: Identities of the parameters that are exchanged: those that have required a gradient, then or in a step.
+        members: Identities of the parameters that are exchanged: those that required a gradient then, or in a step.
         parts: The same parameters with their names, by sync.
         shares: The share of each sync. A `BucketSync` has one only for parameters that are in none of DDP's buckets.
         steps: Optimizer steps finished.

@@ -1,4 +1,4 @@
-"""Parameters that a method cannot exchange, as an optimizer or a module holds them: each refusal names the parameter."""
+"""Refusals of parameters that a method cannot exchange; each names the parameter."""
 
 import itertools
 from collections.abc import Collection, Sequence

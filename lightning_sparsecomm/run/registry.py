@@ -1,6 +1,6 @@
 """The modules, parameters and optimizers of a run, and how each optimizer's parameters are exchanged."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 from torch import nn
 from torch.nn import Parameter
@@ -106,8 +106,9 @@ class Registry:
     def admit(self, tracked: TrackedOptimizer) -> None:
         """Takes the optimizer's parameters as they are now: adds those that have begun to require a gradient.
 
-        What counts is what is equal on all ranks: whether a parameter required a gradient in a backward pass, or does now,
-        and not whether it got one. State of parameters that the optimizer no longer has is kept, in case they come back.
+        What counts is what is equal on all ranks: whether a parameter required a gradient in a backward pass, or does
+        now, and not whether it got one. State of parameters that the optimizer no longer has is kept, in case they come
+        back.
 
         Raises:
             ValueError: A parameter belongs to no known module, or has a gradient that no backward pass announced.
@@ -203,6 +204,7 @@ class Registry:
                         " (torch.view_as_real), or use strategy='ddp'."
                     )
                 self.known.setdefault(id(parameter), (prefix + name, parameter))
+
 
 def ignored_by_ddp(module: nn.Module) -> set[str]:
     """Names of parameters and buffers that DDP is told to leave alone."""

@@ -265,8 +265,8 @@ class DeltaShare(Share):
 def _change_in(weight: Tensor, anchor: Tensor) -> Tensor:
     """What a weight has changed since it was set to its anchor.
 
-    Where dtypes are equal, the change overwrites the weight, which spares the memory of another model: weights are about
-    to be set anew, by `abort` where the exchange fails.
+    Where dtypes are equal, the change overwrites the weight, which spares the memory of another model: weights are
+    about to be set anew, by `abort` where the exchange fails.
     """
     if weight.dtype == anchor.dtype:
         return weight.sub_(anchor)

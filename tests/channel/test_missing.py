@@ -41,7 +41,9 @@ def _train(rank: int, memory: str, exchange: Exchange) -> dict[str, Any]:
         context = Round(LAYOUT, step, rank=rank, world_size=wire.world_size)
         exchanged = channel.reduce(gradients, context, wire, SETTINGS[memory])
         assert exchanged.present == [True, bool(ranks)]
-        dense = [each if isinstance(each, torch.Tensor) else each.dense() for each in (exchanged.shared, exchanged.sent)]
+        dense = [
+            each if isinstance(each, torch.Tensor) else each.dense() for each in (exchanged.shared, exchanged.sent)
+        ]
         if not ranks:
             kept &= all(map(torch.equal, held, before)) and not any(each[30:].any() for each in dense)
         shared.append(dense[0].numpy().copy())

@@ -103,8 +103,8 @@ def test_nothing_is_sent_between_exchanges(tmp_path: Path) -> None:
         assert ledger.rows["Lightning, metrics"]["broadcast"].calls >= 11
         assert ledger.density() == pytest.approx(3 / 11)
     laws.replicas_are_equal(ranks)
-    # At the end ranks ask whether anyone has changed weights: four bytes for each tensor. And with each exchange whether
-    # anyone has set one: a bit for each parameter.
+    # At the end ranks ask whether anyone has changed weights: four bytes for each tensor. And with each exchange
+    # whether anyone has set one: a bit for each parameter.
     tensors = len(parameters) + 2
     assert ledger.handed_bytes("parameters") == 4 * tensors + 3 * math.ceil(len(parameters) / 8)
 

@@ -175,7 +175,9 @@ def _residuals(rank: int, name: str, event: str) -> list[Any]:
     def held() -> tuple[float, list[int]]:
         optimizers = run.strategy.engine.registry.optimizers
         shares = [share.state_dict() for each in optimizers for share in each.shares.values()]
-        residuals = [state[kind] for state in shares for kind in state if "ErrorFeedback" in kind and "unit" not in kind]
+        residuals = [
+            state[kind] for state in shares for kind in state if "ErrorFeedback" in kind and "unit" not in kind
+        ]
         norm = sum(float(part.norm()) ** 2 for parts in residuals for part in parts.values()) ** 0.5
         return norm, [each.steps for each in optimizers]
 
