@@ -15,10 +15,9 @@ from torch.optim import Optimizer
 from lightning_sparsecomm.basis.ledger import LIGHTNING, Collective, Ledger
 from lightning_sparsecomm.basis.wire import Waiting, Wire
 from lightning_sparsecomm.frontends.mixin import SynchronizingMixin
-from lightning_sparsecomm.frontends.packages import Callback
-from lightning_sparsecomm.run.checkpoint import RankFiles, Resumed
+from lightning_sparsecomm.frontends.own_callbacks import DeferredSaves, EndOfTraining
+from lightning_sparsecomm.run.checkpoint import Resumed
 from lightning_sparsecomm.run.contents import State, fingerprint_of, own_entries, with_entries
-from lightning_sparsecomm.run.engine import Engine
 from lightning_sparsecomm.run.length import warn_of_short_run
 
 if TYPE_CHECKING:
@@ -28,16 +27,6 @@ else:
     DDPStrategy = object
 
 T = TypeVar("T")
-
-
-class EndOfTraining(Callback):
-    """Settles replicas before any other callback runs: a strategy's own hook runs after all of them."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        self._engine.settle()
 
 
 class TrainerMixin(SynchronizingMixin, DDPStrategy):
@@ -51,7 +40,9 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
     _viewing = False
     _resumed: tuple[Any, Resumed, Ledger] | None = None
     _handed: dict[str, Any] | None = None
-    _end_callback: tuple[list[Any], EndOfTraining | None] = [], None
+    _callbacks: list[Any] = []  # noqa: RUF012
+    _own_callbacks: tuple[EndOfTraining, DeferredSaves] | None = None
+    _deferred = False
     _unsettled = False
 
     def setup(self, trainer: "pl.Trainer") -> None:
@@ -67,9 +58,10 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
         if trainer.gradient_clip_val is not None and not trainer.gradient_clip_val <= 0:
             self.engine.take_over_clipping(float(trainer.gradient_clip_val), trainer.gradient_clip_algorithm == "value")
         self._share_before_clipping()
-        callbacks: list[Any] = vars(trainer)["callbacks"]
-        self._end_callback = callbacks, EndOfTraining(self.engine)
-        callbacks.insert(0, self._end_callback[1])
+        self._callbacks = vars(trainer)["callbacks"]
+        self._own_callbacks = EndOfTraining(self.engine), DeferredSaves(self.engine)
+        self._callbacks.insert(0, self._own_callbacks[0])
+        self._callbacks.append(self._own_callbacks[1])
         self._unsettled = True
         return None
 
@@ -165,6 +157,10 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         if self._engine is None:
             return super().barrier(*args, **kwargs)
+        if self._deferred:
+            # Lightning waits for all ranks after a save, which is still to come.
+            self._deferred = False
+            return None
         wire = self._engine.wire
         # A rank that has lost a peer may still save a checkpoint, but must not wait for the others afterwards.
         if not wire.failures:
@@ -184,17 +180,36 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
         super().on_validation_end()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        # Called on all ranks. Our file comes first, so that no checkpoint is ever without it.
+        weights_only = "optimizer_states" not in checkpoint
+        if self._defers():
+            assert self._own_callbacks is not None
+            self._own_callbacks[1].add(filepath, weights_only, storage_options)
+            self._deferred = True
+            return
         entries: State = {}
         if self._engine is not None and self._engine.state.drifts:
             entries = own_entries(checkpoint, self._handed)
         self._handed = None
-        self._write_state(filepath, checkpoint, entries, "optimizer_states" in checkpoint, storage_options)
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        write = super().save_checkpoint
+        self._save(
+            filepath,
+            checkpoint,
+            entries,
+            not weights_only,
+            lambda path: write(checkpoint, path, storage_options),
+            self.lightning_module is None or not self._trainer.interrupted,
+            storage_options,
+        )
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        super().remove_checkpoint(filepath)
-        RankFiles(filepath, self.checkpoint_io).remove(self.global_rank)
+        remove = super().remove_checkpoint
+        self._remove(filepath, lambda: remove(filepath))
+
+    def _defers(self) -> bool:
+        """Whether a save must wait for the end of the batch; see `DeferredSaves`."""
+        if self._engine is None or not self._holds_state or self._trainer.interrupted or self._is_trial():
+            return False
+        return self._own_callbacks is not None and self._own_callbacks[1].due
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
@@ -212,7 +227,7 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
         if self._engine is not None and self._resumed is not None:
             path, resumed, ledger = self._resumed
             self._load_state(path, resumed)
-            self._engine.wire.ledger.load_state_dict(ledger.state_dict())
+            self._engine.wire.ledger.add_rows(ledger.state_dict())
             self._warn_of_random_numbers()
         self._resumed = None
 
@@ -238,7 +253,10 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The model to save; if replicas drift, the one that all ranks share. Called on all ranks."""
-        viewing = self._engine is not None and self._engine.replicas.view_shared(self._together())
+        # A save that is put off must not touch the weights, which a signal may have found in any use.
+        viewing = (
+            self._engine is not None and not self._defers() and self._engine.replicas.view_shared(self._together())
+        )
         try:
             state = super().lightning_module_state_dict()
             if viewing:
@@ -255,7 +273,7 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
 
     def _is_trial(self) -> bool:
         """Whether all callbacks are replaced, as by a learning rate finder."""
-        return self._end_callback[1] not in vars(self._trainer)["callbacks"]
+        return self._own_callbacks is None or self._own_callbacks[0] not in vars(self._trainer)["callbacks"]
 
     def on_train_end(self) -> None:
         if self._is_trial():
@@ -270,9 +288,9 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
         if self._unsettled and self._engine is not None and self._together():
             self.engine.settle()
         self._unsettled = False
-        callbacks, ours = self._end_callback
-        if ours in callbacks:
-            callbacks.remove(ours)
-        self._end_callback = [], None
+        for ours in self._own_callbacks or ():
+            if ours in self._callbacks:
+                self._callbacks.remove(ours)
+        self._callbacks, self._own_callbacks = [], None
         vars(self.precision_plugin).pop("clip_gradients", None)
         super().teardown()
