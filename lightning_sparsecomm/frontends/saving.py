@@ -81,7 +81,7 @@ class SavingMixin:
             save_alone(files, file, content, write, self._files, storage_options)
         else:
             load = self.checkpoint_io.load_checkpoint
-            self._saves.replace(files, file, content, lambda: write(path), load, ranks, storage_options)
+            self._saves.replace(files, file, content, write, load, ranks, storage_options)
 
     def _remove(self, path: Any, remove: Callable[[], None]) -> None:
         """Removes a checkpoint by `remove`, and the files that belong to it. A collective."""

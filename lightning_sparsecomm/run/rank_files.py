@@ -100,6 +100,26 @@ class RankFiles:
             io = io.checkpoint_io  # type: ignore[attr-defined]
         io.save_checkpoint(sealed(file, content), self.path(file), storage_options=storage_options)
 
+    def replace_checkpoint(self, save: int, write: Callable[[str], None]) -> None:
+        """Replaces the checkpoint by what `write` writes to a path: by another file, renamed once it is whole.
+
+        Only local files can be renamed; plugins that write later, or more than one file, replace it themselves.
+        """
+        if not isinstance(self._fs, LocalFileSystem) or self.written_later:
+            return write(self._checkpoint)
+        new = f"{self._root}/checkpoint.{save:016x}.new"
+        os.makedirs(self._root, exist_ok=True)
+        try:
+            write(new)
+            if os.path.isfile(new):
+                os.replace(new, self._checkpoint)
+            else:
+                write(self._checkpoint)
+        finally:
+            with suppress(OSError):
+                self._io.remove_checkpoint(new)
+        return None
+
     def remove(self, files: Collection[RankFile]) -> None:
         """Removes files, and the folder once it is empty. Others may remove them at the same time."""
         for file in files:

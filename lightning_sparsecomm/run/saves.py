@@ -78,7 +78,7 @@ class Saves:
         files: RankFiles,
         file: RankFile,
         content: State | None,
-        write: Callable[[], None],
+        write: Callable[[Any], None],
         load: Load,
         ranks: Ranks,
         storage_options: Any = None,
@@ -92,7 +92,7 @@ class Saves:
             files: Those beside the checkpoint.
             file: This rank's name in this save.
             content: What to write into it; None where the checkpoint holds everything.
-            write: Writes the checkpoint on rank 0, and does nothing elsewhere.
+            write: Writes the checkpoint to a path; called on rank 0.
             load: Reads checkpoints and files.
             ranks: All ranks.
             storage_options: For the plugin.
@@ -111,7 +111,10 @@ class Saves:
             except Exception:
                 files.remove([file])
                 raise
-        ranks.do(write, f"{checkpoint} was not saved: its file could not be written")
+        ranks.do(
+            lambda: files.replace_checkpoint(file.save, write) if file.rank == 0 else None,
+            f"{checkpoint} was not saved: its file could not be written",
+        )
         made.append(file.save)
         # A plugin that writes later may not have replaced the checkpoint yet.
         kept = ranks.numbers(_kept(files, made))[0][0] if files.written_later else 1

@@ -79,7 +79,8 @@ class Loader:
         done = self.trainer.fit_loop.epoch_loop.batch_progress.current.completed
         for position in range(done, STEPS):
             generator = torch.Generator().manual_seed(10 * position + self.rank)
-            yield torch.randn(BATCH, FEATURES, generator=generator), torch.randint(CLASSES, (BATCH,), generator=generator)
+            x = torch.randn(BATCH, FEATURES, generator=generator)
+            yield x, torch.randint(CLASSES, (BATCH,), generator=generator)
 
     def __len__(self) -> int:
         return STEPS

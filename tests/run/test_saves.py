@@ -47,7 +47,7 @@ class Run:
         checkpoint = {"step": step, "run": self.number}
         file = RankFile(0, 1, self.saves.number(self.number))
         held = content(checkpoint) if to_resume else None
-        write = lambda: self.plugin.save_checkpoint(checkpoint, self.path)  # noqa: E731
+        write = lambda path: self.plugin.save_checkpoint(checkpoint, path)  # noqa: E731
         self.saves.replace(self.files, file, held, write, LOAD, self.ranks)
         return file
 
@@ -152,7 +152,7 @@ class Full(Plugin):
         super().save_checkpoint(checkpoint, path)
 
 
-@pytest.mark.parametrize("text", ["rank_0", "last.ckpt"])
+@pytest.mark.parametrize("text", ["rank_0", "checkpoint."])
 def test_a_full_disk_leaves_the_save_before(tmp_path: Path, wire: Wire, text: str) -> None:
     run = Run(tmp_path / "last.ckpt", wire, 1)
     before = run.save(1)
