@@ -79,7 +79,9 @@ def in_signal_handler() -> bool:
     while frame.f_back is not None:
         code, held = frame.f_code, frame.f_locals
         given = [held.get(name) for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + 1]]
-        if any(each is frame.f_back or (isinstance(each, tuple) and frame.f_back in each) for each in given):
+        # As arguments of its own, or together in `*args`.
+        given += [each for group in given if type(group) is tuple for each in group]
+        if any(each is frame.f_back for each in given):
             return True
         frame = frame.f_back
     return False

@@ -83,13 +83,10 @@ class SavingMixin:
             load = self.checkpoint_io.load_checkpoint
             self._saves.replace(files, file, content, write, load, ranks, storage_options)
 
-    def _remove(self, path: Any, remove: Callable[[], None]) -> None:
-        """Removes a checkpoint by `remove`, and the files that belong to it. A collective."""
-        ranks = self._ranks()
-        if ranks is None:
-            remove()
-        else:
-            self._saves.remove(self._files(path), self._own_file(0), remove, self.checkpoint_io.load_checkpoint, ranks)
+    def _remove(self, path: Any, remove: Callable[[], None], together: bool = True) -> None:
+        """Removes a checkpoint by `remove`, and its files. A collective if all ranks do so `together`."""
+        load, ranks = self.checkpoint_io.load_checkpoint, self._ranks() if together else None
+        self._saves.remove(self._files(path), self._own_file(0), remove, load, ranks)
 
     def _files(self, path: Any) -> RankFiles:
         return RankFiles(path, self.checkpoint_io)

@@ -197,13 +197,17 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
             entries,
             not weights_only,
             lambda path: write(checkpoint, path, storage_options),
-            self.lightning_module is None or not self._trainer.interrupted,
+            not self._interrupted,
             storage_options,
         )
 
     def remove_checkpoint(self, filepath: Any) -> None:
         remove = super().remove_checkpoint
-        self._remove(filepath, lambda: remove(filepath))
+        self._remove(filepath, lambda: remove(filepath), not self._interrupted)
+
+    @property
+    def _interrupted(self) -> bool:
+        return self.lightning_module is not None and self._trainer.interrupted
 
     def _defers(self) -> bool:
         """Whether a save must wait for the end of the batch; see `DeferredSaves`."""

@@ -98,7 +98,14 @@ class RankFiles:
         io = self._io
         while file.rank and _writes_later(io):
             io = io.checkpoint_io  # type: ignore[attr-defined]
-        io.save_checkpoint(sealed(file, content), self.path(file), storage_options=storage_options)
+        whole = sealed(file, content)
+        for last in (False, False, True):
+            try:
+                return io.save_checkpoint(whole, self.path(file), storage_options=storage_options)
+            except FileNotFoundError:
+                # Another run has removed its last file, and the folder, at this moment.
+                if last:
+                    raise
 
     def replace_checkpoint(self, save: int, write: Callable[[str], None]) -> None:
         """Replaces the checkpoint by what `write` writes to a path: by another file, renamed once it is whole.
@@ -106,7 +113,8 @@ class RankFiles:
         Only local files can be renamed; plugins that write later, or more than one file, replace it themselves.
         """
         if not isinstance(self._fs, LocalFileSystem) or self.written_later:
-            return write(self._checkpoint)
+            write(self._checkpoint)
+            return
         new = f"{self._root}/checkpoint.{save:016x}.new"
         os.makedirs(self._root, exist_ok=True)
         try:
@@ -118,7 +126,6 @@ class RankFiles:
         finally:
             with suppress(OSError):
                 self._io.remove_checkpoint(new)
-        return None
 
     def remove(self, files: Collection[RankFile]) -> None:
         """Removes files, and the folder once it is empty. Others may remove them at the same time."""

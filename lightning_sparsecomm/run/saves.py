@@ -31,8 +31,8 @@ class Ranks(NamedTuple):
     def numbers(self, *own: int) -> list[list[int]]:
         return gather_numbers(own, self.wire, self.device, SAVING)
 
-    def do(self, action: Callable[[], None], failure: str) -> None:
-        """Does something on each rank. A collective; if it fails on any rank, all raise the same error.
+    def do(self, action: Callable[[], None], failure: str, undo: Callable[[], None] | None = None) -> None:
+        """Does something on each rank. A collective; if it fails on any rank, all `undo` it and raise the same error.
 
         Raises:
             OSError: It failed on some rank: `failure`, and the error of each such rank. If it failed on all ranks, each
@@ -45,6 +45,8 @@ class Ranks(NamedTuple):
             error = caught
         text = f"{type(error).__name__}: {error}" if error is not None else ""
         texts = gather_texts(text, self.wire, self.device, SAVING)
+        if undo is not None and any(texts):
+            undo()
         if error is not None and all(texts):
             raise error
         if any(texts):
@@ -103,14 +105,12 @@ class Saves:
         made = self._known(files, load, ranks)
         checkpoint = files.folder.removesuffix(SUFFIX)
         if content is not None:
-            try:
-                ranks.do(
-                    lambda: files.write(file, content, storage_options),
-                    f"{checkpoint} was not saved, and is as before: some ranks could not write their files",
-                )
-            except Exception:
-                files.remove([file])
-                raise
+            ranks.do(
+                lambda: files.write(file, content, storage_options),
+                f"{checkpoint} was not saved, and is as before: some ranks could not write their files",
+                # Not after an error of the wire: another rank may know that all files are whole.
+                undo=lambda: files.remove([file]),
+            )
         ranks.do(
             lambda: files.replace_checkpoint(file.save, write) if file.rank == 0 else None,
             f"{checkpoint} was not saved: its file could not be written",
@@ -123,10 +123,16 @@ class Saves:
         # With those of saves that failed.
         _remove(files, file, [*gone, made[0] - 1])
 
-    def remove(self, files: RankFiles, file: RankFile, remove: Callable[[], None], load: Load, ranks: Ranks) -> None:
-        """Removes a checkpoint by `remove`, and the files that belong to it. A collective."""
-        gone = self._known(files, load, ranks)
-        del self._made[files.folder]
+    def remove(
+        self, files: RankFiles, file: RankFile, remove: Callable[[], None], load: Load, ranks: Ranks | None
+    ) -> None:
+        """Removes a checkpoint by `remove`, and the files that belong to it.
+
+        It may be a collective. Without `ranks`, it removes only files that this strategy has written or read.
+        """
+        if ranks is not None:
+            self._known(files, load, ranks)
+        gone = self._made.pop(files.folder, [])
         remove()
         _remove(files, file, gone)
 
@@ -165,7 +171,9 @@ def save_alone(
         )
     if content is not None:
         files.write(file, content, storage_options)
-    write(path)
+    if file.rank == 0:
+        files.replace_checkpoint(file.save, write)
+        files.remove([])
 
 
 def _may_replace(files: RankFiles, file: RankFile) -> bool:

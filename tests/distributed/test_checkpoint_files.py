@@ -323,6 +323,26 @@ def test_a_plugin_that_writes_later(tmp_path: Path) -> None:
     assert run_ranks(tmp_path, 2, _asynchronous, tmp_path) == [([], 6)] * 2
 
 
+def _asynchronous_saves(rank: int, folder: Path) -> tuple[int, list[str], Any]:
+    outside_launcher(rank, 2)
+    path = folder / "model.ckpt"
+    options = {"plugins": [AsyncCheckpointIO()]}
+    train(folder / "run", 2, methods.dgc(0.1, warmup_steps=4), 5, callbacks=(Every(path),), **options)
+    torch.distributed.barrier()
+    left = len(names(folder / "model.ckpt.sparsecomm"))
+    begin = Begin()
+    with said() as words:
+        train(folder / "on", 2, methods.dgc(0.1, warmup_steps=4), 6, resume=path, callbacks=(begin,))
+    return left, words, begin.state["streams"][0]["steps"]
+
+
+def test_a_plugin_that_writes_later_leaves_no_heap_of_files(tmp_path: Path) -> None:
+    for left, words, steps in run_ranks(tmp_path, 2, _asynchronous_saves, tmp_path):
+        assert 2 <= left <= 6
+        assert words == []
+        assert steps == 30
+
+
 def _fabric(rank: int, folder: Path, method: str) -> list[str]:
     outside_launcher(rank, 2)
     make = {"dgc": lambda: methods.dgc(0.1, warmup_steps=4), "sbc": lambda: methods.sbc(0.1, every=4)}[method]

@@ -6,6 +6,7 @@ import random
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -93,9 +94,9 @@ class Later(FatalPlugin):
 AsyncCheckpointIO = type("AsyncCheckpointIO", (Later,), {})
 
 
-def save(path: Path, wire: Wire, saves: Saves, plugin: Any, step: int) -> None:
-    checkpoint = {"step": step}
-    file = RankFile(wire.rank, wire.world_size, saves.number(1))
+def save(path: Path, wire: Wire, saves: Saves, plugin: Any, step: int, run: int = 1) -> None:
+    checkpoint = {"step": step, "run": run}
+    file = RankFile(wire.rank, wire.world_size, saves.number(run))
     held = content(checkpoint, x=torch.tensor(step + float(wire.rank)))
     write = lambda where: plugin.save_checkpoint(checkpoint, where)  # noqa: E731
     saves.replace(RankFiles(path, plugin), file, held, write, Plugin().load_checkpoint, Ranks(wire, CPU))
@@ -195,6 +196,25 @@ def test_a_full_disk_is_said_on_all_ranks(tmp_path: Path, text: str) -> None:
     left = 4 if text == "checkpoint." else 2
     assert first.endswith(f"[{left} files before, 2 after]")
     assert saved(path) == 3
+
+
+def _beside_another(rank: int, path: Path, run: int, count: int) -> None:
+    wire, saves = Wire(), Saves()
+    for step in range(count):
+        save(path, wire, saves, Plugin(), step, run)
+
+
+def test_two_runs_save_to_one_path(tmp_path: Path) -> None:
+    """Neither finds an error, and in the end the checkpoint of either is whole."""
+    for pair in range(5):
+        path = tmp_path / str(pair) / "last.ckpt"
+        with ThreadPoolExecutor(2) as pool:
+            runs = [pool.submit(run_ranks, tmp_path, RANKS, _beside_another, path, run, 20) for run in (1, 2)]
+        for each in runs:
+            each.result()
+        assert saved(path) == 19
+        # Each run's last.
+        assert len(list(Path(f"{path}.sparsecomm").iterdir())) <= 2 * RANKS
 
 
 def _for_ever(rank: int, path: Path, store: Path) -> None:

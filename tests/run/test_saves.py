@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lightning_sparsecomm.basis import Wire
+from lightning_sparsecomm.basis.wire import PeerError
 from lightning_sparsecomm.run import saves as module
 from lightning_sparsecomm.run.rank_files import RankFile, RankFiles
 from lightning_sparsecomm.run.saves import Ranks, Saves, save_alone
@@ -94,13 +95,12 @@ def test_a_file_of_a_run_that_is_about_to_write_its_checkpoint_stays(tmp_path: P
     assert run.files.found() == [new, begun]
     newer = run.save(2)
     assert run.files.found() == [newer, begun]
-    other.saves.number(3)
     last = other.save(2)
-    # The run whose checkpoint was replaced removes what it finds gone.
-    assert begun not in other.files.found() or last.save > begun.save
+    # It has replaced its own file, and knows the one whose checkpoint it has replaced.
+    assert run.files.found() == [last]
     run.save(3)
     run.remove()
-    assert all(file.save >> 32 == 3 for file in run.files.found())
+    assert run.files.found() == [last]
 
 
 def test_a_removed_checkpoint_takes_its_files_along(tmp_path: Path, wire: Wire) -> None:
@@ -166,6 +166,44 @@ def test_a_full_disk_leaves_the_save_before(tmp_path: Path, wire: Wire, text: st
     run.files = RankFiles(run.path, run.plugin)
     last = run.save(3)
     assert run.files.found() == [last]
+
+
+class Lost(Wire):
+    def all_gather(self, tensor: torch.Tensor, row: str | None = None) -> torch.Tensor:
+        raise PeerError("another rank is gone")
+
+
+def test_a_file_stays_where_a_peer_is_lost(tmp_path: Path, wire: Wire) -> None:
+    """That peer, or a third, may have seen that all files are whole, and have replaced the checkpoint."""
+    run = Run(tmp_path / "last.ckpt", wire, 1)
+    before = run.save(1)
+    run.ranks = Ranks(Lost(), torch.device("cpu"))
+    with pytest.raises(PeerError):
+        run.save(2)
+    assert run.files.found() == [before, before._replace(save=before.save + 1)]
+
+
+def test_a_folder_that_another_run_removes_is_made_again(tmp_path: Path, wire: Wire) -> None:
+    class Racing(Plugin):
+        raced = 0
+
+        def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+            self.raced += 1
+            if self.raced <= 2:
+                raise FileNotFoundError(path)
+            super().save_checkpoint(checkpoint, path)
+
+    run = Run(tmp_path / "last.ckpt", wire, 1, Racing())
+    assert run.files.found() == [run.save(1)]
+
+
+def test_without_the_others_only_files_of_ones_own_go(tmp_path: Path, wire: Wire) -> None:
+    former, run = (Run(tmp_path / "last.ckpt", wire, number) for number in (1, 2))
+    old = former.save(1)
+    for each, left in ((run, [old]), (former, [])):
+        each.path.touch()
+        each.saves.remove(each.files, RankFile(0, 1, 0), each.path.unlink, LOAD, None)
+        assert each.files.found() == left
 
 
 def test_what_is_saved_alone_does_not_replace_a_whole_checkpoint(
