@@ -142,7 +142,7 @@ class FabricMixin(SynchronizingMixin, DDPStrategy):
             self._engine.restart()
 
     def save_checkpoint(self, path: Any, state: Any, storage_options: Any = None, filter: Any = None) -> None:
-        if self._engine is not None and self._holds_state and self._engine.in_step:
+        if self._engine is not None and self._holds_state and self._engine.guards.in_step:
             raise RuntimeError(
                 f"{path} was to be saved between an exchange of gradients and the end of the optimizer's step: memories"
                 " have forgotten what was sent, and the weights have not moved yet. Save after optimizer.step(), or"

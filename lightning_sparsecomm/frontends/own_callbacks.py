@@ -41,14 +41,14 @@ class DeferredSaves(Callback):
     @property
     def due(self) -> bool:
         """Whether a save that is asked for now has to wait."""
-        return not self._ended and (self._engine.in_step or in_signal_handler())
+        return not self._ended and (self._engine.guards.in_step or in_signal_handler())
 
     def add(self, path: Any, weights_only: bool, storage_options: Any) -> None:
         """Notes a save, instead of an earlier one of the same path."""
         self._waiting[path] = weights_only, storage_options
 
     def on_train_batch_end(self, trainer: "pl.Trainer", *args: Any) -> None:
-        if self._waiting and not self._engine.in_step:
+        if self._waiting and not self._engine.guards.in_step:
             self._carry_out(trainer, f"batch {trainer.fit_loop.epoch_loop.total_batch_idx}")
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:

@@ -232,11 +232,6 @@ class Engine:
         self.registry.restart()
         self.begin()
 
-    @property
-    def in_step(self) -> bool:
-        """Whether an optimizer step is in progress, or its gradients are shared already."""
-        return self.guards.depth > 0 or any(tracked.shared for tracked in self.registry.optimizers)
-
     def residual_norm(self) -> float:
         """Euclidean norm of what this rank has not sent yet."""
         shares = (share for tracked in self.registry.optimizers for share in tracked.shares.values())

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from lightning_fabric import Fabric
 from torch import nn
 
 from lightning_sparsecomm import methods
+from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.sharing import Method
 from lightning_sparsecomm.strategies.lightning_fabric import SparseCommStrategy as FabricStrategy
 from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
@@ -229,15 +229,14 @@ def test_loading_replaces_what_the_ledger_has_counted(tmp_path: Path) -> None:
 
 
 def _meets(rank: int) -> list[bool]:
-    from lightning_sparsecomm.basis.wire import Wire
-
     wire, found = Wire(), []
-    # All come; one comes too late; all come again.
+    # All come; one comes when the others have left; all come again.
     found.append(wire.meet("first", 20))
     if rank == 2:
-        time.sleep(0.2)
+        torch.distributed.barrier()
     found.append(wire.meet("second", 0.01))
-    torch.distributed.barrier()
+    if rank != 2:
+        torch.distributed.barrier()
     found.append(wire.meet("third", 20))
     return found
 

@@ -235,20 +235,20 @@ def test_the_method_can_serve_again(wire: Wire) -> None:
 
 def test_a_step_is_in_progress_from_its_exchange_to_its_end(engine: Engine) -> None:
     module, optimizer, _ = ready(engine)
-    assert not engine.in_step
+    assert not engine.guards.in_step
     engine.synchronize(optimizer)
-    assert engine.in_step
+    assert engine.guards.in_step
     assert engine.state.state_dict()["torn"]
     with engine.stepping(optimizer):
-        assert engine.in_step
+        assert engine.guards.in_step
         optimizer.step()
-    assert not engine.in_step
+    assert not engine.guards.in_step
     assert not engine.state.state_dict()["torn"]
     backward(engine, module)
     engine.synchronize(optimizer)
     with pytest.raises(ZeroDivisionError), engine.stepping(optimizer):
         1 / 0  # noqa: B018
-    assert not engine.in_step
+    assert not engine.guards.in_step
     assert engine.state.state_dict()["torn"]
     optimizer.zero_grad()
     backward(engine, module)

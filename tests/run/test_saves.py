@@ -194,7 +194,8 @@ def test_a_folder_that_another_run_removes_is_made_again(tmp_path: Path, wire: W
             super().save_checkpoint(checkpoint, path)
 
     run = Run(tmp_path / "last.ckpt", wire, 1, Racing())
-    assert run.files.found() == [run.save(1)]
+    saved = run.save(1)
+    assert run.files.found() == [saved]
 
 
 def test_without_the_others_only_files_of_ones_own_go(tmp_path: Path, wire: Wire) -> None:
