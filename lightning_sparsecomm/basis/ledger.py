@@ -15,6 +15,7 @@ UPDATES = "weight updates"
 PARAMETERS = "parameters"
 OURS = (GRADIENTS, UPDATES, PARAMETERS)
 SETUP = "set-up"
+SAVING = "checkpoints"
 COMPARISON = "comparison of replicas"
 DDP_SETUP = "DDP set-up"
 DDP_BUFFERS = "DDP buffers"
@@ -143,12 +144,17 @@ class Ledger:
         return {"rows": rows, **{name: getattr(self, name) for name in _TOTALS}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Adds the totals of an earlier run in a world of the same size, which this one goes on with."""
+        """Replaces all totals by those of an earlier run in a world of the same size, which this one goes on with."""
+        self.rows = {}
+        self.add_rows(state)
+        for name in _TOTALS:
+            setattr(self, name, state.get(name, 0))
+
+    def add_rows(self, state: dict[str, Any]) -> None:
+        """Adds the calls that another ledger has entered, from its `state_dict`."""
         for row, kinds in state["rows"].items():
             for kind, (calls, handed_bytes) in kinds.items():
                 self.record(row, kind, handed_bytes, calls)
-        for name in _TOTALS:
-            setattr(self, name, getattr(self, name) + state.get(name, 0))
 
     def density(self) -> float:
         """Elements sent by elements trained, over all steps. `nan` before the first."""

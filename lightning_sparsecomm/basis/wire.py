@@ -2,6 +2,7 @@
 
 import copy
 import re
+import secrets
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket as GradBucket
+from torch._C._distributed_c10d import Store
 
 from lightning_sparsecomm.basis.ledger import GRADIENTS, Collective, Ledger
 
@@ -162,3 +164,40 @@ class Wire:
         with self._calling("all_gather", tensor, row):
             dist.all_gather_single(gathered.view(-1), tensor.reshape(-1), group=self.group)
         return gathered
+
+    def meet(self, place: str, seconds: float) -> bool:
+        """Waits for all ranks to come to a place, for so many seconds. Whether they came is equal on all that did.
+
+        It goes through the store that the ranks have joined by. So a rank that does not come may make other calls
+        meanwhile, and waits for no one. A place serves once.
+        """
+        if self.world_size == 1:
+            return True
+        store, key = dist.distributed_c10d._get_default_store(), f"lightning_sparsecomm at {place}"
+        deadline = time.monotonic() + seconds
+        came = _change(store, key, self.rank, True)
+        while len(came) < self.world_size:
+            if time.monotonic() > deadline:
+                # The last may have come meanwhile. Then the others count on this one.
+                return len(_change(store, key, self.rank, False, self.world_size)) == self.world_size
+            time.sleep(0.001)
+            came = _ranks_at(store.get(key).decode())
+        return True
+
+
+def _change(store: Store, key: str, rank: int, come: bool, full: int | None = None) -> set[int]:
+    """Enters a rank among those at a place, or takes it out unless as many as `full` are there; returns all there."""
+    while True:
+        old = store.get(key).decode() if store.check([key]) else ""
+        ranks = _ranks_at(old)
+        if len(ranks) == full:
+            return ranks
+        ranks = ranks | {rank} if come else ranks - {rank}
+        # The random part tells this rank's change from an equal one of another rank.
+        new = f"{' '.join(map(str, sorted(ranks)))}|{secrets.token_hex(8)}"
+        if store.compare_set(key, old, new).decode() == new:
+            return ranks
+
+
+def _ranks_at(value: str) -> set[int]:
+    return {int(rank) for rank in value.partition("|")[0].split()}

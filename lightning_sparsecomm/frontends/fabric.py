@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from lightning_sparsecomm.basis.parts import parts_in
 from lightning_sparsecomm.basis.schedules import ByLength, Schedule, check_every
 from lightning_sparsecomm.frontends.mixin import SynchronizingMixin
-from lightning_sparsecomm.run.checkpoint import RankFiles
 from lightning_sparsecomm.run.contents import fingerprint_of
+from lightning_sparsecomm.run.rank_files import RankFiles
 from lightning_sparsecomm.sharing.method import Method
 
 if TYPE_CHECKING:
@@ -142,10 +142,23 @@ class FabricMixin(SynchronizingMixin, DDPStrategy):
             self._engine.restart()
 
     def save_checkpoint(self, path: Any, state: Any, storage_options: Any = None, filter: Any = None) -> None:
+        if self._engine is not None and self._holds_state and self._engine.guards.in_step:
+            raise RuntimeError(
+                f"{path} was to be saved between an exchange of gradients and the end of the optimizer's step: memories"
+                " have forgotten what was sent, and the weights have not moved yet. Save after optimizer.step(), or"
+                " before clip_gradients. In a signal handler, note the request, and save after the step."
+            )
         # As in Lightning. We need the content before it is written.
         content = self._convert_stateful_objects_in_state(state, filter=filter or {})
-        self._write_state(path, content, {}, self._trains(state), storage_options)
-        super().save_checkpoint(path, content, storage_options)
+        write = super().save_checkpoint
+        self._save(
+            path,
+            content,
+            {},
+            self._trains(state),
+            lambda path: write(path, content, storage_options),
+            storage_options=storage_options,
+        )
 
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None

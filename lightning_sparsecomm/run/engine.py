@@ -1,6 +1,5 @@
 """Runs a method in one training run: shares gradients or weights when due. Knows torch, but not Lightning."""
 
-import hashlib
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -110,6 +109,7 @@ class Engine:
             return
         self.guards.warn_of_changes(tracked)
         self.registry.admit(tracked)
+        tracked.torn = False
         tracked.max_norm = self.max_norm if max_norm is None else max_norm
         shares = tracked.shares.values()
         if self.scaling is not None:
@@ -191,6 +191,9 @@ class Engine:
         try:
             yield
             stepped_shared = tracked.shared
+        except BaseException:
+            tracked.torn = tracked.shared
+            raise
         finally:
             self.guards.depth -= 1
             tracked.shared = False
@@ -229,11 +232,6 @@ class Engine:
         self.replicas.view_own()
         self.registry.restart()
         self.begin()
-
-    def save_number(self) -> int:
-        """A number for a save, equal on all ranks without a collective: a hash of the run and its optimizers' steps."""
-        text = f"{self.agreement.run} {[tracked.steps for tracked in self.registry.optimizers]}"
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
     def residual_norm(self) -> float:
         """Euclidean norm of what this rank has not sent yet."""

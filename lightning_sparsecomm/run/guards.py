@@ -40,6 +40,11 @@ class Guards:
         if self._release is not None:
             self._release()
 
+    @property
+    def in_step(self) -> bool:
+        """Whether an optimizer step is in progress, or its gradients are shared already."""
+        return self.depth > 0 or any(tracked.shared for tracked in self._registry.optimizers)
+
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Wraps a backward pass, which must not add local gradients to shared ones.

@@ -27,6 +27,7 @@ class TrackedOptimizer:
         shares: The share of each sync. A `BucketSync` has one only for parameters that are in none of DDP's buckets.
         steps: Optimizer steps finished.
         shared: Whether the next step's gradients are shared already.
+        torn: Whether an error has ended the last step after its gradients were shared.
         skips: Whether the next step is skipped, because the loss scaler found a gradient that is not finite.
         norm: Norm of this rank's gradient before clipping; NaN if nothing needs it, infinite if the step is skipped.
         max_norm: The clipping threshold that applied when gradients were shared; None for none.
@@ -43,6 +44,7 @@ class TrackedOptimizer:
     shares: dict[Sync, Share] = field(default_factory=dict)
     steps: int = 0
     shared: bool = False
+    torn: bool = False
     skips: bool = False
     norm: float = math.nan
     max_norm: float | None = None

@@ -51,6 +51,11 @@ class RunState:
             # Drifting ranks scale by themselves between exchanges. Without drift, the scale is in the checkpoint.
             "scaler": self._scaling.scaler.state_dict() if self._scaling is not None and self.drifts else {},
             "ledger": self._wire.ledger.state_dict(),
+            # Memories have forgotten what was sent, and the weights have not moved by it.
+            "torn": any(
+                tracked.shares_gradients and not tracked.skips and (tracked.torn or tracked.shared)
+                for tracked in self._registry.optimizers
+            ),
         }
 
     def load_state_dict(self, state: State, as_many_ranks: bool) -> list[str]:

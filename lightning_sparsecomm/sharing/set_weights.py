@@ -66,8 +66,8 @@ class SetWeights:
                     who = f"left alone by ranks {', '.join(left)}" if left else "set to different values"
                     raise ValueError(
                         f"parameter {names[index]!r} was changed between two steps, and not equally on all ranks: it"
-                        f" was {who}. Change it on all ranks alike: draw random numbers from a generator with one seed, or"
-                        " broadcast the result."
+                        f" was {who}. Change it on all ranks alike: draw random numbers from a generator with one seed,"
+                        " or broadcast the result."
                     )
         return {names[index] for index in union}
 
