@@ -15,6 +15,7 @@ PARAMETERS = "parameters"
 OURS = (GRADIENTS, UPDATES, PARAMETERS)
 SETUP = "set-up"
 COMPARISON = "comparison of replicas"
+UNEVEN = "uneven inputs"
 DDP_SETUP = "DDP set-up"
 DDP_BUFFERS = "DDP buffers"
 DDP_UNUSED = "DDP unused-parameter map"

@@ -2,6 +2,7 @@
 
 import math
 import pickle
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -14,11 +15,11 @@ from torch.optim import Optimizer
 
 from lightning_sparsecomm.basis.ledger import LIGHTNING, Collective, Ledger
 from lightning_sparsecomm.basis.wire import Waiting, Wire
+from lightning_sparsecomm.frontends.end_of_training import EndOfTraining
 from lightning_sparsecomm.frontends.mixin import SynchronizingMixin
-from lightning_sparsecomm.frontends.packages import Callback
+from lightning_sparsecomm.frontends.uneven import UnevenMixin
 from lightning_sparsecomm.run.checkpoint import RankFiles, Resumed
 from lightning_sparsecomm.run.contents import State, fingerprint_of, own_entries, with_entries
-from lightning_sparsecomm.run.engine import Engine
 from lightning_sparsecomm.run.length import warn_of_short_run
 
 if TYPE_CHECKING:
@@ -30,17 +31,7 @@ else:
 T = TypeVar("T")
 
 
-class EndOfTraining(Callback):
-    """Settles replicas before any other callback runs: a strategy's own hook runs after all of them."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        self._engine.settle()
-
-
-class TrainerMixin(SynchronizingMixin, DDPStrategy):
+class TrainerMixin(UnevenMixin, SynchronizingMixin, DDPStrategy):
     """Trains by DDP, with a method that shares the gradients.
 
     To switch from `strategy="ddp"`, change nothing else: the LightningModule, its optimizers, the Trainer's clipping
@@ -53,6 +44,7 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
     _handed: dict[str, Any] | None = None
     _end_callback: tuple[list[Any], EndOfTraining | None] = [], None
     _unsettled = False
+    _idle_since = 0.0
 
     def setup(self, trainer: "pl.Trainer") -> None:
         if trainer.state.fn != "fit":
@@ -101,6 +93,7 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
 
     def on_train_start(self) -> None:
         super().on_train_start()
+        self._idle_since = time.monotonic()
         trainer = self._trainer
         if self._is_trial():
             return
@@ -129,7 +122,9 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
         engine = self.engine
         engine.epoch = self._epoch()
         with engine.stepping(optimizer):
-            return super().optimizer_step(optimizer, engine.closure(optimizer, closure), model, **kwargs)
+            result = super().optimizer_step(optimizer, engine.closure(optimizer, closure), model, **kwargs)
+        self._idle_since = time.monotonic()
+        return result
 
     def _epoch(self) -> float:
         """Epochs finished, including a fraction if the length of an epoch is known."""
@@ -141,13 +136,20 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
         # From 2.6 on, Lightning broadcasts before each batch whether rank 0 was told to stop: one 64-bit integer.
         if hasattr(self._trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"):
             self.engine.wire.ledger.record(LIGHTNING, "broadcast", 8)
-        return super().training_step(*args, **kwargs)
+            # Lightning ignores it if that fails, and waits for nothing but the next batch before it.
+            waited = time.monotonic() - self._idle_since
+            self.engine.wire.check_after(f"broadcast of 8 bytes ({LIGHTNING})", waited)
+        result = super().training_step(*args, **kwargs)
+        self._idle_since = time.monotonic()
+        return result
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         if self._engine is None:
             return super().broadcast(obj, src)
-        with self.engine.wire.calling("broadcast", len(pickle.dumps(obj)) + 8, LIGHTNING):
-            return super().broadcast(obj, src)
+        wire = self._engine.wire
+        with wire.calling("broadcast", len(pickle.dumps(obj)) + 8, LIGHTNING):
+            # Not in the default group, where Lightning broadcasts before each batch.
+            return wire.broadcast_object(obj, src)  # type: ignore[return-value]
 
     def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         with self._calling("all_reduce", tensor):
@@ -175,6 +177,7 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
     def on_validation_start(self) -> None:
         super().on_validation_start()
         if self._engine is not None:
+            self._engine.wire.place = "validation"
             self._viewing = self._engine.replicas.view_shared(self._together())
 
     def on_validation_end(self) -> None:
@@ -182,6 +185,9 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
             self._engine.replicas.view_own()
         self._viewing = False
         super().on_validation_end()
+        if self._engine is not None:
+            self._engine.wire.place = None
+        self._idle_since = time.monotonic()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         # Called on all ranks. Our file comes first, so that no checkpoint is ever without it.
