@@ -200,7 +200,7 @@ def _by_default(rank: int) -> tuple[int, str]:
     module = fabric.strategy._wrap(network)
     optimizer = torch.optim.SGD(network.parameters(), lr=1e-4)
     step = 0
-    with pytest.raises(ReplicaError) as raised:
+    with pytest.raises(ReplicaError) as raised:  # noqa: PT012
         while True:
             step += 1
             optimizer.zero_grad()

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import queue
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ import torch
 from lightning_fabric import Fabric
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.plugins.environments import TorchElasticEnvironment
+from pytorch_lightning.strategies import DDPStrategy
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -77,13 +79,25 @@ def join(rank: int, world_size: int) -> None:
     os.environ.update({"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "LOCAL_WORLD_SIZE": str(world_size)})
 
 
+def outcome_of(tmp_path: Path, name: str, validates: bool, more: int) -> str:
+    """What one batch more on rank `more` leads to, in a training with `METHODS[name]`, or with ddp."""
+    counts, method = [5 + (rank == more) for rank in range(2)], None if name == "ddp" else METHODS[name]()
+    try:
+        found = fit(tmp_path, counts, method, PATIENCE, validates=validates)
+    except queue.Empty:
+        return "hung or aborted"
+    if all("Rank" in message and "waited for its" in message for message in found):
+        return "all ranks say where each was"
+    return " / ".join(message.partition(":")[0] if isinstance(message, str) else "trained" for message in found)
+
+
 def _fit(rank: int, world_size: int, counts: list[int], model: Validates, options: dict[str, Any]) -> Any:
     """Trains with as many batches as `counts` says for this rank. Returns the error, or the bits of the weights."""
     join(rank, world_size)
     validates, folder, sized = (options.pop(name) for name in ("validates", "folder", "sized"))
     method, uneven, steps, two = (options.pop(name) for name in ("method", "uneven", "steps", "two"))
     trainer = pl.Trainer(
-        strategy=SparseCommStrategy(method, uneven_inputs=uneven),
+        strategy=SparseCommStrategy(method, uneven_inputs=uneven) if method is not None else DDPStrategy(),
         devices=world_size,
         max_epochs=2,
         num_sanity_val_steps=0,
@@ -104,11 +118,13 @@ def _fit(rank: int, world_size: int, counts: list[int], model: Validates, option
     return {name: weight.detach().numpy().tobytes() for name, weight in model.named_parameters()}
 
 
-def fit(tmp_path: Path, counts: list[int], method: Method, patience: timedelta | None = None, **options: Any) -> Any:
+def fit(
+    tmp_path: Path, counts: list[int], method: Method | None, patience: timedelta | None = None, **options: Any
+) -> Any:
     options = {"validates": False, "folder": tmp_path, "sized": True, "uneven": False, "method": method} | options
     options = {"steps": None, "two": False} | options
     model = options.pop("model", Validates())
-    return run_ranks(tmp_path, len(counts), _fit, len(counts), counts, model, options, patience=patience)
+    return run_ranks(tmp_path, len(counts), _fit, len(counts), counts, model, options, timeout=40, patience=patience)
 
 
 CASES = [
