@@ -83,7 +83,7 @@ def open_length(number: int, seed: int, most: int, rank: int) -> int:
 
     If it were believed, ranks would gather payloads of different sizes, and Gloo would end the process.
     """
-    length = number & 2**_LENGTH_BITS - 1
+    length = number & (1 << _LENGTH_BITS) - 1
     if number != seal_length(length, seed):
         raise PayloadError(
             f"rank {rank}'s payload: the checksum of its length, sent ahead of it, does not match: it was damaged in"
@@ -94,7 +94,8 @@ def open_length(number: int, seed: int, most: int, rank: int) -> int:
 
 
 def _length_checksum(length: int, seed: int) -> int:
-    return zlib.crc32(length.to_bytes(8, "little") + seed.to_bytes(8, "little")) % 2 ** (63 - _LENGTH_BITS)
+    checksum = zlib.crc32(length.to_bytes(8, "little") + seed.to_bytes(8, "little"))
+    return checksum & (1 << 63 - _LENGTH_BITS) - 1
 
 
 def seal(envelope: Envelope, layout: Layout) -> Tensor:
