@@ -17,6 +17,7 @@ OURS = (GRADIENTS, UPDATES, PARAMETERS)
 SETUP = "set-up"
 SAVING = "checkpoints"
 COMPARISON = "comparison of replicas"
+UNEVEN = "uneven inputs"
 DDP_SETUP = "DDP set-up"
 DDP_BUFFERS = "DDP buffers"
 DDP_UNUSED = "DDP unused-parameter map"

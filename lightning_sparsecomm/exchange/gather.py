@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_sparsecomm.basis import Round, SparseVector, Vector, Wire, link_bytes
 from lightning_sparsecomm.basis.layout import mean
 from lightning_sparsecomm.codecs import Compressor, Envelope, PayloadError
-from lightning_sparsecomm.codecs.payload import check_length, most_bytes, open_envelope, seal, sealed_bytes
+from lightning_sparsecomm.codecs.payload import most_bytes, open_envelope, open_length, seal, seal_length, sealed_bytes
 from lightning_sparsecomm.exchange.base import Exchange, Exchanged, dense_values
 from lightning_sparsecomm.exchange.dense import DenseAllReduce
 from lightning_sparsecomm.exchange.status import counted, masked, read_envelopes
@@ -91,11 +91,11 @@ class Gather(Exchange):
         bound = self.compressor.bound_bytes(context)
         if bound is not None:
             return sealed_bytes(bound, context.layout)
-        lengths: list[int] = wire.all_gather(torch.tensor([payload.numel()], device=payload.device)).view(-1).tolist()
+        seed, most = context.shared_seed(), most_bytes(context.layout)
+        sealed = torch.tensor([seal_length(payload.numel(), seed)], device=payload.device)
+        numbers = wire.all_gather(sealed).view(-1).tolist()
         # All ranks see the same lengths, so all refuse the same one.
-        for rank, length in enumerate(lengths):
-            check_length(length, most_bytes(context.layout), rank)
-        return max(lengths)
+        return max(open_length(number, seed, most, rank) for rank, number in enumerate(numbers))
 
     def _decode(self, body: Tensor, context: Round, rank: int, device: torch.device) -> SparseVector | Tensor:
         # A body lies anywhere in what was gathered. Copied, it can be viewed in any dtype.

@@ -15,13 +15,23 @@ _PATIENCE_SECONDS, _TRIES = 2.0, 10
 
 
 class EndOfTraining(Callback):
-    """Settles replicas before any other callback runs: a strategy's own hook runs after all of them."""
+    """Settles replicas before any other callback runs: a strategy's own hook runs after all of them.
+
+    It also tells the wire where the run is, for messages.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        self._engine.wire.place = "the end of training"
         self._engine.settle()
+
+    def on_train_epoch_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        self._engine.wire.place = None
+
+    def on_train_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        self._engine.wire.place = "the end of an epoch"
 
 
 class DeferredSaves(Callback):

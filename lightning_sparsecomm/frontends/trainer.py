@@ -2,6 +2,7 @@
 
 import math
 import pickle
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,6 +15,7 @@ from lightning_sparsecomm.basis.ledger import LIGHTNING, Collective
 from lightning_sparsecomm.basis.wire import Waiting
 from lightning_sparsecomm.frontends.checkpointing import CheckpointingMixin
 from lightning_sparsecomm.frontends.own_callbacks import DeferredSaves, EndOfTraining
+from lightning_sparsecomm.frontends.uneven import UnevenMixin
 from lightning_sparsecomm.run.length import warn_of_short_run
 
 if TYPE_CHECKING:
@@ -25,7 +27,7 @@ else:
 T = TypeVar("T")
 
 
-class TrainerMixin(CheckpointingMixin, DDPStrategy):
+class TrainerMixin(UnevenMixin, CheckpointingMixin, DDPStrategy):
     """Trains by DDP, with a method that shares the gradients.
 
     To switch from `strategy="ddp"`, change nothing else: the LightningModule, its optimizers, the Trainer's clipping
@@ -36,6 +38,7 @@ class TrainerMixin(CheckpointingMixin, DDPStrategy):
     _viewing = False
     _callbacks: list[Any] = []  # noqa: RUF012
     _unsettled = False
+    _idle_since = 0.0
 
     def setup(self, trainer: "pl.Trainer") -> None:
         if trainer.state.fn != "fit":
@@ -80,6 +83,7 @@ class TrainerMixin(CheckpointingMixin, DDPStrategy):
 
     def on_train_start(self) -> None:
         super().on_train_start()
+        self._idle_since = time.monotonic()
         trainer = self._trainer
         if self._is_trial():
             return
@@ -108,7 +112,9 @@ class TrainerMixin(CheckpointingMixin, DDPStrategy):
         engine = self.engine
         engine.epoch = self._epoch()
         with engine.stepping(optimizer):
-            return super().optimizer_step(optimizer, engine.closure(optimizer, closure), model, **kwargs)
+            result = super().optimizer_step(optimizer, engine.closure(optimizer, closure), model, **kwargs)
+        self._idle_since = time.monotonic()
+        return result
 
     def _epoch(self) -> float:
         """Epochs finished, including a fraction if the length of an epoch is known."""
@@ -120,13 +126,20 @@ class TrainerMixin(CheckpointingMixin, DDPStrategy):
         # From 2.6 on, Lightning broadcasts before each batch whether rank 0 was told to stop: one 64-bit integer.
         if hasattr(self._trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"):
             self.engine.wire.ledger.record(LIGHTNING, "broadcast", 8)
-        return super().training_step(*args, **kwargs)
+            # Lightning ignores it if that fails, and waits for nothing but the next batch before it.
+            waited = time.monotonic() - self._idle_since
+            self.engine.wire.check_after(f"broadcast of 8 bytes ({LIGHTNING})", waited)
+        result = super().training_step(*args, **kwargs)
+        self._idle_since = time.monotonic()
+        return result
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         if self._engine is None:
             return super().broadcast(obj, src)
-        with self.engine.wire.calling("broadcast", len(pickle.dumps(obj)) + 8, LIGHTNING):
-            return super().broadcast(obj, src)
+        wire = self._engine.wire
+        with wire.calling("broadcast", len(pickle.dumps(obj)) + 8, LIGHTNING):
+            # Not in the default group, where Lightning broadcasts before each batch.
+            return wire.broadcast_object(obj, src)  # type: ignore[return-value]
 
     def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         with self._calling("all_reduce", tensor):
@@ -158,6 +171,7 @@ class TrainerMixin(CheckpointingMixin, DDPStrategy):
     def on_validation_start(self) -> None:
         super().on_validation_start()
         if self._engine is not None:
+            self._engine.wire.place = "validation"
             self._viewing = self._engine.replicas.view_shared(self._together())
 
     def on_validation_end(self) -> None:
@@ -165,6 +179,9 @@ class TrainerMixin(CheckpointingMixin, DDPStrategy):
             self._engine.replicas.view_own()
         self._viewing = False
         super().on_validation_end()
+        if self._engine is not None:
+            self._engine.wire.place = None
+        self._idle_since = time.monotonic()
 
     def on_train_end(self) -> None:
         if self._is_trial():

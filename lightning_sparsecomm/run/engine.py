@@ -111,20 +111,9 @@ class Engine:
         self.registry.admit(tracked)
         tracked.torn = False
         tracked.max_norm = self.max_norm if max_norm is None else max_norm
-        shares = tracked.shares.values()
-        if self.scaling is not None:
-            together = any(sync.shares_gradients for sync in tracked.shares)
-            tracked.skips = self.scaling.unscale_(optimizer, together)
-        tracked.norm = math.inf if tracked.skips else norm_to_clip(tracked)
         self.wire.step = tracked.steps
-        with torch.no_grad():
-            for share in shares:
-                share.before_step()
-                if tracked.skips:
-                    share.skip()
-            if not tracked.skips:
-                turn = self._turn(tracked, "gradients", tracked.steps)
-                take_turn([share for share in shares if share.due(turn)], turn)
+        with self.wire.in_step():
+            self._share_gradients(tracked)
         if tracked.skips:
             make_nonfinite_(tracked.parameters)
         tracked.shared = True
@@ -206,7 +195,8 @@ class Engine:
                 " and the replicas have drifted apart. Let its step() call the closure first, as torch's optimizers do,"
                 " or call strategy.synchronize(optimizer) before it."
             )
-        self._after_step(tracked)
+        with self.wire.in_step():
+            self._after_step(tracked)
 
     def settle(self) -> None:
         """Makes replicas equal after the last step; a `ReplicaError` if they still differ. A collective."""
@@ -239,13 +229,28 @@ class Engine:
         return math.hypot(*(share.residual_norm() for share in shares))
 
     def close(self) -> None:
-        """Removes the hooks from the optimizers and the scaler."""
+        """Removes the hooks from the optimizers and the scaler, and closes the wire."""
         self.guards.close()
         if self.scaling is not None:
             self.scaling.close()
         for tracked in self.registry.optimizers:
             if tracked.takeover is not None:
                 tracked.takeover.close()
+        self.wire.close()
+
+    def _share_gradients(self, tracked: TrackedOptimizer) -> None:
+        if self.scaling is not None:
+            together = any(sync.shares_gradients for sync in tracked.shares)
+            tracked.skips = self.scaling.unscale_(tracked.optimizer, together)
+        tracked.norm = math.inf if tracked.skips else norm_to_clip(tracked)
+        with torch.no_grad():
+            for share in tracked.shares.values():
+                share.before_step()
+                if tracked.skips:
+                    share.skip()
+            if not tracked.skips:
+                turn = self._turn(tracked, "gradients", tracked.steps)
+                take_turn([share for share in tracked.shares.values() if share.due(turn)], turn)
 
     def _admitted(self, optimizer: Optimizer) -> TrackedOptimizer:
         tracked = self.register(optimizer)

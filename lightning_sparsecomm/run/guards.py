@@ -91,7 +91,8 @@ class Guards:
         if self._uses_buckets:
             self._wire.step = max((tracked.steps for tracked in self._registry.optimizers), default=0)
         try:
-            yield
+            with self._wire.in_step():
+                yield
         except RuntimeError:
             if not self._wire.failures:
                 raise

@@ -103,4 +103,4 @@ def _sample(weight: Tensor) -> Tensor:
 
 def _number_of(weight: Tensor) -> int:
     # Positive, and so neither of the two other values.
-    return (int(digest_of(weight), 16) >> 1) or 1
+    return int(digest_of(weight), 16) + 1
