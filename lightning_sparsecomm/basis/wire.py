@@ -219,7 +219,9 @@ class Wire:
         """Every rank's `tensor`, `[W, *tensor.shape]`; shapes must be equal on all ranks."""
         gathered = tensor.new_empty((self.world_size, *tensor.shape))
         with self._calling("all_gather", tensor, row):
-            dist.all_gather_single(gathered.view(-1), tensor.reshape(-1), group=self.group)
+            # The second name is that of torch before 2.13.
+            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+            gather(gathered.view(-1), tensor.reshape(-1), group=self.group)
         return gathered
 
     def meet(self, place: str, seconds: float) -> bool:

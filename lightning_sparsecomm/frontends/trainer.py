@@ -1,5 +1,6 @@
 """The strategy for a Trainer. The bindings combine it with the DDPStrategy of their package."""
 
+import logging
 import math
 import pickle
 import time
@@ -16,7 +17,8 @@ from lightning_sparsecomm.basis.wire import Waiting
 from lightning_sparsecomm.frontends.checkpointing import CheckpointingMixin
 from lightning_sparsecomm.frontends.own_callbacks import DeferredSaves, EndOfTraining
 from lightning_sparsecomm.frontends.uneven import UnevenMixin
-from lightning_sparsecomm.run.length import warn_of_short_run
+from lightning_sparsecomm.run.announcement import announcement
+from lightning_sparsecomm.run.length import likely_length, warn_of_short_run
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
@@ -103,6 +105,11 @@ class TrainerMixin(UnevenMixin, CheckpointingMixin, DDPStrategy):
         )
         if trainer.is_global_zero:
             warn_of_short_run(self.engine.registry, self.engine.warmup, steps, epochs)
+            # Lightning prints what its own loggers get, and those below them.
+            package = next(kind.__module__ for kind in type(trainer).__mro__ if "lightning" in kind.__module__)
+            length = likely_length(self.engine.length, self.engine.may_end_sooner)
+            for line in announcement(self.engine.registry, length, self.world_size):
+                logging.getLogger(package).info(line)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         with self.engine.guards.backward():

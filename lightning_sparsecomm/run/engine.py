@@ -13,6 +13,7 @@ from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.run.agreement import Agreement
 from lightning_sparsecomm.run.clipping import check_clipping, check_trainers_clipping, clips_locally, norm_to_clip
 from lightning_sparsecomm.run.guards import Guards, unchanged, versions_of
+from lightning_sparsecomm.run.length import likely_length
 from lightning_sparsecomm.run.optimizers import TrackedOptimizer
 from lightning_sparsecomm.run.registry import Registry
 from lightning_sparsecomm.run.replicas import Replicas
@@ -23,9 +24,6 @@ from lightning_sparsecomm.sharing.bucket import BucketHook, BucketSync
 from lightning_sparsecomm.sharing.gradients import make_nonfinite_
 from lightning_sparsecomm.sharing.method import Method
 from lightning_sparsecomm.sharing.share import Moment, Share, Turn
-
-# The length that densities follow where a run may end at any time.
-_LIKELY_STEPS = 5000.0
 
 
 class Engine:
@@ -258,7 +256,7 @@ class Engine:
         return tracked
 
     def _turn(self, tracked: TrackedOptimizer, moment: Moment, step: int) -> Turn:
-        length = min(self.length, _LIKELY_STEPS) if self.may_end_sooner else self.length
+        length = likely_length(self.length, self.may_end_sooner)
         return Turn(moment, step, self.epoch, self.seed, self.warmup, tracked.norm, tracked.max_norm, length)
 
     def _after_step(self, tracked: TrackedOptimizer) -> None:

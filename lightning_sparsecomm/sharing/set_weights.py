@@ -1,19 +1,24 @@
 """Weights that the user sets between two steps: clamped, pruned, or initialized anew."""
 
+import struct
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_sparsecomm.basis import PARAMETERS, Wire
 from lightning_sparsecomm.basis.digests import digest_of
-from lightning_sparsecomm.kernels import position_kernels_for
+from lightning_sparsecomm.codecs import PayloadError
 from lightning_sparsecomm.sharing.averaging import average_
 from lightning_sparsecomm.sharing.gradients import NamedParameters
 
 # Of each weight, this many stretches of this many elements are compared.
 _STRETCHES, _LENGTH = 16, 64
+
+_CHECKSUM = struct.Struct("<I")
 
 # What a weight was set to: a digest where all ranks had the same weight before, so that they must have the same now.
 _NOT_SET, _SET_AMID = 0, -1
@@ -50,14 +55,26 @@ class SetWeights:
         self.note(parameters)
 
     def agree(self, names: Sequence[str], wire: Wire, device: torch.device) -> set[str]:
-        """The names of weights that any rank has set. A collective; bytes: a bit for each, and 8 for each that was set.
+        """The names of weights that any rank has set. A collective.
+
+        Bytes: a bit for each weight and 4 of a checksum, and 8 for each weight that was set.
 
         Raises:
             ValueError: A weight was equal on all ranks, and was set to different values. Raised on all ranks.
+            PayloadError: What another rank has sent was altered.
         """
-        kernels, mine = position_kernels_for(device), [i for i, name in enumerate(names) if name in self.found]
-        bits = kernels.write_bitmap(torch.tensor(mine, dtype=torch.int64, device=device), len(names))
-        union = kernels.read_bitmap(wire.all_reduce_or_(bits, PARAMETERS), len(names)).indices.tolist()
+        mine = np.packbits(np.array([name in self.found for name in names]))
+        content = mine.tobytes() + _CHECKSUM.pack(zlib.crc32(mine.tobytes()))
+        gathered = wire.all_gather(torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device), PARAMETERS)
+        anyone = np.zeros(len(names), dtype=np.uint8)
+        for rank, row in enumerate(gathered.cpu().numpy()):
+            flags, checksum = row[: len(mine)], row[len(mine) :].tobytes()
+            if checksum != _CHECKSUM.pack(zlib.crc32(flags.tobytes())):
+                raise PayloadError(
+                    f"rank {rank}'s list of weights that were set: its checksum is not that of its bits."
+                )
+            anyone |= np.unpackbits(flags, count=len(names))
+        union = anyone.nonzero()[0].tolist()
         if union:
             values = torch.tensor([self.found.get(names[index], _NOT_SET) for index in union], device=device)
             for index, column in zip(union, wire.all_gather(values, PARAMETERS).t().tolist()):

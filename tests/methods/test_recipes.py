@@ -73,3 +73,17 @@ def test_docstrings(name: str) -> None:
     results = doctest.testmod(module, extraglobs=names, optionflags=doctest.ELLIPSIS)
     assert results.failed == 0
     assert results.attempted > 0
+
+
+@pytest.mark.parametrize(
+    ("method", "call"),
+    [
+        (dgc(), "dgc()"),
+        (dgc(density=0.01, exclude=[]), "dgc(density=0.01)"),
+        (dgc(0.001, warmup_steps=5), "dgc(density=0.001, warmup_steps=5)"),
+        (dgc(0.01).with_fallback(local_adam()), "dgc(density=0.01).with_fallback(local_adam())"),
+        (copy.deepcopy(gradient_dropping(scope="tensor")), "gradient_dropping(scope='tensor')"),
+    ],
+)
+def test_the_repr_of_a_recipe_is_its_call(method: Method, call: str) -> None:
+    assert repr(method) == call
