@@ -8,6 +8,7 @@ outcome that must not be is an error, after all attacks have run.
     python benchmarks/trust.py payloads --count 10000000
     python benchmarks/trust.py collectives --count 1000
     python benchmarks/trust.py uneven --count 10
+    python benchmarks/trust.py files --count 8
 """
 
 import argparse
@@ -32,6 +33,7 @@ from tests.distributed import test_altered_collectives as altered  # noqa: E402
 from tests.distributed import test_crash as crash  # noqa: E402
 from tests.distributed import test_random_configurations as configured  # noqa: E402
 from tests.distributed import test_uneven_batches as unevenly  # noqa: E402
+from tests.run import test_rank_files as rank_files  # noqa: E402
 
 Outcomes = dict[str, Counter[str]]
 """For each method, or the like, how often it came to what."""
@@ -82,8 +84,15 @@ def uneven(folder: Path, count: int, names: list[str]) -> Iterator[tuple[str, st
                 yield name, unevenly.outcome_of(folder, name, validates, more=number % 2)
 
 
+def files(folder: Path, count: int, names: list[str]) -> Iterator[tuple[str, str]]:
+    """A rank's file with each of its bytes altered, in `count` different bits."""
+    for bit in range(min(count, 8)):
+        for outcome, times in rank_files.altered_bytes(folder, mask=1 << bit).items():
+            yield from [("a rank's file", outcome)] * times
+
+
 ATTACKS: dict[str, Callable[[Path, int, list[str]], Iterator[tuple[str, str]]]] = {
-    attack.__name__: attack for attack in (kills, configurations, payloads, collectives, uneven)
+    attack.__name__: attack for attack in (kills, configurations, payloads, collectives, uneven, files)
 }
 
 FAILURES = ("silent", "hung or aborted", "Error:")
@@ -113,7 +122,7 @@ def main() -> None:
                 "versions": versions(),
             }
             # Written as it goes: some attacks take hours.
-            if sum(map(Counter.total, outcomes.values())) % 1000 == 0 or options.attack != "payloads":
+            if sum(map(Counter.total, outcomes.values())) % 1000 == 0 or options.attack not in ("payloads", "files"):
                 _write(options.output, result)
         _write(options.output, result)
     for name, found in outcomes.items():

@@ -1,6 +1,7 @@
 """The files beside a checkpoint: their names, where they go, and what is found wrong with one."""
 
 import os
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -139,3 +140,39 @@ NONSENSE: dict[str, Any] = {
 @pytest.mark.parametrize("case", NONSENSE)
 def test_nonsense_is_found(case: str) -> None:
     assert problem_of(FILE, NONSENSE[case])
+
+
+def _equal(a: object, b: object) -> bool:
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and a.equal(b)
+    if isinstance(a, dict):
+        return isinstance(b, dict) and list(a) == list(b) and all(_equal(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return type(a) is type(b) and len(a) == len(b) and all(map(_equal, a, b))
+    return type(a) is type(b) and a == b
+
+
+def altered_bytes(folder: Path, stride: int = 1, mask: int = 1) -> Counter[str]:
+    """A rank's file with one byte altered after the other, every `stride` bytes: what became of each."""
+    file, files = RankFile(0, 1, 7), files_of(folder)
+    held = {"GradientSync.ErrorFeedback": {"weight": torch.linspace(-1, 1, 300).view(30, 10), "bias": torch.ones(10)}}
+    files.write(file, content(streams=[{"steps": 12, "members": ["weight", "bias"], "held": held}], leading=0))
+    path = Path(files.path(file))
+    whole, expected = path.read_bytes(), torch.load(path)
+    outcomes: Counter[str] = Counter()
+    for at in range(0, len(whole), stride):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ mask]) + whole[at + 1 :])
+        try:
+            found = torch.load(path)
+            problem = problem_of(file, found)
+        except Exception as error:
+            problem = f"cannot be read: {type(error).__name__}"
+        outcomes["refused" if problem else "no effect" if _equal(found, expected) else "silent"] += 1
+    return outcomes
+
+
+@pytest.mark.parametrize("mask", [1, 0x80])
+def test_a_byte_that_is_altered_is_noticed_or_has_no_effect(tmp_path: Path, mask: int) -> None:
+    outcomes = altered_bytes(tmp_path, stride=7, mask=mask)
+    assert set(outcomes) == {"refused", "no effect"}
+    assert outcomes["refused"] > 300
