@@ -14,6 +14,9 @@ from lightning_sparsecomm.sharing.bucket import BucketSync
 from lightning_sparsecomm.sharing.gradients import NamedParameters
 from lightning_sparsecomm.sharing.sync import Sync
 
+# Arguments that the call of a recipe shows even at their defaults.
+_TELLING = ("density", "block_density", "every")
+
 
 class Method(Part):
     """How ranks share what they train: one or more syncs. Each parameter belongs to exactly one of them.
@@ -112,11 +115,16 @@ class Method(Part):
 
 
 def _call_of(recipe: type[Method], args: Sequence[Any], options: Mapping[str, Any]) -> str:
-    """A recipe's call, with the arguments that are not at their defaults."""
+    """A recipe's call, with the arguments that are not at their defaults, and how much is sent, or how often."""
     signature = inspect.signature(recipe)
-    given = signature.bind(*args, **options).arguments.items()
-    changed = [f"{name}={value!r}" for name, value in given if not _equal(value, signature.parameters[name].default)]
-    return f"{recipe.__name__}({', '.join(changed)})"
+    bound = signature.bind(*args, **options)
+    bound.apply_defaults()
+    shown = [
+        f"{name}={value!r}"
+        for name, value in bound.arguments.items()
+        if name in _TELLING or not _equal(value, signature.parameters[name].default)
+    ]
+    return f"{recipe.__name__}({', '.join(shown)})"
 
 
 def _equal(value: Any, default: Any) -> bool:

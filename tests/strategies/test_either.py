@@ -65,7 +65,7 @@ def test_a_repr_says_what_was_given() -> None:
     assert repr(SparseCommStrategy()) == "SparseCommStrategy(seed=0, check_replicas_every=1000)"
     assert "uneven_inputs=True" in repr(SparseCommStrategy(uneven_inputs=True))
     assert repr(SparseCommStrategy(gradient_dropping(), 3)) == (
-        "SparseCommStrategy(method=gradient_dropping(), seed=3, check_replicas_every=1000)"
+        "SparseCommStrategy(method=gradient_dropping(density=0.01), seed=3, check_replicas_every=1000)"
     )
 
 
