@@ -100,9 +100,11 @@ class Vector(NamedTuple):
     """What one rank brings to a round of communication: a vector over a layout.
 
     Attributes:
-        values: `[n]` float32 or wider, zero in segments that are not present. With `indices`, `[k]`: only the elements
-            at those positions. Read only.
+        values: `[n]` float32 or wider, zero in segments that are not present, unless it `carries`. With `indices`,
+            `[k]`: only the elements at those positions. Read only.
         present: For each segment of the layout, whether this rank has a gradient for it. Empty if it has all.
+        carries: Whether `values` count in segments without a gradient on this rank too, where another rank has one. The
+            same on all ranks.
         hints: For a stretch `(start, stop, k)`, sorted positions that include its k largest elements. Hints make
             selection faster and never change its result.
         nonfinite_segment: The first segment whose gradient is not finite; None if all are finite. If it is given, the
@@ -115,6 +117,7 @@ class Vector(NamedTuple):
     hints: Mapping[tuple[int, int, int], Tensor] = {}
     nonfinite_segment: int | None = None
     indices: Tensor | None = None
+    carries: bool = False
 
 
 class SparseVector(NamedTuple):

@@ -1,6 +1,7 @@
 """What crossed the wire, by purpose and collective: bytes handed over, and the bytes on the link that follow."""
 
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +15,9 @@ UPDATES = "weight updates"
 PARAMETERS = "parameters"
 OURS = (GRADIENTS, UPDATES, PARAMETERS)
 SETUP = "set-up"
+SAVING = "checkpoints"
 COMPARISON = "comparison of replicas"
+UNEVEN = "uneven inputs"
 DDP_SETUP = "DDP set-up"
 DDP_BUFFERS = "DDP buffers"
 DDP_UNUSED = "DDP unused-parameter map"
@@ -50,7 +53,15 @@ class Traffic:
     handed_bytes: int = 0
 
 
-_TOTALS = ("ddp_bytes", "ddp_gathered_bytes", "sent_elements", "elements", "exchange_seconds", "steps")
+_TOTALS = (
+    "ddp_bytes",
+    "ddp_gathered_bytes",
+    "sent_elements",
+    "elements",
+    "exchange_seconds",
+    "steps",
+    "clamped_elements",
+)
 
 
 class Ledger:
@@ -70,6 +81,18 @@ class Ledger:
         self.elements = 0
         self.exchange_seconds = 0.0
         self.steps = 0
+        self.clamped_elements = 0
+
+    def clamp(self, count: int, largest: float) -> None:
+        """Enters values that were clamped to the largest that the wire can carry; warns of the first ones."""
+        if count and not self.clamped_elements:
+            warnings.warn(
+                f"{count:,} values beyond ±{largest:,.0f}, the range of float16 on the wire, were clamped in this step."
+                " Error feedback sends the rest later; without it, that is lost. Use values='bfloat16' or"
+                " wire_dtype='bfloat16', which have float32's range. strategy.ledger.clamped_elements counts on.",
+                stacklevel=2,
+            )
+        self.clamped_elements += count
 
     @contextmanager
     def exchanging(self) -> Iterator[None]:
@@ -122,12 +145,17 @@ class Ledger:
         return {"rows": rows, **{name: getattr(self, name) for name in _TOTALS}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Adds the totals of an earlier run in a world of the same size, which this one goes on with."""
+        """Replaces all totals by those of an earlier run in a world of the same size, which this one goes on with."""
+        self.rows = {}
+        self.add_rows(state)
+        for name in _TOTALS:
+            setattr(self, name, state.get(name, 0))
+
+    def add_rows(self, state: dict[str, Any]) -> None:
+        """Adds the calls that another ledger has entered, from its `state_dict`."""
         for row, kinds in state["rows"].items():
             for kind, (calls, handed_bytes) in kinds.items():
                 self.record(row, kind, handed_bytes, calls)
-        for name in _TOTALS:
-            setattr(self, name, getattr(self, name) + state[name])
 
     def density(self) -> float:
         """Elements sent by elements trained, over all steps. `nan` before the first."""

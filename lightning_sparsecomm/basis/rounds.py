@@ -32,6 +32,7 @@ class Round:
         warmup: Overrides the parts' densities early in training; None for no such warm-up.
         quantity: What the vectors hold, for messages.
         length: Optimizer steps of the whole run; infinite where unknown.
+        dtype: Of the vectors: float32, or wider where the model is.
     """
 
     layout: Layout
@@ -43,6 +44,7 @@ class Round:
     warmup: Warmup | None = None
     quantity: str = "gradient"
     length: float = math.inf
+    dtype: torch.dtype = torch.float32
 
     def density(self, density: Density) -> float:
         """The fraction to send in this round: `density` at this step, or what `warmup` makes of it."""

@@ -2,16 +2,21 @@
 
 import copy
 import re
+import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket as GradBucket
+from torch._C._distributed_c10d import Store
 
 from lightning_sparsecomm.basis.ledger import GRADIENTS, Collective, Ledger
+from lightning_sparsecomm.basis.peers import PeerError as PeerError
+from lightning_sparsecomm.basis.peers import Peers
 
 BACKENDS = ("gloo", "nccl")
 
@@ -20,13 +25,7 @@ _GONE = re.compile(
     r"connection|timed out|timeout|broken pipe|no route to host|remote (worker|process)|nccl(Remote|System)Error",
     re.IGNORECASE,
 )
-
-
-class PeerError(RuntimeError):
-    """Another rank is gone, or did not answer within the process group's timeout.
-
-    The message says for which collective this rank waited, and for how long. The backend's own error is the cause.
-    """
+_LATE = re.compile("timed out|timeout", re.IGNORECASE)
 
 
 class Waiting:
@@ -45,18 +44,12 @@ class Waiting:
     ) -> None:
         if not isinstance(error, RuntimeError) or isinstance(error, PeerError) or not _GONE.search(str(error)):
             return
-        wire, seconds = self._wire, time.monotonic() - self._begin
+        wire = self._wire
         if wire.failures:
             # A broken connection stays broken: later calls, such as those of a save, fail for the first reason.
             raise wire.failures[0] from wire.failures[0].__cause__
-        when = "before the first optimizer step" if wire.step is None else f"in optimizer step {wire.step}"
-        failure = PeerError(
-            f"rank {wire.rank} waited {seconds:.1f} s in vain for its {self._call} {when}. Another rank is gone, or did"
-            " not answer within the process group's timeout: look for the first error in the logs of all ranks. If a"
-            " rank is only slow at times, give the strategy a longer timeout=datetime.timedelta(hours=1)."
-        )
-        wire.failures.append(failure)
-        raise failure from error
+        seconds, late = time.monotonic() - self._begin, bool(_LATE.search(str(error)))
+        raise wire.failed(wire.peers.error(f"{self._call} {wire.when}", seconds, late)) from error
 
 
 class Wire:
@@ -69,11 +62,16 @@ class Wire:
 
     Attributes:
         step: Optimizer steps finished, for messages; None before the first step.
+        step_group: Process group for calls in optimizer steps; None for the same as for others.
+        place: Where the run is between optimizer steps, for messages; None in training.
         failures: The first `PeerError`, if there was one.
 
     Raises:
         ValueError: These collectives do not support the group's backend.
     """
+
+    place: str | None = None
+    step_group: dist.ProcessGroup | None = None
 
     def __init__(
         self, ledger: Ledger | None = None, group: dist.ProcessGroup | None = None, row: str = GRADIENTS
@@ -92,6 +90,67 @@ class Wire:
         self.ledger = ledger if ledger is not None else Ledger(self.world_size)
         self.step: int | None = None
         self.failures: list[PeerError] = []
+        self.peers = Peers(self.rank, self.world_size)
+
+    @classmethod
+    def apart(cls) -> "Wire":
+        """A wire with two process groups of its own: one for optimizer steps, one for all other calls. A collective.
+
+        A rank may be in a step while another validates, or has ended. Calls of the two then wait for each other until
+        the timeout, which is that of the default group. In one group they would exchange what was meant for others.
+        """
+        wire = cls()
+        if wire.world_size > 1:
+            device = torch.device("cpu" if wire.backend == "gloo" else "cuda")
+            timeout = dist.distributed_c10d._get_default_group()._get_backend(device).options._timeout
+            wire.step_group, wire.group = (dist.new_group(timeout=timeout) for _ in range(2))
+            store, name = dist.distributed_c10d._get_default_store(), wire.step_group.group_name
+            wire.peers = Peers(wire.rank, wire.world_size, store, name, timeout)
+        return wire
+
+    def close(self) -> None:
+        """Closes the process groups that `apart` has made. Ranks that still wait in them fail at once."""
+        groups = (self.step_group, self.group) if self.step_group is not None else ()
+        for group in groups if dist.is_initialized() else ():
+            dist.destroy_process_group(group)
+        self.step_group = self.group = None
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """A context of calls that belong to an optimizer step."""
+        outside = self.group
+        if self.step_group is not None:
+            self.group = self.step_group
+        try:
+            yield
+        finally:
+            self.group = outside
+
+    def broadcast_object(self, item: object, source: int) -> object:
+        """The object of rank `source`, on all ranks. It must pickle. The caller enters it in the ledger."""
+        items = [item]
+        dist.broadcast_object_list(items, source, group=self.group)
+        return items[0]
+
+    @property
+    def when(self) -> str:
+        """Where this rank is, for messages."""
+        if self.place is None:
+            return "before the first optimizer step" if self.step is None else f"in optimizer step {self.step}"
+        return f"in {self.place}, after {self.step or 0} optimizer steps"
+
+    def failed(self, failure: PeerError) -> PeerError:
+        """Notes the first failure, after which nothing waits any more."""
+        self.failures.append(failure)
+        return failure
+
+    def check_after(self, call: str, seconds: float) -> None:
+        """Raises `PeerError` if a call past this wire waited until the timeout, and other ranks say where they waited.
+
+        For calls of Lightning's own that ignore their errors. Costs nothing where `call` took less.
+        """
+        if not self.failures and seconds > 0.9 * self.peers.timeout.total_seconds() and self.peers.places():
+            raise self.failed(self.peers.error(f"{call} {self.when}", seconds, late=True))
 
     def under(self, row: str) -> "Wire":
         """The same wire, with another row of the ledger for its calls."""
@@ -160,5 +219,44 @@ class Wire:
         """Every rank's `tensor`, `[W, *tensor.shape]`; shapes must be equal on all ranks."""
         gathered = tensor.new_empty((self.world_size, *tensor.shape))
         with self._calling("all_gather", tensor, row):
-            dist.all_gather_single(gathered.view(-1), tensor.reshape(-1), group=self.group)
+            # The second name is that of torch before 2.13.
+            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+            gather(gathered.view(-1), tensor.reshape(-1), group=self.group)
         return gathered
+
+    def meet(self, place: str, seconds: float) -> bool:
+        """Waits for all ranks to come to a place, for so many seconds. Whether they came is equal on all that did.
+
+        It goes through the store that the ranks have joined by. So a rank that does not come may make other calls
+        meanwhile, and waits for no one. A place serves once.
+        """
+        if self.world_size == 1:
+            return True
+        store, key = dist.distributed_c10d._get_default_store(), f"lightning_sparsecomm at {place}"
+        deadline = time.monotonic() + seconds
+        came = _change(store, key, self.rank, True)
+        while len(came) < self.world_size:
+            if time.monotonic() > deadline:
+                # The last may have come meanwhile. Then the others count on this one.
+                return len(_change(store, key, self.rank, False, self.world_size)) == self.world_size
+            time.sleep(0.001)
+            came = _ranks_at(store.get(key).decode())
+        return True
+
+
+def _change(store: Store, key: str, rank: int, come: bool, full: int | None = None) -> set[int]:
+    """Enters a rank among those at a place, or takes it out unless as many as `full` are there; returns all there."""
+    while True:
+        old = store.get(key).decode() if store.check([key]) else ""
+        ranks = _ranks_at(old)
+        if len(ranks) == full:
+            return ranks
+        ranks = ranks | {rank} if come else ranks - {rank}
+        # The random part tells this rank's change from an equal one of another rank.
+        new = f"{' '.join(map(str, sorted(ranks)))}|{secrets.token_hex(8)}"
+        if store.compare_set(key, old, new).decode() == new:
+            return ranks
+
+
+def _ranks_at(value: str) -> set[int]:
+    return {int(rank) for rank in value.partition("|")[0].split()}

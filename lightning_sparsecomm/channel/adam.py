@@ -32,12 +32,14 @@ class LocalAdam(Memory):
     for pure noise of variance 1, so (m̂² − a·v̂)/(1 − a) estimates the squared mean of the gradient, and the rest of v̂ is
     noise. With β1 = 0 there is no such estimate, and x ← m̂ / (√v̂ + ε).
 
-    A tensor without a gradient on this rank keeps its moments and its t there, even where other ranks have a gradient.
-    Moments go on from those that the optimizer already has, for example from a checkpoint of ddp.
+    A gradient that this rank lacks counts as zero where another rank has one. Moments go on from those that the
+    optimizer already has, for example from a checkpoint of ddp.
 
     Source: Tang et al. 2021, 1-bit Adam, sends what local moments say; there v is that of the mean gradient, and frozen
     after a warm-up. The correction of v for W ranks is ours.
     """
+
+    carries = True
 
     def __init__(self) -> None:
         super().__init__(_FIRST, _SECOND)
@@ -78,18 +80,17 @@ class LocalAdam(Memory):
         steps: list[Moments | None] = []
         views = zip(contribution.parts, self._flats(_FIRST, context), self._flats(_SECOND, context))
         for name, rule, (part, first, second) in zip(self._names, rules, views, strict=True):
-            # Also without a gradient: a resumed run, whose optimizer has rank 0's moments, must not begin with those.
-            before = self._begin(name, rule, first, second)
-            self._next[name] = before if part is None else before + 1
             if part is None:
                 steps.append(None)
                 continue
-            steps.append(_moments(first, second, before + 1, rule, context.world_size))
+            step = self._next[name] = self._begin(name, rule, first, second) + 1
+            steps.append(_moments(first, second, step, rule, context.world_size))
         sign = rules[0].sign if rules else 1.0
         return replace(contribution, scale=contribution.scale * sign, steps=steps)
 
     def commit(self, exchanged: Exchanged, context: Round) -> Exchanged:
-        self._steps |= self._next
+        present = {name for name, here in zip(self._names, exchanged.present) if here}
+        self._steps |= {name: step for name, step in self._next.items() if name in present}
         self._next = {}
         return exchanged
 

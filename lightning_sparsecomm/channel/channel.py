@@ -17,6 +17,7 @@ from lightning_sparsecomm.channel.contribution import Contribution, StepSettings
 from lightning_sparsecomm.channel.error_feedback import ErrorFeedback
 from lightning_sparsecomm.channel.inspection import first_nonfinite, joined_sparse
 from lightning_sparsecomm.channel.memory import Memory
+from lightning_sparsecomm.channel.missing import MissingGradients
 from lightning_sparsecomm.channel.momentum import Momentum, MomentumCorrection, Velocity
 from lightning_sparsecomm.channel.saved import Saved, load_saved, saved_of
 from lightning_sparsecomm.codecs.selectors.candidates import HintedSelector
@@ -69,6 +70,7 @@ class Channel(Part):
         self.memories = tuple(memories)
         self._names: list[str] = []
         self._round: _Round | None = None
+        self._missing = MissingGradients(self.memories)
 
     def fresh(self) -> "Channel":
         """A channel of the same parts, for one optimizer's use."""
@@ -141,11 +143,13 @@ class Channel(Part):
         Returns:
             What is shared, as memories have changed it.
         """
-        assert self._round is not None and self._round.exchanged is not None
-        exchanged, context = self._round.exchanged, self._round.context
-        self._round = None
+        assert self._round is not None
+        this, self._round = self._round, None
+        exchanged, context = this.exchanged, this.context
+        assert exchanged is not None
         exchanged = exchanged._replace(shared=self._apart(exchanged.shared), sent=self._apart(exchanged.sent))
         self.exchange.commit()
+        self._missing.commit(exchanged.present)
         # The last to take in is the first to forget.
         for memory in reversed(self.memories):
             exchanged = memory.commit(exchanged, context)
@@ -159,6 +163,7 @@ class Channel(Part):
                 self.exchange.abort()
             finally:
                 self._take_back(failed)
+                self._missing.abort()
 
     def _apart(self, vector: SparseVector | Tensor) -> SparseVector | Tensor:
         """The vector, in other memory where it is a memory's own, such as the residual that it is subtracted from."""
@@ -171,13 +176,14 @@ class Channel(Part):
         self, gradients: Sequence[Tensor | None], settings: StepSettings, sparse: bool, this: _Round
     ) -> Vector:
         present, context = [gradient is not None for gradient in gradients], this.context
+        filled = self._missing.filled(gradients, context, this.wire)
         # A finite norm of all gradients says that all are finite. Otherwise the residual checks them as it takes
         # them in, or a separate pass does, at the cost of one read.
         unknown = not math.isfinite(settings.gradient_norm)
         has_residual = bool(self.residuals)
         if unknown and not sparse and has_residual and all(type(each) in _CHECK_IN_PASSING for each in self.memories):
             try:
-                self._take_in(gradients, settings, this, checked=True)
+                self._take_in(filled, settings, this, checked=True)
             except OutOfRangeError:
                 self._take_back(this)
         nonfinite = first_nonfinite(gradients) if unknown and not this.contributions else None
@@ -186,12 +192,12 @@ class Channel(Part):
             return Vector(values, present, nonfinite_segment=nonfinite, indices=indices)
         if nonfinite is not None:
             nothing = torch.zeros(context.layout.size, dtype=self.dtype, device=self.device)
-            return Vector(nothing, present, nonfinite_segment=nonfinite)
+            return Vector(nothing, present, nonfinite_segment=nonfinite, carries=self._missing.carries)
         if not this.contributions:
-            self._take_in(gradients, settings, this, checked=False)
+            self._take_in(filled, settings, this, checked=False)
         contribution = this.contributions[-1].vector(context.layout, self.dtype, self.device)
         assert contribution.flat is not None
-        return Vector(contribution.flat, present, contribution.hints)
+        return Vector(contribution.flat, present, contribution.hints, carries=self._missing.carries)
 
     def _take_in(self, gradients: Sequence[Tensor | None], settings: StepSettings, this: _Round, checked: bool) -> None:
         selector = next(parts_in(self.exchange, HintedSelector), None)  # type: ignore[type-abstract]
@@ -231,11 +237,12 @@ class Channel(Part):
         Raises:
             TypeError: A part holds something that cannot be saved.
         """
-        return saved_of((*self.memories, self.exchange), self._names)
+        return saved_of((*self.memories, self.exchange), self._names) | self._missing.state_dict(self._names)
 
     def load_state_dict(self, saved: Saved, names: Iterable[str]) -> None:
         """Takes out of `saved` what parts of the same kinds held for these parameters."""
         self._names = list(names)
+        self._missing.load_state_dict(saved, self._names)
         load_saved((*self.memories, self.exchange), self._names, saved)
 
     def __repr__(self) -> str:

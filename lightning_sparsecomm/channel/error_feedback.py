@@ -1,6 +1,6 @@
 """The residual: what earlier rounds did not send is added to the next gradient."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -90,12 +90,12 @@ class ErrorFeedback(Memory):
         self._units |= self._next_units
         if taken_in is not None:
             # A segment without a gradient was left alone until now.
-            for part, view, keep in zip(taken_in.parts, residual.parts, self._keeps):
-                if part is None and keep != 1:
+            for part, here, view, keep in zip(taken_in.parts, exchanged.present, residual.parts, self._keeps):
+                if (part is None or not here) and keep != 1:
                     view.mul_(keep)
             if any(applied != 1 for applied in self._applied):
                 sent = _times(sent, self._applied, context.layout)
-                self._take_out_unapplied(taken_in)
+                self._take_out_unapplied(taken_in, exchanged.present)
         self._taken_in = None
         residual.subtract_(sent)
         return exchanged
@@ -103,11 +103,12 @@ class ErrorFeedback(Memory):
     def abort(self, contribution: Contribution, context: Round) -> None:
         self._taken_in = None
 
-    def _take_out_unapplied(self, taken_in: Contribution) -> None:
+    def _take_out_unapplied(self, taken_in: Contribution, present: Sequence[bool]) -> None:
         """Where the unit is above the learning rate, E has taken in the gradient as if at the unit."""
         steps = taken_in.steps or [None] * len(taken_in.parts)
-        for part, step, view, applied in zip(taken_in.parts, steps, self.held["residual"].parts, self._applied):
-            if part is None or applied == 1:
+        views = self.held["residual"].parts
+        for part, here, step, view, applied in zip(taken_in.parts, present, steps, views, self._applied):
+            if part is None or not here or applied == 1:
                 continue
             if isinstance(step, Moments):
                 view.sub_(direction(step).view(view.shape), alpha=1 - applied)

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -96,6 +97,13 @@ class Memory(Part, ABC):
         held: The vectors, by name.
     """
 
+    carries: ClassVar[bool] = False
+    """Whether a gradient that this rank lacks counts as zero where another rank has one, as momentum goes on there.
+
+    Then `prepare` finds zeros instead of None. Where no rank has a gradient, the channel puts back what was held; a
+    memory that keeps more than `held` looks at `exchanged.present`.
+    """
+
     def __init__(self, *vectors: str) -> None:
         self.held = {name: NamedVector() for name in vectors}
 
@@ -121,7 +129,7 @@ class Memory(Part, ABC):
         The parts given to a memory of your own are finite, and are what the memories before it have made of the
         gradients. They may be `.grad` itself, so do not change them: return `contribution.with_parts(...)`, or
         `contribution.added_to_(...)`. The result may share storage with this memory. Parts that are None stay None: a
-        parameter without a gradient sends nothing, and keeps what is held for it.
+        parameter without a gradient sends nothing, and keeps what is held for it (but see `carries`).
         """
 
     def commit(self, exchanged: Exchanged, context: Round) -> Exchanged:

@@ -56,9 +56,9 @@ class Velocity(Memory):
             steps.append(Step(velocity, *factors, rule.momentum if rule.nesterov else None))
         return steps
 
-    def begin(self) -> None:
-        """Marks the velocities of the last `steps` as begun."""
-        self._begun |= self._beginning
+    def begin(self, present: Sequence[bool]) -> None:
+        """Marks the velocities of the last `steps` as begun, of segments for which any rank had a gradient."""
+        self._begun |= self._beginning & {name for name, here in zip(self._names, present) if here}
 
     def state_dict(self) -> Mapping[str, Mapping[str, Tensor]]:
         velocity = self.held[_VELOCITY].state_dict()
@@ -73,7 +73,8 @@ class MomentumCorrection(Velocity):
     """Momentum before the exchange: u ← m·u + g, and the residual takes in u.
 
     So momentum of what waited in the residual is discounted as if it had been sent at once. It must come before
-    `ErrorFeedback`. At density 1 and without masking it is torch's SGD.
+    `ErrorFeedback`. At density 1 and without masking it is torch's SGD. Where another rank has a gradient, one that
+    this rank lacks counts as zero.
 
     Source: Deep Gradient Compression, sections 3.2 (momentum correction) and 3.3 (momentum factor masking), appendix B
     (Nesterov, here in a form that equals torch's even when momentum changes from step to step).
@@ -81,6 +82,8 @@ class MomentumCorrection(Velocity):
     Args:
         mask: Whether momentum is set to zero wherever something was sent, as in the paper; what it throws away is lost.
     """
+
+    carries = True
 
     def __init__(self, mask: bool = False) -> None:
         super().__init__()
@@ -91,7 +94,7 @@ class MomentumCorrection(Velocity):
         return replace(contribution, steps=self.steps(contribution.present, contribution.settings.momentum))
 
     def commit(self, exchanged: Exchanged, context: Round) -> Exchanged:
-        self.begin()
+        self.begin(exchanged.present)
         if self.mask and self._begun:
             self.held[_VELOCITY].zero_where_(exchanged.sent)
         return exchanged
@@ -118,5 +121,5 @@ class Momentum(Velocity):
         gradients = [view if here else None for view, here in zip(context.layout.views(x), exchanged.present)]
         steps = self.steps(exchanged.present, self._rules)
         Contribution(gradients, steps=steps).added_to_(moved, context.layout)
-        self.begin()
+        self.begin(exchanged.present)
         return exchanged._replace(shared=moved)

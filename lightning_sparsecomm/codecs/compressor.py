@@ -1,5 +1,6 @@
 """From a vector to one self-contained payload, and back."""
 
+import math
 from abc import ABC, abstractmethod
 
 from torch import Tensor
@@ -11,6 +12,11 @@ from lightning_sparsecomm.basis.rounds import Round
 
 class Compressor(Part, ABC):
     """Turns a vector into bytes that decode with no other knowledge than its length. Pure: no state between calls."""
+
+    @property
+    def largest(self) -> float:
+        """The largest magnitude that it can send: larger values are clamped to it."""
+        return math.inf
 
     @abstractmethod
     def encode(self, x: Vector, context: Round) -> Tensor:

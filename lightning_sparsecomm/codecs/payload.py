@@ -17,6 +17,8 @@ _SOME_ABSENT = 1
 _NONFINITE = 2
 _SEGMENT_BYTES = 4
 _MAX_LENGTH = 2**32 - 1
+# Of a length that is sent ahead; the rest of 63 bits is its checksum.
+_LENGTH_BITS = 40
 # Sparse bodies of our own codecs are shorter: they have a head of 16 bytes, and each element costs at most 5 bytes of
 # position and 8 of value.
 _BODY_BYTES = 32
@@ -66,6 +68,34 @@ def check_length(length: int, most: int, rank: int) -> None:
             f"rank {rank}'s payload: length, sent ahead of it, is {length}, expected {HEADER_BYTES} to {most}: it was"
             " damaged in transit, or the ranks train different parameters."
         )
+
+
+def seal_length(length: int, seed: int) -> int:
+    """A length to be sent ahead of a payload, as one 64-bit integer with a checksum.
+
+    `seed` is the round's, so an earlier round's number does not pass for this one's.
+    """
+    return length | _length_checksum(length, seed) << _LENGTH_BITS
+
+
+def open_length(number: int, seed: int, most: int, rank: int) -> int:
+    """The length in what rank `rank` has sealed. Raises `PayloadError` if it was altered, or is more than `most`.
+
+    If it were believed, ranks would gather payloads of different sizes, and Gloo would end the process.
+    """
+    length = number & (1 << _LENGTH_BITS) - 1
+    if number != seal_length(length, seed):
+        raise PayloadError(
+            f"rank {rank}'s payload: the checksum of its length, sent ahead of it, does not match: it was damaged in"
+            " transit, or the ranks are in different steps."
+        )
+    check_length(length, most, rank)
+    return length
+
+
+def _length_checksum(length: int, seed: int) -> int:
+    checksum = zlib.crc32(length.to_bytes(8, "little") + seed.to_bytes(8, "little"))
+    return checksum & (1 << 63 - _LENGTH_BITS) - 1
 
 
 def seal(envelope: Envelope, layout: Layout) -> Tensor:

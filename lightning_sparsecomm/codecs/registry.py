@@ -1,5 +1,6 @@
 """The base classes of codecs, and the registries in which receivers find the one that a payload names."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar, TypeVar
@@ -108,6 +109,9 @@ class ValueCodec(Codec):
     """Encodes the values of the selected elements, exactly or rounded; see `Codec` and `register_value_codec`."""
 
     _parameter_field: ClassVar[str] = "value codec parameter at byte 3"
+
+    largest: ClassVar[float] = math.inf
+    """The largest magnitude that it can send: larger values are clamped to it."""
 
     @property
     def parameter(self) -> int:

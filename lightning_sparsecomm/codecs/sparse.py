@@ -15,7 +15,7 @@ from lightning_sparsecomm.codecs.payload import PayloadError
 from lightning_sparsecomm.codecs.registry import INDEX_CODECS, VALUE_CODECS, IndexCoding, ValueCodec, is_same_class
 from lightning_sparsecomm.codecs.selectors.base import Selector
 from lightning_sparsecomm.codecs.selectors.candidates import HintedSelector
-from lightning_sparsecomm.codecs.values import Float32
+from lightning_sparsecomm.codecs.values import Float32, Float64
 
 _HEAD = struct.Struct("<BBBBIII")
 
@@ -26,7 +26,7 @@ class SparseCodec(Compressor):
 
     Args:
         selector: Chooses the elements.
-        values: Encodes their values.
+        values: Encodes their values. Instead of `Float32`, `Float64` does so where the model is that wide.
         indices: Encodes their positions.
 
     Raises:
@@ -53,7 +53,14 @@ class SparseCodec(Compressor):
         else:
             indices = self.selector.select(x.values, context)
         values = x.values if indices.numel() == size else x.values[indices]
-        return encode_sparse(SparseVector(indices, values, size), context.layout, self.values, self.indices)
+        return encode_sparse(SparseVector(indices, values, size), context.layout, self._codec(context), self.indices)
+
+    @property
+    def largest(self) -> float:
+        return self.values.largest
+
+    def _codec(self, context: Round) -> ValueCodec:
+        return Float64() if context.dtype == torch.float64 and type(self.values) is Float32 else self.values
 
     def decode(self, payload: Tensor, size: int) -> SparseVector:
         """The vector that any `SparseCodec` encoded: the payload names its codecs. See `decode_sparse`."""
@@ -62,7 +69,7 @@ class SparseCodec(Compressor):
     def bound_bytes(self, context: Round) -> int | None:
         count = self.selector.count(context)
         index_bytes = self.indices.bound_bytes(count, context.layout.size)
-        value_bytes = self.values.bound_bytes(count, context.layout)
+        value_bytes = self._codec(context).bound_bytes(count, context.layout)
         return None if index_bytes is None or value_bytes is None else _HEAD.size + index_bytes + value_bytes
 
 

@@ -75,6 +75,7 @@ class Float16(_Float):
 
     code: ClassVar[int] = 2
     dtype: ClassVar[torch.dtype] = torch.float16
+    largest: ClassVar[float] = _LARGEST
 
 
 @register_value_codec

@@ -1,5 +1,6 @@
 """Each rank sends one payload to all others, and all ranks decode all payloads."""
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -8,10 +9,10 @@ from torch import Tensor
 from lightning_sparsecomm.basis import Round, SparseVector, Vector, Wire, link_bytes
 from lightning_sparsecomm.basis.layout import mean
 from lightning_sparsecomm.codecs import Compressor, Envelope, PayloadError
-from lightning_sparsecomm.codecs.payload import check_length, most_bytes, open_envelope, seal, sealed_bytes
+from lightning_sparsecomm.codecs.payload import most_bytes, open_envelope, open_length, seal, seal_length, sealed_bytes
 from lightning_sparsecomm.exchange.base import Exchange, Exchanged, dense_values
 from lightning_sparsecomm.exchange.dense import DenseAllReduce
-from lightning_sparsecomm.exchange.status import masked, read_envelopes
+from lightning_sparsecomm.exchange.status import counted, masked, read_envelopes
 
 # Of the widest dtypes, in bytes.
 _ALIGNMENT = 16
@@ -58,32 +59,43 @@ class Gather(Exchange):
 
         def decoded() -> Iterator[SparseVector | Tensor]:
             for rank, received in enumerate(envelopes):
-                vector = masked(self._decode(received.body, context, rank, values.device), received.present, layout)
+                here = present if x.carries else received.present
+                vector = masked(self._decode(received.body, context, rank, values.device), here, layout)
                 if rank == wire.rank:
                     own.append(vector)
                 yield vector
 
         shared = mean(decoded(), values.dtype)
+        self._count_clamped(own[0], wire)
         return Exchanged(shared, own[0], present)
+
+    def _count_clamped(self, sent: SparseVector | Tensor, wire: Wire) -> None:
+        largest = self.compressor.largest
+        if largest < math.inf:
+            values = sent.values if isinstance(sent, SparseVector) else sent
+            wire.ledger.clamp(int((values.abs() >= largest).sum()), largest)
 
     def _reduced(self, x: Vector, body: Tensor, context: Round, wire: Wire) -> Exchanged:
         """The mean of what ranks have selected, each as its payload decodes."""
         own: SparseVector | Tensor = x.values
         if x.nonfinite_segment is None:
-            own = masked(self._decode(body, context, wire.rank, x.values.device), x.present, context.layout)
+            here = () if x.carries else x.present
+            own = masked(self._decode(body, context, wire.rank, x.values.device), here, context.layout)
         whole = (own.dense() if isinstance(own, SparseVector) else own).to(x.values.dtype)
-        return DenseAllReduce().exchange(x._replace(values=whole), context, wire)._replace(sent=own)
+        self._count_clamped(own, wire)
+        reduced = DenseAllReduce().exchange(x._replace(values=whole), context, wire)
+        return reduced._replace(sent=counted(own, x, reduced.present, context.layout))
 
     def _capacity(self, payload: Tensor, context: Round, wire: Wire) -> int:
         """The bytes of each rank's padded payload; equal on all ranks."""
         bound = self.compressor.bound_bytes(context)
         if bound is not None:
             return sealed_bytes(bound, context.layout)
-        lengths: list[int] = wire.all_gather(torch.tensor([payload.numel()], device=payload.device)).view(-1).tolist()
+        seed, most = context.shared_seed(), most_bytes(context.layout)
+        sealed = torch.tensor([seal_length(payload.numel(), seed)], device=payload.device)
+        numbers = wire.all_gather(sealed).view(-1).tolist()
         # All ranks see the same lengths, so all refuse the same one.
-        for rank, length in enumerate(lengths):
-            check_length(length, most_bytes(context.layout), rank)
-        return max(lengths)
+        return max(open_length(number, seed, most, rank) for rank, number in enumerate(numbers))
 
     def _decode(self, body: Tensor, context: Round, rank: int, device: torch.device) -> SparseVector | Tensor:
         # A body lies anywhere in what was gathered. Copied, it can be viewed in any dtype.

@@ -3,6 +3,7 @@
 import math
 import os
 import warnings
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,8 +14,10 @@ from torch.optim import Optimizer
 from lightning_sparsecomm.basis.parts import parts_in
 from lightning_sparsecomm.basis.schedules import ByLength, Schedule, check_every
 from lightning_sparsecomm.frontends.mixin import SynchronizingMixin
-from lightning_sparsecomm.run.checkpoint import RankFiles
+from lightning_sparsecomm.frontends.uneven import UnevenLoader
+from lightning_sparsecomm.run.agreement import CHECK_REPLICAS_EVERY
 from lightning_sparsecomm.run.contents import fingerprint_of
+from lightning_sparsecomm.run.rank_files import RankFiles
 from lightning_sparsecomm.sharing.method import Method
 
 if TYPE_CHECKING:
@@ -36,12 +39,13 @@ class FabricMixin(SynchronizingMixin, DDPStrategy):
 
     _checked = False
     _resumed_from: str | None = None
+    _uneven: UnevenLoader | None = None
 
     def __init__(
         self,
         method: Method | None = None,
         seed: int = 0,
-        check_replicas_every: int | None = None,
+        check_replicas_every: int | None = CHECK_REPLICAS_EVERY,
         length: int | None = None,
         **kwargs: Any,
     ) -> None:
@@ -56,9 +60,14 @@ class FabricMixin(SynchronizingMixin, DDPStrategy):
             **kwargs: Options of DDPStrategy and of DistributedDataParallel.
 
         Raises:
-            TypeError: As for a Trainer.
+            TypeError: As for a Trainer; or `uneven_inputs` is given.
             ValueError: As for a Trainer; or `length` is not a whole number of at least 1.
         """
+        if kwargs.pop("uneven_inputs", False):
+            raise TypeError(
+                "uneven_inputs is for a Trainer, which knows its training dataloader. In Fabric, leave it out and"
+                " iterate over fabric.strategy.uneven(loader)."
+            )
         super().__init__(method, seed, check_replicas_every, **kwargs)
         if length is not None:
             check_every("length", length)
@@ -102,6 +111,8 @@ class FabricMixin(SynchronizingMixin, DDPStrategy):
             self.engine.agreement.on_optimizers([tracked.optimizer for tracked in registry.optimizers])
             registry.check()
             self._checked = True
+        if self._uneven is not None and self._uneven.filling:
+            tensor = tensor * 0
         with self.engine.guards.backward():
             super().backward(tensor, module, *args, **kwargs)
 
@@ -142,10 +153,23 @@ class FabricMixin(SynchronizingMixin, DDPStrategy):
             self._engine.restart()
 
     def save_checkpoint(self, path: Any, state: Any, storage_options: Any = None, filter: Any = None) -> None:
+        if self._engine is not None and self._holds_state and self._engine.guards.in_step:
+            raise RuntimeError(
+                f"{path} was to be saved between an exchange of gradients and the end of the optimizer's step: memories"
+                " have forgotten what was sent, and the weights have not moved yet. Save after optimizer.step(), or"
+                " before clip_gradients. In a signal handler, note the request, and save after the step."
+            )
         # As in Lightning. We need the content before it is written.
         content = self._convert_stateful_objects_in_state(state, filter=filter or {})
-        self._write_state(path, content, {}, self._trains(state), storage_options)
-        super().save_checkpoint(path, content, storage_options)
+        write = super().save_checkpoint
+        self._save(
+            path,
+            content,
+            {},
+            self._trains(state),
+            lambda path: write(path, content, storage_options),
+            storage_options=storage_options,
+        )
 
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
@@ -182,6 +206,18 @@ class FabricMixin(SynchronizingMixin, DDPStrategy):
         """Whether a state that is saved or loaded holds an optimizer, and not only a model."""
         return isinstance(state, dict) and any(isinstance(each, Optimizer) for each in state.values())
 
+    def uneven(self, loader: Iterable[Any]) -> UnevenLoader:
+        """A loader of equally many batches on all ranks, for a training loop whose ranks have different numbers.
+
+        A rank that has run out repeats its last batch, and `fabric.backward` multiplies its loss by zero: it counts as
+        gradient zero, as with torch's `Join`. Call it on all ranks, after `fabric.setup`, and iterate on all ranks.
+
+        Raises:
+            ValueError: A rank has no batch at all. Raised on all ranks.
+        """
+        self._uneven = UnevenLoader(loader, self.engine.wire, self.root_device)
+        return self._uneven
+
     def settle(self) -> None:
         """Makes replicas that have drifted equal: by their average, or by a last exchange of weight changes.
 
@@ -190,4 +226,6 @@ class FabricMixin(SynchronizingMixin, DDPStrategy):
         Raises:
             ReplicaError: Weights still differ between ranks. Raised on all of them.
         """
+        self.engine.wire.place = "settle()"
         self.engine.settle()
+        self.engine.wire.place = None

@@ -16,6 +16,7 @@ from lightning_sparsecomm.basis.ledger import Ledger
 from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.frontends.data_parallel import CountedDataParallel, LocalDataParallel
 from lightning_sparsecomm.frontends.saving import SavingMixin
+from lightning_sparsecomm.run.agreement import CHECK_REPLICAS_EVERY
 from lightning_sparsecomm.run.engine import Engine
 from lightning_sparsecomm.sharing.method import Method
 
@@ -31,7 +32,12 @@ class SynchronizingMixin(SavingMixin):
     _ddp_kwargs: dict[str, Any]
 
     def __init__(
-        self, method: Method | None = None, seed: int = 0, check_replicas_every: int | None = None, **kwargs: Any
+        self,
+        method: Method | None = None,
+        seed: int = 0,
+        check_replicas_every: int | None = CHECK_REPLICAS_EVERY,
+        uneven_inputs: bool = False,
+        **kwargs: Any,
     ) -> None:
         """Takes the method, and DDP's own options.
 
@@ -41,12 +47,16 @@ class SynchronizingMixin(SavingMixin):
             check_replicas_every: Optimizer steps between two comparisons of the weights that ranks share; None compares
                 them at the end only: of fit, or in Fabric's `settle()`. If they differ by a bit, `ReplicaError` names
                 the first such parameter on all ranks. Methods that exchange weights compare the shared anchor; with
-                local gradients, the next average is compared. A comparison costs 32 bytes, and hashing at 0.6 GB/s on
-                one core: 0.16 s for 25 M float32.
+                local gradients, the next average is compared. A comparison costs 32 bytes, and hashing at 3 GB/s on
+                one core: 0.03 s for 25 M float32.
+            uneven_inputs: Whether ranks may have different numbers of batches in an epoch. A rank that has run out
+                repeats its last batch with a loss of zero until the others have too, so it counts as gradient zero.
+                Without it, training ends with a `PeerError` after the process group's timeout. In Fabric, iterate over
+                `fabric.strategy.uneven(loader)` instead.
             **kwargs: Options of DDPStrategy and of DistributedDataParallel.
 
         Raises:
-            TypeError: `method` is not a Method, or `seed` not a whole number.
+            TypeError: `method` is not a Method, `seed` not a whole number, or `uneven_inputs` not a bool.
             ValueError: A communication hook is given besides a method, or `check_replicas_every` is not a whole number
                 of at least 1.
         """
@@ -72,8 +82,11 @@ class SynchronizingMixin(SavingMixin):
         if check_replicas_every is not None and (type(check_replicas_every) is not int or check_replicas_every < 1):
             raise ValueError(
                 "check_replicas_every must be a whole number of optimizer steps, at least 1; got"
-                f" {check_replicas_every!r}. Leave it out to compare replicas at the end of training only."
+                f" {check_replicas_every!r}. Use None to compare replicas at the end of training only."
             )
+        if type(uneven_inputs) is not bool:
+            raise TypeError(f"uneven_inputs must be True or False, equal on all ranks; got {uneven_inputs!r}.")
+        self.uneven_inputs = uneven_inputs
         self.method = method if method is not None else methods.default()
         self.seed = seed
         self.check_replicas_every = check_replicas_every
@@ -132,7 +145,7 @@ class SynchronizingMixin(SavingMixin):
                 "the precision plugin's scaler must be a torch.amp.GradScaler, whose records all ranks are to agree on;"
                 f" got {scaler!r}. Use precision='16-mixed', 'bf16-mixed' or '32-true'."
             )
-        wire = Wire()
+        wire = Wire.apart()
         if device.type == "cpu" and "gloo" not in wire.backend:
             raise ValueError(
                 f"process_group_backend must be 'gloo' on CPUs; got {wire.backend!r}. Leave it out for the default."
@@ -141,6 +154,7 @@ class SynchronizingMixin(SavingMixin):
         self._ended = None
         scaler = scaler if scaler is not None and scaler.is_enabled() else None
         engine = self._engine = Engine(self.method, wire, self.seed, self.check_replicas_every, scaler)
+        engine.agreement.arguments["uneven_inputs"] = self.uneven_inputs
         if engine.scaling is not None:
             engine.scaling.take_over(lambda optimizer: engine.unscale_(self._bare(optimizer)))
         if wire.world_size == 1 and not all(sync.shares_gradients for sync in engine.registry.syncs):
@@ -158,7 +172,7 @@ class SynchronizingMixin(SavingMixin):
             engine.registry.add_module(module)
             # Before DDP, which waits forever on some differences between ranks, and explains few of them.
             engine.agreement.on_setup()
-            options = {"device_ids": device_ids, **self._ddp_kwargs}
+            options = {"device_ids": device_ids, "process_group": wire.step_group, **self._ddp_kwargs}
             if hook is None:
                 local = LocalDataParallel(module, wire, engine.state.broadcasts_buffers, **options)
                 engine.begin()

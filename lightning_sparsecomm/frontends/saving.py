@@ -1,6 +1,8 @@
 """The files that ranks write beside a strategy's checkpoints, and read to resume. It imports no Lightning package."""
 
 import warnings
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,11 @@ from torch import Tensor
 
 from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.run.agreement import plain_repr
-from lightning_sparsecomm.run.checkpoint import FORMAT, SUFFIX, RankFile, RankFiles, Resumed, read
+from lightning_sparsecomm.run.checkpoint import Resumed, read
 from lightning_sparsecomm.run.contents import State, fingerprint_of
 from lightning_sparsecomm.run.engine import Engine
+from lightning_sparsecomm.run.rank_files import SUFFIX, RankFile, RankFiles
+from lightning_sparsecomm.run.saves import Ranks, Saves, save_alone
 from lightning_sparsecomm.sharing.bucket import BucketSync
 from lightning_sparsecomm.sharing.method import Method
 
@@ -29,55 +33,80 @@ class SavingMixin:
     world_size: int
     root_device: torch.device
 
-    # Save number and state of the last run, and the file that this rank wrote before the others finished theirs.
-    _ended: tuple[int, State] | None = None
-    _written: tuple[RankFiles, RankFile] | None = None
+    # Number, state and wire of the last run.
+    _ended: tuple[int, State, Wire] | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._saves = Saves()
 
     def _end(self) -> None:
         """Ends the run, and keeps its state: a Trainer is often asked for a checkpoint after its fit."""
         if self._engine is not None:
-            self._ended = self._engine.save_number(), _on_cpu(self._engine.state.state_dict())
-            self._engine.close()
+            engine = self._engine
+            self._ended = engine.agreement.run, _on_cpu(engine.state.state_dict()), engine.wire
+            engine.close()
             self._engine = None
 
-    def _write_state(
-        self, path: Any, checkpoint: object, entries: State, to_resume: bool, storage_options: Any = None
+    def _save(
+        self,
+        path: Any,
+        checkpoint: object,
+        entries: State,
+        to_resume: bool,
+        write: Callable[[Any], None],
+        together: bool = True,
+        storage_options: Any = None,
     ) -> None:
-        """Writes this rank's file beside a checkpoint that is about to be written; without a collective.
+        """Writes this rank's file, and then the checkpoint, by `write`; see `Saves.replace`.
 
         `entries` are those that differ on this rank; the checkpoint holds rank 0's. Unless it is `to_resume` from, the
-        checkpoint holds weights alone, and gets no files.
+        checkpoint holds weights alone, and gets no files. It is a collective if all ranks save `together`.
         """
-        files, saved = RankFiles(path, self.checkpoint_io), self._ended
+        files, saved = self._files(path), self._ended
         if self._engine is not None:
-            saved = self._engine.save_number(), self._engine.state.state_dict()
-        if saved is None or not to_resume or not self._holds_state:
-            if files.found():
-                files.remove(self.global_rank)
-            return
-        number, state = saved
-        file = RankFile(self.global_rank, self.world_size, number)
-        content = {
-            "format": FORMAT,
-            "method": plain_repr(self.method),
-            "checkpoint": fingerprint_of(checkpoint) if self.global_rank == 0 else "",
-            "entries": entries,
-            "state": state,
-        }
-        files.write(file, content, storage_options)
-        self._written = files, file
+            saved = self._engine.agreement.run, self._engine.state.state_dict(), self._engine.wire
+        run, state, _ = saved if saved is not None else (0, {}, None)
+        file = self._own_file(self._saves.number(run))
+        content: State | None = None
+        if saved is not None and to_resume and self._holds_state:
+            content = {
+                "method": plain_repr(self.method),
+                "checkpoint": fingerprint_of(checkpoint) if self.global_rank == 0 else "",
+                "entries": entries,
+                "state": state,
+            }
+        ranks = self._ranks() if together else None
+        if ranks is None:
+            save_alone(files, file, content, write, self._files, storage_options)
+        else:
+            load = self.checkpoint_io.load_checkpoint
+            self._saves.replace(files, file, content, write, load, ranks, storage_options)
+
+    def _remove(self, path: Any, remove: Callable[[], None], together: bool = True) -> None:
+        """Removes a checkpoint by `remove`, and its files. A collective if all ranks do so `together`."""
+        load, ranks = self.checkpoint_io.load_checkpoint, self._ranks() if together else None
+        self._saves.remove(self._files(path), self._own_file(0), remove, load, ranks)
+
+    def _files(self, path: Any) -> RankFiles:
+        return RankFiles(path, self.checkpoint_io)
+
+    def _own_file(self, save: int) -> RankFile:
+        return RankFile(self.global_rank, self.world_size, save)
+
+    def _ranks(self) -> Ranks | None:
+        """All ranks; None where they cannot call together: one is lost, or there is no process group."""
+        wire = self._engine.wire if self._engine is not None else None
+        if wire is None:
+            wire = self._ended[2] if self._ended is not None else None
+        if wire is None:
+            with suppress(ValueError, RuntimeError):
+                wire = Wire()
+        return Ranks(wire, self.root_device) if wire is not None and not wire.failures else None
 
     @property
     def _holds_state(self) -> bool:
         return not any(isinstance(sync, BucketSync) for sync in self.method.syncs)
-
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        super().barrier(*args, **kwargs)  # type: ignore[misc]
-        if self._written is not None:
-            # Lightning waits for all ranks after each checkpoint, so all have written their files.
-            files, file = self._written
-            self._written = None
-            files.prune(file)
 
     def _read_state(self, path: Any, fingerprint: str, weights_only: bool | None, wire: Wire) -> Resumed:
         """Reads what the ranks wrote beside a checkpoint whose fingerprint rank 0 passes. A collective."""
@@ -90,8 +119,14 @@ class SavingMixin:
         engine, lost = self._engine, []
         if resumed.state is not None:
             as_many_ranks = resumed.world_size == engine.wire.world_size
+            self._saves.resumed(RankFiles(path, self.checkpoint_io, follow=True), resumed.save)
             engine.restart()
             unused = engine.state.load_state_dict(resumed.state, as_many_ranks)
+            if resumed.state.get("torn"):
+                lost.append(
+                    f"{path} was saved after an error in the middle of an optimizer step: what ranks had sent in that"
+                    " step is lost. Resume from an earlier checkpoint to lose nothing."
+                )
             if unused:
                 lost.append(
                     f"of what was saved beside {path}, this run has no place for {'; '.join(unused)}. It was saved"
@@ -108,7 +143,9 @@ class SavingMixin:
                 " What ranks had not sent yet is lost. Checkpoints of ddp have no such files. Those of sparsecomm have"
                 f" them in the folder {Path(path).name}{SUFFIX} beside them: keep both together."
             )
-        for words in lost if self.global_rank == 0 else []:
+        # Files that cannot be used are said on all ranks: each may look at its own disk.
+        alarmed = resumed.state is None and resumed.found
+        for words in lost if alarmed or self.global_rank == 0 else []:
             warnings.warn(words, stacklevel=2)
 
 

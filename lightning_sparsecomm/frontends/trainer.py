@@ -1,25 +1,24 @@
 """The strategy for a Trainer. The bindings combine it with the DDPStrategy of their package."""
 
+import logging
 import math
 import pickle
-import warnings
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_sparsecomm.basis.ledger import LIGHTNING, Collective, Ledger
-from lightning_sparsecomm.basis.wire import Waiting, Wire
-from lightning_sparsecomm.frontends.mixin import SynchronizingMixin
-from lightning_sparsecomm.frontends.packages import Callback
-from lightning_sparsecomm.run.checkpoint import RankFiles, Resumed
-from lightning_sparsecomm.run.contents import State, fingerprint_of, own_entries, with_entries
-from lightning_sparsecomm.run.engine import Engine
-from lightning_sparsecomm.run.length import warn_of_short_run
+from lightning_sparsecomm.basis.ledger import LIGHTNING, Collective
+from lightning_sparsecomm.basis.wire import Waiting
+from lightning_sparsecomm.frontends.checkpointing import CheckpointingMixin
+from lightning_sparsecomm.frontends.own_callbacks import DeferredSaves, EndOfTraining
+from lightning_sparsecomm.frontends.uneven import UnevenMixin
+from lightning_sparsecomm.run.announcement import announcement
+from lightning_sparsecomm.run.length import likely_length, warn_of_short_run
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
@@ -30,17 +29,7 @@ else:
 T = TypeVar("T")
 
 
-class EndOfTraining(Callback):
-    """Settles replicas before any other callback runs: a strategy's own hook runs after all of them."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        self._engine.settle()
-
-
-class TrainerMixin(SynchronizingMixin, DDPStrategy):
+class TrainerMixin(UnevenMixin, CheckpointingMixin, DDPStrategy):
     """Trains by DDP, with a method that shares the gradients.
 
     To switch from `strategy="ddp"`, change nothing else: the LightningModule, its optimizers, the Trainer's clipping
@@ -49,10 +38,9 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
     """
 
     _viewing = False
-    _resumed: tuple[Any, Resumed, Ledger] | None = None
-    _handed: dict[str, Any] | None = None
-    _end_callback: tuple[list[Any], EndOfTraining | None] = [], None
+    _callbacks: list[Any] = []  # noqa: RUF012
     _unsettled = False
+    _idle_since = 0.0
 
     def setup(self, trainer: "pl.Trainer") -> None:
         if trainer.state.fn != "fit":
@@ -67,9 +55,10 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
         if trainer.gradient_clip_val is not None and not trainer.gradient_clip_val <= 0:
             self.engine.take_over_clipping(float(trainer.gradient_clip_val), trainer.gradient_clip_algorithm == "value")
         self._share_before_clipping()
-        callbacks: list[Any] = vars(trainer)["callbacks"]
-        self._end_callback = callbacks, EndOfTraining(self.engine)
-        callbacks.insert(0, self._end_callback[1])
+        self._callbacks = vars(trainer)["callbacks"]
+        self._own_callbacks = EndOfTraining(self.engine), DeferredSaves(self.engine)
+        self._callbacks.insert(0, self._own_callbacks[0])
+        self._callbacks.append(self._own_callbacks[1])
         self._unsettled = True
         return None
 
@@ -94,13 +83,9 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
 
         self.precision_plugin.clip_gradients = share_and_clip  # type: ignore[method-assign]
 
-    @property
-    def _trainer(self) -> "pl.Trainer":
-        assert self.lightning_module is not None
-        return self.lightning_module.trainer
-
     def on_train_start(self) -> None:
         super().on_train_start()
+        self._idle_since = time.monotonic()
         trainer = self._trainer
         if self._is_trial():
             return
@@ -120,6 +105,11 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
         )
         if trainer.is_global_zero:
             warn_of_short_run(self.engine.registry, self.engine.warmup, steps, epochs)
+            # Lightning prints what its own loggers get, and those below them.
+            package = next(kind.__module__ for kind in type(trainer).__mro__ if "lightning" in kind.__module__)
+            length = likely_length(self.engine.length, self.engine.may_end_sooner)
+            for line in announcement(self.engine.registry, length, self.world_size):
+                logging.getLogger(package).info(line)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         with self.engine.guards.backward():
@@ -129,7 +119,9 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
         engine = self.engine
         engine.epoch = self._epoch()
         with engine.stepping(optimizer):
-            return super().optimizer_step(optimizer, engine.closure(optimizer, closure), model, **kwargs)
+            result = super().optimizer_step(optimizer, engine.closure(optimizer, closure), model, **kwargs)
+        self._idle_since = time.monotonic()
+        return result
 
     def _epoch(self) -> float:
         """Epochs finished, including a fraction if the length of an epoch is known."""
@@ -141,13 +133,20 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
         # From 2.6 on, Lightning broadcasts before each batch whether rank 0 was told to stop: one 64-bit integer.
         if hasattr(self._trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"):
             self.engine.wire.ledger.record(LIGHTNING, "broadcast", 8)
-        return super().training_step(*args, **kwargs)
+            # Lightning ignores it if that fails, and waits for nothing but the next batch before it.
+            waited = time.monotonic() - self._idle_since
+            self.engine.wire.check_after(f"broadcast of 8 bytes ({LIGHTNING})", waited)
+        result = super().training_step(*args, **kwargs)
+        self._idle_since = time.monotonic()
+        return result
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         if self._engine is None:
             return super().broadcast(obj, src)
-        with self.engine.wire.calling("broadcast", len(pickle.dumps(obj)) + 8, LIGHTNING):
-            return super().broadcast(obj, src)
+        wire = self._engine.wire
+        with wire.calling("broadcast", len(pickle.dumps(obj)) + 8, LIGHTNING):
+            # Not in the default group, where Lightning broadcasts before each batch.
+            return wire.broadcast_object(obj, src)  # type: ignore[return-value]
 
     def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         with self._calling("all_reduce", tensor):
@@ -165,6 +164,10 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         if self._engine is None:
             return super().barrier(*args, **kwargs)
+        if self._deferred:
+            # Lightning waits for all ranks after a save, which is still to come.
+            self._deferred = False
+            return None
         wire = self._engine.wire
         # A rank that has lost a peer may still save a checkpoint, but must not wait for the others afterwards.
         if not wire.failures:
@@ -175,6 +178,7 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
     def on_validation_start(self) -> None:
         super().on_validation_start()
         if self._engine is not None:
+            self._engine.wire.place = "validation"
             self._viewing = self._engine.replicas.view_shared(self._together())
 
     def on_validation_end(self) -> None:
@@ -182,80 +186,9 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
             self._engine.replicas.view_own()
         self._viewing = False
         super().on_validation_end()
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        # Called on all ranks. Our file comes first, so that no checkpoint is ever without it.
-        entries: State = {}
-        if self._engine is not None and self._engine.state.drifts:
-            entries = own_entries(checkpoint, self._handed)
-        self._handed = None
-        self._write_state(filepath, checkpoint, entries, "optimizer_states" in checkpoint, storage_options)
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    def remove_checkpoint(self, filepath: Any) -> None:
-        super().remove_checkpoint(filepath)
-        RankFiles(filepath, self.checkpoint_io).remove(self.global_rank)
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        self._resumed = None
-        if self.lightning_module is not None and self.lightning_module.trainer.state.fn == "fit":
-            # Before hooks that change the loaded checkpoint: they must find this rank's own entries.
-            wire = Wire()
-            resumed = self._read_state(checkpoint_path, fingerprint_of(checkpoint), weights_only, wire)
-            with_entries(checkpoint, resumed.entries)
-            self._resumed = checkpoint_path, resumed, wire.ledger
-        return checkpoint
-
-    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        super().load_optimizer_state_dict(checkpoint)
-        if self._engine is not None and self._resumed is not None:
-            path, resumed, ledger = self._resumed
-            self._load_state(path, resumed)
-            self._engine.wire.ledger.load_state_dict(ledger.state_dict())
-            self._warn_of_random_numbers()
-        self._resumed = None
-
-    def _warn_of_random_numbers(self) -> None:
-        """Warns if a resumed run cannot equal one that never stopped. The same holds under ddp."""
-        drawing = [
-            name
-            for name, module in self._trainer.lightning_module.named_modules()
-            if (isinstance(module, _DropoutNd) and module.p > 0)
-            or (isinstance(module, (nn.RNNBase, nn.MultiheadAttention)) and module.dropout > 0)
-        ]
-        if drawing and self.global_rank == 0:
-            warnings.warn(
-                f"the model draws random numbers in training ({drawing[0]!r}), and Lightning's checkpoints do not hold"
-                " the state of generators. So this run will differ from one that never stopped, as under ddp.",
-                stacklevel=2,
-            )
-
-    def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
-        super().load_model_state_dict(checkpoint, strict)
         if self._engine is not None:
-            self._engine.restart()
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The model to save; if replicas drift, the one that all ranks share. Called on all ranks."""
-        viewing = self._engine is not None and self._engine.replicas.view_shared(self._together())
-        try:
-            state = super().lightning_module_state_dict()
-            if viewing:
-                state = {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}
-        finally:
-            if viewing:
-                self.engine.replicas.view_own()
-        self._handed = state
-        return state
-
-    def _together(self) -> bool:
-        """Whether all ranks call this during fit: not in its sanity check, and not one rank alone after an error."""
-        return self.lightning_module is not None and not (self._trainer.sanity_checking or self._trainer.interrupted)
-
-    def _is_trial(self) -> bool:
-        """Whether all callbacks are replaced, as by a learning rate finder."""
-        return self._end_callback[1] not in vars(self._trainer)["callbacks"]
+            self._engine.wire.place = None
+        self._idle_since = time.monotonic()
 
     def on_train_end(self) -> None:
         if self._is_trial():
@@ -270,9 +203,9 @@ class TrainerMixin(SynchronizingMixin, DDPStrategy):
         if self._unsettled and self._engine is not None and self._together():
             self.engine.settle()
         self._unsettled = False
-        callbacks, ours = self._end_callback
-        if ours in callbacks:
-            callbacks.remove(ours)
-        self._end_callback = [], None
+        for ours in self._own_callbacks or ():
+            if ours in self._callbacks:
+                self._callbacks.remove(ours)
+        self._callbacks, self._own_callbacks = [], None
         vars(self.precision_plugin).pop("clip_gradients", None)
         super().teardown()

@@ -52,4 +52,4 @@ def default() -> Method:
     others = gradient_dropping(ByLength(), scope="balanced", values="bfloat16", positions="short")
     adam = local_adam(denser, scope="balanced", values="two_bit", positions="short")
     sgd = dgc(ByLength(), scope="balanced", values="bfloat16", positions="short")
-    return Method(sgd.syncs, fallback=Method(adam.syncs, fallback=others))
+    return sgd.with_fallback(adam.with_fallback(others))

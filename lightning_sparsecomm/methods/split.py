@@ -9,7 +9,7 @@ class split(Method):
     """One method for some of the parameters, such as embeddings, and another for the rest.
 
     >>> split(["embedding.*"], s2_reducer(sketch_ratio=None), dgc(density=0.001))
-    Method([GradientSync(Channel(BlockReduce(...
+    split(parameters=['embedding.*'], ...
 
     If one of them applies momentum or clipping instead of an optimizer that holds parameters of both (dgc), so does the
     other.

@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from lightning_sparsecomm.basis.digests import digest_of
 from lightning_sparsecomm.basis.ledger import COMPARISON, SETUP
 from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.codecs.payload import FORMAT_VERSION
@@ -20,6 +21,9 @@ from lightning_sparsecomm.run.optimizers import parameters_of
 from lightning_sparsecomm.run.registry import Registry
 from lightning_sparsecomm.sharing.gradients import NamedParameters
 from lightning_sparsecomm.sharing.method import Method
+
+CHECK_REPLICAS_EVERY = 1000
+"""Optimizer steps between two comparisons by default. They cost less than 0.1% of these steps' time."""
 
 _INSTALL = "Install the same version on all ranks."
 _ARGUMENTS = "Make the strategy with the same arguments on all ranks."
@@ -53,12 +57,14 @@ class Agreement:
 
     Attributes:
         run: A random number of this run, equal on all ranks after `on_setup`; 0 before.
+        arguments: Further arguments of the strategy that must be equal, with their names.
     """
 
     def __init__(
         self, registry: Registry, wire: Wire, seed: int, check_replicas_every: int | None, scales_loss: bool
     ) -> None:
         self.run = 0
+        self.arguments: dict[str, object] = {}
         self._registry = registry
         self._wire = wire
         self._settings = seed, check_replicas_every, scales_loss
@@ -66,6 +72,7 @@ class Agreement:
     def on_setup(self) -> None:
         """Refuses ranks that differ in version, method, seed or parameters. A collective, to be called first."""
         facts = facts_of_run(self._registry.methods[0], self._registry.named, *self._settings)
+        facts += [Fact(name, str(value), _ARGUMENTS) for name, value in self.arguments.items()]
         require_agreement(facts, self._wire, self._device)
         if not self.run:
             self.run = secrets.randbits(63)
@@ -141,13 +148,6 @@ def facts_of_optimizers(optimizers: Sequence[Optimizer], parameters: NamedParame
     return facts
 
 
-def digest_of(tensor: Tensor) -> str:
-    """A digest of a tensor's bits, in row-major order, whatever the memory format."""
-    # As bytes, since NumPy lacks bfloat16.
-    data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return hashlib.blake2b(data.numpy().data, digest_size=8).hexdigest()
-
-
 def require_agreement(
     facts: Sequence[Fact], wire: Wire, device: torch.device, row: str = SETUP, error: type[Exception] = ValueError
 ) -> None:
@@ -159,13 +159,29 @@ def require_agreement(
     if wire.world_size == 1:
         return
     # Other versions of this package must be able to read this: three strings for each fact.
-    text = json.dumps(facts).encode()
-    digests = wire.all_gather(_tensor(hashlib.sha256(text).digest(), device), row)
+    text = json.dumps(facts)
+    digests = wire.all_gather(_tensor(hashlib.sha256(text.encode()).digest(), device), row)
     if bool((digests == digests[0]).all()):
         return
-    lengths = wire.all_gather(torch.tensor([len(text)], device=device), row).view(-1).tolist()
-    texts = wire.all_gather(_tensor(text.ljust(max(lengths)), device), row).cpu()
-    raise error(_difference([[Fact(*fact) for fact in json.loads(bytes(each.tolist()))] for each in texts]))
+    texts = gather_texts(text, wire, device, row)
+    raise error(_difference([[Fact(*fact) for fact in json.loads(each)] for each in texts]))
+
+
+def gather_texts(text: str, wire: Wire, device: torch.device, row: str) -> list[str]:
+    """Every rank's text. A collective; each rank hands over 8 bytes if all texts are empty."""
+    data = text.encode()
+    lengths = wire.all_gather(torch.tensor([len(data)], device=device), row).view(-1).tolist()
+    if not any(lengths):
+        return [""] * len(lengths)
+    texts = wire.all_gather(_tensor(data.ljust(max(lengths)), device), row).cpu()
+    return [bytes(each.tolist())[:length].decode() for each, length in zip(texts, lengths)]
+
+
+def gather_numbers(numbers: Iterable[int], wire: Wire, device: torch.device, row: str) -> list[list[int]]:
+    """Every rank's numbers, each of them in [0, 2^64). A collective; 8 bytes for each number."""
+    signed = [number - 2**64 if number >= 2**63 else number for number in numbers]
+    gathered = wire.all_gather(torch.tensor(signed, device=device), row)
+    return [[number % 2**64 for number in numbers] for numbers in gathered.tolist()]
 
 
 def _tensor(data: bytes, device: torch.device) -> torch.Tensor:

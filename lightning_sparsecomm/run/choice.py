@@ -75,7 +75,7 @@ def _joined(method: Method, optimizer: Optimizer, held: NamedParameters) -> Meth
                     f" {piece[0][0]!r}: {error}"
                 ) from None
         syncs.append(sync)
-    return Method(syncs, method.averaging)
+    return method.with_syncs(syncs)
 
 
 def _has(sync: Sync, kind: type[object]) -> bool:

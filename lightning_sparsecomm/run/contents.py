@@ -1,9 +1,10 @@
-"""Contents of checkpoints and of ranks' files: fingerprints, entries of each rank, and the mean over ranks."""
+"""Contents of checkpoints and of ranks' files: fingerprints, checksums, entries of each rank, the mean over ranks."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,26 +16,37 @@ State = dict[str, Any]
 
 def fingerprint_of(checkpoint: object) -> str:
     """A hash of a checkpoint's content, equal before it is written and after it is read."""
+    return _digest(_texts(checkpoint, _SAMPLE))
+
+
+def checksum_of(content: object) -> str:
+    """A hash of every bit of a content, equal before it is written and after it is read."""
+    return _digest(_texts(content, None))
+
+
+def _digest(texts: Iterator[object]) -> str:
     digest = hashlib.blake2b(digest_size=16)
-    for text in _texts(checkpoint):
-        digest.update(text if isinstance(text, bytes) else f"{text!r};".encode())
+    for text in texts:
+        digest.update(text.data if isinstance(text, np.ndarray) else f"{text!r};".encode())
     return digest.hexdigest()
 
 
-def _texts(item: object) -> Iterator[object]:
+def _texts(item: object, sample: int | None) -> Iterator[object]:
     if isinstance(item, Tensor):
         yield str(item.dtype), tuple(item.shape)
         if item.layout == torch.strided and item.numel():
             flat = item.detach().reshape(-1)
-            yield flat[:: flat.numel() // _SAMPLE | 1].cpu().contiguous().view(torch.uint8).numpy().tobytes()
+            stride = 1 if sample is None else flat.numel() // sample | 1
+            # As bytes, since NumPy lacks bfloat16.
+            yield flat[::stride].cpu().contiguous().view(torch.uint8).numpy()
     elif isinstance(item, Mapping):
         for key, value in item.items():
-            yield from _texts(key)
-            yield from _texts(value)
+            yield from _texts(key, sample)
+            yield from _texts(value, sample)
     elif isinstance(item, (list, tuple)):
         yield len(item)
         for value in item:
-            yield from _texts(value)
+            yield from _texts(value, sample)
     elif isinstance(item, (str, int, float, bool, type(None))):
         yield item
 

@@ -1,6 +1,5 @@
 """Runs a method in one training run: shares gradients or weights when due. Knows torch, but not Lightning."""
 
-import hashlib
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.run.agreement import Agreement
 from lightning_sparsecomm.run.clipping import check_clipping, check_trainers_clipping, clips_locally, norm_to_clip
 from lightning_sparsecomm.run.guards import Guards, unchanged, versions_of
+from lightning_sparsecomm.run.length import likely_length
 from lightning_sparsecomm.run.optimizers import TrackedOptimizer
 from lightning_sparsecomm.run.registry import Registry
 from lightning_sparsecomm.run.replicas import Replicas
@@ -24,9 +24,6 @@ from lightning_sparsecomm.sharing.bucket import BucketHook, BucketSync
 from lightning_sparsecomm.sharing.gradients import make_nonfinite_
 from lightning_sparsecomm.sharing.method import Method
 from lightning_sparsecomm.sharing.share import Moment, Share, Turn
-
-# The length that densities follow where a run may end at any time.
-_LIKELY_STEPS = 5000.0
 
 
 class Engine:
@@ -73,12 +70,13 @@ class Engine:
         self.state = RunState(self.registry, self.replicas, self.scaling, wire)
 
     def register(self, optimizer: Optimizer) -> TrackedOptimizer:
-        """Adds an optimizer, unless it is registered; see `Registry.register`."""
+        """Adds an optimizer, unless it is registered; see `Registry.register` and `RunState.hand_over`."""
         tracked = self.registry.find(optimizer)
         if tracked is None:
             if self.scaling is not None:
                 self.scaling.adopt(optimizer)
             tracked = self.registry.register(optimizer)
+            self.state.hand_over(tracked)
         return tracked
 
     def begin(self) -> None:
@@ -109,21 +107,11 @@ class Engine:
             return
         self.guards.warn_of_changes(tracked)
         self.registry.admit(tracked)
+        tracked.torn = False
         tracked.max_norm = self.max_norm if max_norm is None else max_norm
-        shares = tracked.shares.values()
-        if self.scaling is not None:
-            together = any(sync.shares_gradients for sync in tracked.shares)
-            tracked.skips = self.scaling.unscale_(optimizer, together)
-        tracked.norm = math.inf if tracked.skips else norm_to_clip(tracked)
         self.wire.step = tracked.steps
-        with torch.no_grad():
-            for share in shares:
-                share.before_step()
-                if tracked.skips:
-                    share.skip()
-            if not tracked.skips:
-                turn = self._turn(tracked, "gradients", tracked.steps)
-                take_turn([share for share in shares if share.due(turn)], turn)
+        with self.wire.in_step():
+            self._share_gradients(tracked)
         if tracked.skips:
             make_nonfinite_(tracked.parameters)
         tracked.shared = True
@@ -190,6 +178,9 @@ class Engine:
         try:
             yield
             stepped_shared = tracked.shared
+        except BaseException:
+            tracked.torn = tracked.shared
+            raise
         finally:
             self.guards.depth -= 1
             tracked.shared = False
@@ -202,7 +193,8 @@ class Engine:
                 " and the replicas have drifted apart. Let its step() call the closure first, as torch's optimizers do,"
                 " or call strategy.synchronize(optimizer) before it."
             )
-        self._after_step(tracked)
+        with self.wire.in_step():
+            self._after_step(tracked)
 
     def settle(self) -> None:
         """Makes replicas equal after the last step; a `ReplicaError` if they still differ. A collective."""
@@ -229,24 +221,34 @@ class Engine:
         self.registry.restart()
         self.begin()
 
-    def save_number(self) -> int:
-        """A number for a save, equal on all ranks without a collective: a hash of the run and its optimizers' steps."""
-        text = f"{self.agreement.run} {[tracked.steps for tracked in self.registry.optimizers]}"
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
-
     def residual_norm(self) -> float:
         """Euclidean norm of what this rank has not sent yet."""
         shares = (share for tracked in self.registry.optimizers for share in tracked.shares.values())
         return math.hypot(*(share.residual_norm() for share in shares))
 
     def close(self) -> None:
-        """Removes the hooks from the optimizers and the scaler."""
+        """Removes the hooks from the optimizers and the scaler, and closes the wire."""
         self.guards.close()
         if self.scaling is not None:
             self.scaling.close()
         for tracked in self.registry.optimizers:
             if tracked.takeover is not None:
                 tracked.takeover.close()
+        self.wire.close()
+
+    def _share_gradients(self, tracked: TrackedOptimizer) -> None:
+        if self.scaling is not None:
+            together = any(sync.shares_gradients for sync in tracked.shares)
+            tracked.skips = self.scaling.unscale_(tracked.optimizer, together)
+        tracked.norm = math.inf if tracked.skips else norm_to_clip(tracked)
+        with torch.no_grad():
+            for share in tracked.shares.values():
+                share.before_step()
+                if tracked.skips:
+                    share.skip()
+            if not tracked.skips:
+                turn = self._turn(tracked, "gradients", tracked.steps)
+                take_turn([share for share in tracked.shares.values() if share.due(turn)], turn)
 
     def _admitted(self, optimizer: Optimizer) -> TrackedOptimizer:
         tracked = self.register(optimizer)
@@ -254,7 +256,7 @@ class Engine:
         return tracked
 
     def _turn(self, tracked: TrackedOptimizer, moment: Moment, step: int) -> Turn:
-        length = min(self.length, _LIKELY_STEPS) if self.may_end_sooner else self.length
+        length = likely_length(self.length, self.may_end_sooner)
         return Turn(moment, step, self.epoch, self.seed, self.warmup, tracked.norm, tracked.max_norm, length)
 
     def _after_step(self, tracked: TrackedOptimizer) -> None:

@@ -40,6 +40,11 @@ class Guards:
         if self._release is not None:
             self._release()
 
+    @property
+    def in_step(self) -> bool:
+        """Whether an optimizer step is in progress, or its gradients are shared already."""
+        return self.depth > 0 or any(tracked.shared for tracked in self._registry.optimizers)
+
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Wraps a backward pass, which must not add local gradients to shared ones.
@@ -47,6 +52,8 @@ class Guards:
         Two passes before clipping are fine, and so is one after `zero_grad`.
         """
         scaled, at_step, optimizers = self._scales_loss, not self._uses_buckets, self._registry.optimizers
+        for tracked in optimizers:
+            tracked.note_trained()
         shared = [each for each in optimizers if each.shared and (scaled or (at_step and each.shares_gradients))]
         before = [(tracked, versions_of(tracked)) for tracked in shared]
         cleared = [all(g is None or not elements_of(g).any() for g, _ in versions) for _, versions in before]
@@ -84,7 +91,8 @@ class Guards:
         if self._uses_buckets:
             self._wire.step = max((tracked.steps for tracked in self._registry.optimizers), default=0)
         try:
-            yield
+            with self._wire.in_step():
+                yield
         except RuntimeError:
             if not self._wire.failures:
                 raise

@@ -21,11 +21,13 @@ class TrackedOptimizer:
         number: Its place in the order of registration.
         method: Its method; None until its parameters are known.
         takeover: Replaces the optimizer's own momentum or moments; None if nothing does.
-        members: Identities of the parameters that have required a gradient.
+        noted: Identities of the parameters that required a gradient in a backward pass.
+        members: Identities of the parameters that are exchanged: those that required a gradient then, or in a step.
         parts: The same parameters with their names, by sync.
         shares: The share of each sync. A `BucketSync` has one only for parameters that are in none of DDP's buckets.
         steps: Optimizer steps finished.
         shared: Whether the next step's gradients are shared already.
+        torn: Whether an error has ended the last step after its gradients were shared.
         skips: Whether the next step is skipped, because the loss scaler found a gradient that is not finite.
         norm: Norm of this rank's gradient before clipping; NaN if nothing needs it, infinite if the step is skipped.
         max_norm: The clipping threshold that applied when gradients were shared; None for none.
@@ -36,15 +38,21 @@ class TrackedOptimizer:
     number: int
     method: Method | None = None
     takeover: Takeover | None = None
+    noted: set[int] = field(default_factory=set)
     members: set[int] = field(default_factory=set)
     parts: list[tuple[Sync, NamedParameters]] = field(default_factory=list)
     shares: dict[Sync, Share] = field(default_factory=dict)
     steps: int = 0
     shared: bool = False
+    torn: bool = False
     skips: bool = False
     norm: float = math.nan
     max_norm: float | None = None
     written: list[int] = field(default_factory=list)
+
+    def note_trained(self) -> None:
+        """Notes the parameters that require a gradient now, on all ranks, whether or not each gets one."""
+        self.noted.update(id(parameter) for parameter in parameters_of(self.optimizer) if parameter.requires_grad)
 
     @property
     def name(self) -> str:

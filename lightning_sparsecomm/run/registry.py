@@ -1,7 +1,6 @@
 """The modules, parameters and optimizers of a run, and how each optimizer's parameters are exchanged."""
 
-import itertools
-from collections.abc import Sequence
+from collections.abc import Collection
 
 from torch import nn
 from torch.nn import Parameter
@@ -10,12 +9,20 @@ from torch.optim import Optimizer
 from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.run.choice import directed, method_for, takeover_for
 from lightning_sparsecomm.run.optimizers import TrackedOptimizer, parameters_of
+from lightning_sparsecomm.run.refusals import (
+    refuse_misplaced,
+    refuse_sparse,
+    refuse_strangers,
+    refuse_two_owners,
+    refuse_unannounced,
+    refuse_unmatched,
+)
 from lightning_sparsecomm.sharing.adam import AdamTakeover
 from lightning_sparsecomm.sharing.bucket import BucketHook
-from lightning_sparsecomm.sharing.gradients import NamedParameters, has_sparse_gradient, note_sparse_gradient
+from lightning_sparsecomm.sharing.gradients import NamedParameters, note_sparse_gradient
 from lightning_sparsecomm.sharing.method import Method
 from lightning_sparsecomm.sharing.share import Share
-from lightning_sparsecomm.sharing.sync import Sync, matches
+from lightning_sparsecomm.sharing.sync import Sync
 from lightning_sparsecomm.sharing.takeover import MomentumTakeover
 
 
@@ -54,31 +61,13 @@ class Registry:
         self.modules.append(module)
         self._scan()
         # Frozen parameters have no gradient; they are checked when they get one.
-        self._refuse_sparse([known for known in self.known.values() if known[1].requires_grad])
+        refuse_sparse(self.methods, [known for known in self.known.values() if known[1].requires_grad])
 
     def check(self) -> None:
         """Refuses patterns that match nothing, and parameters that belong to no sync or to several."""
-        names = [name for name, _ in self.named]
-        for sync in self.syncs:
-            limits = (*itertools.chain(*sync.inside), *sync.outside)
-            for option, patterns in (("parameters", (*sync.parameters, *limits)), ("exclude", sync.exclude)):
-                for pattern in patterns:
-                    if not any(matches(name, (pattern,)) for name in names):
-                        raise ValueError(
-                            f"{option}: the pattern {pattern!r} matches no parameter. Patterns are shell-style and"
-                            f" match whole names; the names are {listed(names)}."
-                        )
+        refuse_unmatched(self.syncs, [name for name, _ in self.named])
         for method in self.methods:
-            for name, parameter in self.named:
-                claiming = [sync for sync in method.syncs if sync.claims(name, parameter)]
-                frozen = has_sparse_gradient(parameter) and not parameter.requires_grad
-                if len(claiming) > 1 or not (frozen or method.takes(name, parameter)):
-                    raise ValueError(
-                        f"each parameter must belong to exactly one sync; {name!r} belongs to {len(claiming)}."
-                        " Change the `parameters` and `exclude` patterns of the method's syncs."
-                    )
-            for sync, parameters in method.parts(self.named):
-                sync.check(parameters)
+            refuse_misplaced(method, self.named)
 
     def find(self, optimizer: Optimizer) -> TrackedOptimizer | None:
         """The record of this very object, if it is registered."""
@@ -115,22 +104,48 @@ class Registry:
         tracked.method, tracked.takeover = method, takeover
 
     def admit(self, tracked: TrackedOptimizer) -> None:
-        """Adds the optimizer's parameters that have begun to require a gradient; refuses those of no known module."""
+        """Takes the optimizer's parameters as they are now: adds those that have begun to require a gradient.
+
+        What counts is what is equal on all ranks: whether a parameter required a gradient in a backward pass, or does
+        now, and not whether it got one. State of parameters that the optimizer no longer has is kept, in case they come
+        back.
+
+        Raises:
+            ValueError: A parameter belongs to no known module, or has a gradient that no backward pass announced.
+        """
         parameters = parameters_of(tracked.optimizer)
-        trained = {id(p) for p in parameters if p.requires_grad or p.grad is not None}
-        new = trained - tracked.members - self.ignored
-        if not new:
-            return
+        tracked.note_trained()
+        held = {id(parameter) for parameter in parameters}
+        new = (tracked.noted & held) - tracked.members - self.ignored
+        if not all(p.grad is None or id(p) in tracked.noted for p in parameters):
+            refuse_unannounced(self.held_by(tracked.optimizer), tracked.noted)
+        if tracked.members <= held:
+            if not new:
+                return
+        else:
+            # A takeover holds this very set.
+            tracked.members &= held
         if not new <= self.known.keys():
             self._scan()
-            unknown = [tuple(p.shape) for p in parameters if id(p) in new - self.known.keys() - self.ignored]
-            if unknown:
-                raise ValueError(
-                    f"the optimizer holds {len(unknown)} parameter(s) that the model lacks, of shapes"
-                    f" {listed(unknown)}: their gradients would stay local, and the replicas drift apart. Make them"
-                    " part of the model."
-                )
+            refuse_strangers([p for p in parameters if id(p) in new - self.known.keys() - self.ignored])
         self.add_members(tracked, new)
+
+    def take_from(self, tracked: TrackedOptimizer, members: Collection[int]) -> None:
+        """Takes members, given by their identities, away from an optimizer; its other shares start anew."""
+        # A takeover holds this very set.
+        tracked.members -= set(members)
+        tracked.shares = {}
+        self.add_members(tracked, set())
+
+    def replace(self, former: TrackedOptimizer, tracked: TrackedOptimizer) -> None:
+        """Forgets an optimizer; the last one takes its place in the order of registration."""
+        if former.takeover is not None:
+            former.takeover.close()
+        self.optimizers.remove(tracked)
+        self.optimizers[self.optimizers.index(former)] = tracked
+        tracked.number = former.number
+        if self.leading is former:
+            self.leading = tracked
 
     def add_members(self, tracked: TrackedOptimizer, new: set[int]) -> None:
         """Adds parameters, given by their identities, to those that an optimizer exchanges."""
@@ -138,11 +153,12 @@ class Registry:
         assert tracked.method is not None
         members = tracked.members | new
         named = [known for key, known in self.known.items() if key in members]
-        self._refuse_sparse(named)
+        refuse_sparse(self.methods, named)
         parts = tracked.method.parts(named)
         for sync, piece in parts:
             if not sync.shares_gradients:
-                self._refuse_two_owners(tracked, piece)
+                others = set().union(*(other.members for other in self.optimizers if other is not tracked))
+                refuse_two_owners(piece, others)
         # Only now: whoever catches a refusal and steps again is refused again. A takeover holds this very set.
         tracked.members |= new
         tracked.parts = parts
@@ -189,32 +205,7 @@ class Registry:
                     )
                 self.known.setdefault(id(parameter), (prefix + name, parameter))
 
-    def _refuse_sparse(self, named: NamedParameters) -> None:
-        for name, parameter in named:
-            if has_sparse_gradient(parameter) and not all(method.takes(name, parameter) for method in self.methods):
-                raise TypeError(
-                    f"the gradient of {name!r} is sparse (sparse=True), which this method cannot take. Use"
-                    f" methods.split([{name!r}], methods.s2_reducer(), ...) with this method for the rest, a method"
-                    " that exchanges weights, such as methods.sbc(), or a layer with sparse=False."
-                )
-
-    def _refuse_two_owners(self, tracked: TrackedOptimizer, piece: NamedParameters) -> None:
-        """Refuses weights that another optimizer's share would also set."""
-        others = set().union(*(other.members for other in self.optimizers if other is not tracked))
-        for name, parameter in piece:
-            if id(parameter) in others:
-                raise ValueError(
-                    f"parameter {name!r} belongs to two optimizers. Each would set it to its own anchor and undo the"
-                    " other's steps. Give it to one optimizer, or use methods.gradient_dropping()."
-                )
-
 
 def ignored_by_ddp(module: nn.Module) -> set[str]:
     """Names of parameters and buffers that DDP is told to leave alone."""
     return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-
-
-def listed(things: Sequence[object], most: int = 6) -> str:
-    """The first few things, as text."""
-    shown = ", ".join(str(thing) for thing in things[:most])
-    return shown if len(things) <= most else f"{shown}, … ({len(things)} in all)"

@@ -3,6 +3,8 @@
 from torch.optim import Optimizer
 
 from lightning_sparsecomm.basis.wire import Wire
+from lightning_sparsecomm.channel.adam import LocalAdam
+from lightning_sparsecomm.channel.momentum import Momentum, MomentumCorrection
 from lightning_sparsecomm.channel.saved import Saved, pop_named
 from lightning_sparsecomm.run.contents import State
 from lightning_sparsecomm.run.optimizers import TrackedOptimizer, parameters_of
@@ -12,6 +14,9 @@ from lightning_sparsecomm.run.scaling import LossScaling
 
 # Kinds of state besides those of the shares.
 _OPTIMIZER, _BEGUN = "the optimizer's own state", "momentum begun"
+
+# What these memories hold belongs to the optimizer: one that takes its place begins anew, as under ddp.
+_OF_ITS_OPTIMIZER = {kind.__name__ for kind in (MomentumCorrection, Momentum, LocalAdam)}
 
 
 class RunState:
@@ -46,6 +51,11 @@ class RunState:
             # Drifting ranks scale by themselves between exchanges. Without drift, the scale is in the checkpoint.
             "scaler": self._scaling.scaler.state_dict() if self._scaling is not None and self.drifts else {},
             "ledger": self._wire.ledger.state_dict(),
+            # Memories have forgotten what was sent, and the weights have not moved by it.
+            "torn": any(
+                tracked.shares_gradients and not tracked.skips and (tracked.torn or tracked.shared)
+                for tracked in self._registry.optimizers
+            ),
         }
 
     def load_state_dict(self, state: State, as_many_ranks: bool) -> list[str]:
@@ -69,6 +79,30 @@ class RunState:
         if as_many_ranks:
             self._wire.ledger.load_state_dict(state["ledger"])
         return dropped
+
+    def hand_over(self, tracked: TrackedOptimizer) -> None:
+        """Lets an optimizer that is new take the place of those that have trained parameters of its own before.
+
+        It takes over their counts of steps, and what is held for these parameters: residuals, anchors, outer momentum.
+        Momentum and moments begin anew, as under ddp. An optimizer that is left without parameters is forgotten.
+        """
+        held = {id(parameter): name for name, parameter in self._registry.held_by(tracked.optimizer)}
+        for former in [each for each in self._registry.optimizers if each.steps and each.members & held.keys()]:
+            names = {held[key] for key in former.members & held.keys()}
+            saved = self._saved(former)
+            taken: Saved = {}
+            # The optimizers have their own state already.
+            saved["held"].pop(_OPTIMIZER, None)
+            for kind, parts in saved["held"].items():
+                found = pop_named({kind: parts}, kind, names)
+                if kind != _BEGUN and not _OF_ITS_OPTIMIZER & set(kind.split(".")):
+                    taken[kind] = found
+            self._registry.take_from(former, held.keys())
+            if former.members:
+                self._load(former, saved | {"members": set(saved["members"]) - names})
+            else:
+                self._registry.replace(former, tracked)
+            self._load(tracked, {"steps": max(tracked.steps, former.steps), "members": names, "held": taken})
 
     def _saved(self, tracked: TrackedOptimizer) -> State:
         held: Saved = {}

@@ -17,12 +17,13 @@ from lightning_sparsecomm.channel.saved import Saved, add_prefix, pop_named, str
 from lightning_sparsecomm.exchange import Exchanged
 from lightning_sparsecomm.sharing.gradients import NamedParameters, add_, wide_dtype
 from lightning_sparsecomm.sharing.outer import OuterOptimizer, check_outer, make_outer
+from lightning_sparsecomm.sharing.set_weights import SetWeights, averaged
 from lightning_sparsecomm.sharing.share import Share, Turn
 from lightning_sparsecomm.sharing.sync import Buffers, Sync
 from lightning_sparsecomm.sharing.takeover import mask_momentum_
 
 # Kinds of state besides that of the channel.
-_ANCHORS, _STEPS, _OUTER = "anchor", "steps", "outer optimizer"
+_ANCHORS, _STEPS, _OUTER, _SET = "anchor", "steps", "outer optimizer", "set by the user"
 
 
 class DeltaSync(Sync):
@@ -132,6 +133,9 @@ class DeltaShare(Share):
         self.anchors: dict[str, Parameter] = {}
         self.steps = 0
         self.outer: Optimizer | None = None
+        self._set_weights = SetWeights()
+        # In a turn: the anchors of weights that were set, by name; before the exchange, this rank's own weights.
+        self._set: dict[str, Tensor] = {}
         super().__init__(optimizer, parameters, wire)
 
     def due(self, turn: Turn) -> bool:
@@ -141,21 +145,37 @@ class DeltaShare(Share):
 
     def before_step(self) -> None:
         self._bind()
+        self._set_weights.look(self.parameters, trained=self.steps > 0)
         self._count_ddp()
 
     def after_step(self) -> None:
         self.steps += 1
+        self._set_weights.note(self.parameters)
 
     def prepare(self, turn: Turn) -> None:
         self._bind()
         with self.wire.ledger.exchanging():
-            changes = _changes_in(self._anchored())
+            names = [name for name, _ in self.parameters]
+            if turn.moment == "end":
+                self._set_weights.look(self.parameters, trained=self.steps > 0)
+            found = self._set_weights.agree(names, self.wire, self.parameters[0][1].device)
+            self._set = {name: weight.detach() for name, weight in self.parameters if name in found}
+            anchored = zip(names, self._anchored(), strict=True)
+            changes = [None if name in found else _change_in(*pair) for name, pair in anchored]
             self.channel.prepare(changes, self._context(turn, "weight update"), self.wire.under(UPDATES))
+
+    def exchange(self) -> None:
+        super().exchange()
+        if self._set:
+            with self.wire.ledger.exchanging():
+                self._set = dict(zip(self._set, averaged(list(self._set.values()), self.wire)))
 
     def commit(self) -> None:
         with self.wire.ledger.exchanging():
             exchanged = self.channel.commit()
             self._move(exchanged)
+            for name, mean in self._set.items():
+                self.anchors[name].detach().copy_(mean)
             self._reset_weights()
             if self.sync.mask_momentum:
                 mask_momentum_(self.optimizer, self.parameters, exchanged.sent, self.layout)
@@ -174,6 +194,8 @@ class DeltaShare(Share):
             return {}
         saved = self.channel.state_dict()
         saved[_ANCHORS] = {name: anchor.detach() for name, anchor in self.anchors.items()}
+        if self._set_weights.found:
+            saved[_SET] = self._set_weights.state_dict()
         saved[_STEPS] = dict.fromkeys(self.anchors, self.steps)
         if self.outer is not None:
             moving = {name: self.outer.state.get(anchor) for name, anchor in self.anchors.items()}
@@ -185,6 +207,7 @@ class DeltaShare(Share):
         saved = strip_prefix(type(self.sync).__name__, saved)
         anchors = pop_named(saved, _ANCHORS, names)
         self.steps = max(pop_named(saved, _STEPS, names).values(), default=0)
+        self._set_weights.load_state_dict(pop_named(saved, _SET, names))
         outer = pop_named(saved, _OUTER, names) if self.sync.outer is not None else {}
         self.channel.load_state_dict(saved, names)
         self._add_anchors(anchors)
@@ -206,6 +229,9 @@ class DeltaShare(Share):
         if pairs := self._anchored():
             torch._foreach_copy_([weight for weight, _ in pairs], [anchor for _, anchor in pairs])
             self.steps = 0
+            self._set_weights.note(self.parameters)
+        self._set_weights.forget()
+        self._set = {}
 
     def _bind(self) -> bool:
         new = super()._bind()
@@ -230,21 +256,18 @@ class DeltaShare(Share):
             return
         mean = shared.dense() if isinstance(shared, SparseVector) else shared
         for segment, change in zip(self.layout.segments, self.layout.views(mean)):
-            self.anchors[segment.name].grad = change.neg().to(self.anchors[segment.name].dtype)
+            if segment.name not in self._set:
+                self.anchors[segment.name].grad = change.neg().to(self.anchors[segment.name].dtype)
         self.outer.step()
         self.outer.zero_grad()
 
 
-def _changes_in(anchored: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    """What the weights have changed since they were set to the anchors.
+def _change_in(weight: Tensor, anchor: Tensor) -> Tensor:
+    """What a weight has changed since it was set to its anchor.
 
-    Where dtypes are equal, the changes overwrite the weights, which spares the memory of another model: the weights are
+    Where dtypes are equal, the change overwrites the weight, which spares the memory of another model: weights are
     about to be set anew, by `abort` where the exchange fails.
     """
-    changes: list[Tensor] = []
-    for weight, anchor in anchored:
-        if weight.dtype == anchor.dtype:
-            changes.append(weight.sub_(anchor))
-        else:
-            changes.append(weight.to(anchor.dtype) - anchor.to(weight.dtype).to(anchor.dtype))
-    return changes
+    if weight.dtype == anchor.dtype:
+        return weight.sub_(anchor)
+    return weight.to(anchor.dtype) - anchor.to(weight.dtype).to(anchor.dtype)

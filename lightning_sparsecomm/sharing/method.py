@@ -1,6 +1,10 @@
 """A method: its syncs, and which parameters belong to which."""
 
-from collections.abc import Sequence
+import copy
+import functools
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch.nn import Parameter
 
@@ -9,6 +13,9 @@ from lightning_sparsecomm.sharing.averaging import Averaging
 from lightning_sparsecomm.sharing.bucket import BucketSync
 from lightning_sparsecomm.sharing.gradients import NamedParameters
 from lightning_sparsecomm.sharing.sync import Sync
+
+# Arguments that the call of a recipe shows even at their defaults.
+_TELLING = ("density", "block_density", "every")
 
 
 class Method(Part):
@@ -32,6 +39,21 @@ class Method(Part):
         ValueError: There is no sync; a `BucketSync` has other syncs or a fallback beside it; or several syncs have
             `rest=True`.
     """
+
+    call: str | None = None
+    """How a recipe was called, such as `dgc(density=0.01)`; None for a method composed by hand."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        make = cls.__init__
+
+        @functools.wraps(make)
+        def noted(self: Method, *args: Any, **options: Any) -> None:
+            make(self, *args, **options)
+            if type(self) is cls:
+                self.call = _call_of(cls, args, options)
+
+        cls.__init__ = noted  # type: ignore[method-assign]
 
     def __init__(
         self, syncs: Sequence[Sync], averaging: Averaging | None = None, fallback: "Method | None" = None
@@ -70,7 +92,43 @@ class Method(Part):
                 parts.append((sync, piece))
         return parts
 
+    def with_fallback(self, fallback: "Method") -> "Method":
+        """The same method, with one for optimizers that it is not defined for."""
+        Method(self.syncs, self.averaging, fallback)
+        method = copy.copy(self)
+        method.fallback = fallback
+        return method
+
+    def with_syncs(self, syncs: Sequence[Sync]) -> "Method":
+        """The same method with other syncs, and without fallback."""
+        method = copy.copy(self)
+        method.syncs, method.fallback = tuple(syncs), None
+        return method
+
     def __repr__(self) -> str:
+        """The call that made it, if a recipe did; else its parts."""
+        if self.call is not None:
+            return self.call if self.fallback is None else f"{self.call}.with_fallback({self.fallback!r})"
         options = f", averaging={self.averaging!r}" if self.averaging is not None else ""
         options += f", fallback={self.fallback!r}" if self.fallback is not None else ""
         return f"Method({list(self.syncs)!r}{options})"
+
+
+def _call_of(recipe: type[Method], args: Sequence[Any], options: Mapping[str, Any]) -> str:
+    """A recipe's call, with the arguments that are not at their defaults, and how much is sent, or how often."""
+    signature = inspect.signature(recipe)
+    bound = signature.bind(*args, **options)
+    bound.apply_defaults()
+    shown = [
+        f"{name}={value!r}"
+        for name, value in bound.arguments.items()
+        if name in _TELLING or not _equal(value, signature.parameters[name].default)
+    ]
+    return f"{recipe.__name__}({', '.join(shown)})"
+
+
+def _equal(value: Any, default: Any) -> bool:
+    # LightningCLI makes lists of tuples.
+    if isinstance(value, (list, tuple)) and isinstance(default, (list, tuple)):
+        return list(value) == list(default)
+    return value is default or (type(value) is type(default) and value == default)

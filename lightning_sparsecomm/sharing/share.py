@@ -145,6 +145,7 @@ class Share(ABC):
 
     def _context(self, turn: Turn, quantity: str = "gradient") -> Round:
         rank, world_size = self.wire.rank, self.wire.world_size
+        dtype = wide_dtype(self.parameters)
         return Round(
-            self.layout, turn.step, turn.epoch, turn.seed, rank, world_size, turn.warmup, quantity, turn.length
+            self.layout, turn.step, turn.epoch, turn.seed, rank, world_size, turn.warmup, quantity, turn.length, dtype
         )

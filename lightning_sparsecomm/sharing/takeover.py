@@ -140,6 +140,9 @@ class MomentumTakeover(Takeover):
     (1 − dampening)·wd·w, and w ← w − lr·z (Nesterov: w ← w − lr·(wd·w + m·z)). So a buffer from a checkpoint of ddp
     keeps its effect. Together that is torch's SGD.
 
+    What bfloat16 and float16 weights lose to rounding in this is kept beside the buffer, as `decay_remainder`, and
+    added in the next step: without a dense gradient, which spreads round-off at random, decay would be rounded away.
+
     Args:
         optimizer: Whose step it is. Hooks are registered on it.
         parameters: Identities of the parameters that the method trains; the caller adds to it.
@@ -162,6 +165,7 @@ class MomentumTakeover(Takeover):
     def _decay(self, group: dict[str, Any]) -> None:
         momentum, decay, gain = group["momentum"], group["weight_decay"], 1 - group["dampening"]
         weights: list[Tensor] = []
+        states: list[dict[str, Any]] = []
         buffers: list[Tensor] = []
         for weight in group["params"]:
             if weight.grad is None or id(weight) not in self._parameters:
@@ -179,6 +183,7 @@ class MomentumTakeover(Takeover):
             self._begun.add(id(weight))
             if buffer is not None:
                 weights.append(weight.detach())
+                states.append(state)
                 buffers.append(buffer)
         if not weights:
             return
@@ -189,7 +194,13 @@ class MomentumTakeover(Takeover):
                 torch._foreach_add_(moves, weights, alpha=decay)
         if isinstance(group["lr"], Tensor):
             moves = torch._foreach_mul(moves, group["lr"])
-        torch._foreach_add_(weights, moves, alpha=-1 if isinstance(group["lr"], Tensor) else -group["lr"])
+        rate = 1.0 if isinstance(group["lr"], Tensor) else group["lr"]
+        wide = [(weight, move) for weight, move in zip(weights, moves) if weight.dtype.itemsize >= 4]
+        if wide:
+            torch._foreach_add_([weight for weight, _ in wide], [move for _, move in wide], alpha=-rate)
+        for weight, move, state in zip(weights, moves, states):
+            if weight.dtype.itemsize < 4:
+                _move_narrow_(weight, move, rate, state)
 
     def restore(self) -> None:
         for group, saved in self._saved:
@@ -207,6 +218,16 @@ class MomentumTakeover(Takeover):
     def load_begun(self, parameters: Iterable[Tensor]) -> None:
         """Notes that the momentum of these parameters had begun."""
         self._begun.update(id(parameter) for parameter in parameters)
+
+
+def _move_narrow_(weight: Tensor, move: Tensor, rate: float, state: dict[str, Any]) -> None:
+    """w ← w − rate·move, with the remainder that rounding left before, and leaves now, in `state`."""
+    wide = weight.float().sub_(move.float(), alpha=rate)
+    if "decay_remainder" in state:
+        wide.add_(state["decay_remainder"].float())
+    weight.copy_(wide)
+    # In the weight's own dtype, to which torch converts an optimizer's state when it is loaded.
+    state["decay_remainder"] = wide.sub_(weight.float()).to(weight.dtype)
 
 
 def mask_momentum_(

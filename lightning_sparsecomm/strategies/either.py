@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning_sparsecomm.frontends.mixin import SynchronizingMixin
 from lightning_sparsecomm.frontends.packages import FABRICS, TRAINERS
+from lightning_sparsecomm.run.agreement import CHECK_REPLICAS_EVERY
 from lightning_sparsecomm.sharing.method import Method
 from lightning_sparsecomm.strategies.registration import bindings
 
@@ -33,6 +34,7 @@ class SparseCommStrategy(str, metaclass=_Either):
         method: How gradients or weights are exchanged; None for the default.
         seed: Seed of the method's own randomness; equal on all ranks.
         check_replicas_every: Optimizer steps between two comparisons of the ranks' weights; None compares at the end.
+        uneven_inputs: Whether a Trainer's ranks may have different numbers of batches in an epoch.
         **kwargs: Options of DDPStrategy and of DistributedDataParallel.
 
     Raises:
@@ -43,7 +45,12 @@ class SparseCommStrategy(str, metaclass=_Either):
     _made: list[weakref.ref[Any]]
 
     def __new__(
-        cls, method: Method | None = None, seed: int = 0, check_replicas_every: int | None = None, **kwargs: Any
+        cls,
+        method: Method | None = None,
+        seed: int = 0,
+        check_replicas_every: int | None = CHECK_REPLICAS_EVERY,
+        uneven_inputs: bool = False,
+        **kwargs: Any,
     ) -> "SparseCommStrategy":
         for option in _READ_EARLY:
             if kwargs.get(option) is not None:
@@ -54,6 +61,7 @@ class SparseCommStrategy(str, metaclass=_Either):
                 )
         self = super().__new__(cls, f"sparsecomm_strategy_{next(_numbers)}")
         self._arguments = {"method": method, "seed": seed, "check_replicas_every": check_replicas_every, **kwargs}
+        self._arguments |= {"uneven_inputs": uneven_inputs} if uneven_inputs else {}
         self._made = []
         arguments, box, name = self._arguments, self._made, str(self)
         # Bad arguments are refused here, not where the Trainer is made.

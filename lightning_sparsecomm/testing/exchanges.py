@@ -149,7 +149,7 @@ def _meet_nonfinite(channel: Channel, step: int, wire: Wire) -> None:
     if wire.rank == wire.world_size - 1:
         gradients[1] = torch.full(LAYOUT.segments[1].shape, (float("nan"), float("inf"))[step % 2])
     try:
-        channel.reduce(gradients, rounds.context_of(step, wire), wire)
+        channel.reduce(gradients, rounds.context_of(step, wire, dtype=channel.dtype), wire)
     except NonFiniteGradientError:
         return
     raise AssertionError(

@@ -19,7 +19,7 @@ from lightning_sparsecomm.testing.samples import LAYOUT
 ROUNDS = 5
 ROUND_OFF = 1e-5
 NAMES = [segment.name for segment in LAYOUT.segments]
-# Absent in round 1 on the last rank, and in round 2 on all ranks.
+# Absent in the last round on the last rank, and in round 2 on all ranks.
 ABSENT_ON_ONE, ABSENT_ON_ALL = 0, 1
 
 State = dict[str, dict[str, Tensor]]
@@ -39,7 +39,7 @@ def gradients_of(rank: int, step: int, world_size: int, dtype: torch.dtype = tor
     gradients: list[Tensor | None] = [
         torch.randn(segment.shape, generator=generator, dtype=dtype) for segment in LAYOUT.segments
     ]
-    if step == 1 and rank == world_size - 1:
+    if step == ROUNDS - 1 and rank == world_size - 1:
         gradients[ABSENT_ON_ONE] = None
     if step == 2:
         gradients[ABSENT_ON_ALL] = None
@@ -54,9 +54,9 @@ def settings_of(gradients: Sequence[Tensor | None]) -> StepSettings:
     return StepSettings([MomentumRule(0.9)] * len(gradients), norm)
 
 
-def context_of(step: int, wire: Wire, layout: Layout = LAYOUT) -> Round:
+def context_of(step: int, wire: Wire, layout: Layout = LAYOUT, dtype: torch.dtype = torch.float32) -> Round:
     """The context of one round."""
-    return Round(layout, step, step / 100, 7, wire.rank, wire.world_size)
+    return Round(layout, step, step / 100, 7, wire.rank, wire.world_size, dtype=dtype)
 
 
 def bound(exchange: Exchange, memories: Sequence[Memory] = (), dtype: torch.dtype = torch.float32) -> Channel:
@@ -69,7 +69,7 @@ def bound(exchange: Exchange, memories: Sequence[Memory] = (), dtype: torch.dtyp
 def reduced(channel: Channel, step: int, wire: Wire, settings: StepSettings = StepSettings()) -> Outcome:  # noqa: B008
     """What a whole round of `gradients_of` leads to."""
     gradients = gradients_of(wire.rank, step, wire.world_size, channel.dtype)
-    exchanged = channel.reduce(gradients, context_of(step, wire), wire, settings)
+    exchanged = channel.reduce(gradients, context_of(step, wire, dtype=channel.dtype), wire, settings)
     shared, sent = (x.dense() if isinstance(x, SparseVector) else x.clone() for x in exchanged[:2])
     return Outcome(shared, sent, exchanged.present)
 
@@ -77,7 +77,7 @@ def reduced(channel: Channel, step: int, wire: Wire, settings: StepSettings = St
 def prepare_another(channel: Channel, step: int, wire: Wire) -> None:
     """Prepares a round of other gradients."""
     gradients = [None if part is None else part + 1 for part in gradients_of(wire.rank, step + 50, wire.world_size)]
-    channel.prepare(gradients, context_of(step, wire), wire, settings_of(gradients))
+    channel.prepare(gradients, context_of(step, wire, dtype=channel.dtype), wire, settings_of(gradients))
 
 
 def saved(channel: Channel) -> State:

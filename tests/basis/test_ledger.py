@@ -78,10 +78,17 @@ def test_a_resumed_ledger_goes_on_where_the_saved_one_was() -> None:
     resumed.steps = 1
     state = ledger.state_dict()
     resumed.load_state_dict(state)
+    assert resumed.state_dict() == state
+    assert resumed.handed_bytes() == 100
+    assert resumed.rows[GRADIENTS]["all_gather"].calls == 1
+    assert resumed.handed_bytes(PARAMETERS) == 40
+    assert (resumed.steps, resumed.ddp_bytes, resumed.exchange_seconds) == (3, 1_000, 1.5)
+    resumed.load_state_dict(state)
+    assert resumed.state_dict() == state
+    resumed.add_rows(state)
     assert resumed.handed_bytes() == 200
     assert resumed.rows[GRADIENTS]["all_gather"].calls == 2
-    assert resumed.handed_bytes(PARAMETERS) == 40
-    assert (resumed.steps, resumed.ddp_bytes, resumed.exchange_seconds) == (4, 1_000, 1.5)
+    assert resumed.steps == 3
     # What was saved stays as it was.
     ledger.record(GRADIENTS, "all_gather", 1)
     assert state["rows"][GRADIENTS]["all_gather"] == [1, 100]

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from lightning_sparsecomm.basis.layout import Layout
 from lightning_sparsecomm.codecs import HEADER_BYTES, Envelope, PayloadError, open_envelope, seal, sealed_bytes
+from lightning_sparsecomm.codecs.payload import open_length, seal_length
 from tests.reference.payloads import envelope as reference_envelope
 
 TENSORS = [("weight", (2, 3)), ("bias", (2,)), ("scale", ())]
@@ -122,3 +123,15 @@ def test_seal_refuses_what_does_not_fit():
         seal(Envelope(empty, [True, False]), LAYOUT)
     with pytest.raises(ValueError, match=r"body must have at most 4,294,967,295 bytes, .*; got 4,294,967,296"):
         seal(Envelope(torch.zeros(1, dtype=torch.uint8).expand(2**32)), LAYOUT)
+
+
+def test_a_length_that_was_altered_or_is_of_another_round_is_refused() -> None:
+    number = seal_length(1234, seed=7)
+    assert open_length(number, 7, most=2000, rank=1) == 1234
+    for bit in range(63):
+        with pytest.raises(PayloadError, match="rank 1's payload: the checksum of its length"):
+            open_length(number ^ 1 << bit, 7, most=2**40, rank=1)
+    with pytest.raises(PayloadError, match="checksum of its length"):
+        open_length(number, 8, most=2000, rank=1)
+    with pytest.raises(PayloadError, match="expected 16 to 1000"):
+        open_length(number, 7, most=1000, rank=1)

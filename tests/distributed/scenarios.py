@@ -153,6 +153,11 @@ def _on_rank_one(step: int, rank: int) -> bool:
     return rank == 1 and step % 2 == 0
 
 
+def _by_turns(step: int, rank: int) -> bool:
+    """Two steps on one rank, two on none, two on the next rank."""
+    return (step // 2 + rank) % 3 != 0
+
+
 def _everywhere(step: int, rank: int) -> bool:
     return step % 3 != 0
 
@@ -170,6 +175,7 @@ SCENARIOS = {
     "adversarial_toggled": Scenario(lambda: Adversarial(toggle=True), strategy={"find_unused_parameters": True}),
     "several_backwards": Scenario(SeveralBackwards),
     "unused_on_one_rank": Scenario(lambda: Classifier(unused=_on_rank_one), strategy={"find_unused_parameters": True}),
+    "unused_by_turns": Scenario(lambda: Classifier(unused=_by_turns), strategy={"find_unused_parameters": True}),
     "unused_everywhere": Scenario(lambda: Classifier(unused=_everywhere), strategy={"find_unused_parameters": True}),
     "gradient_as_bucket_view": Scenario(Classifier, strategy={"gradient_as_bucket_view": True}),
     "static_graph": Scenario(Classifier, strategy={"static_graph": True}),

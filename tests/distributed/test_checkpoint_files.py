@@ -18,8 +18,8 @@ from pytorch_lightning.plugins.io import AsyncCheckpointIO
 from torch import nn
 
 from lightning_sparsecomm import methods
-from lightning_sparsecomm.run.checkpoint import RankFile, RankFiles
 from lightning_sparsecomm.run.contents import fingerprint_of, mean_with
+from lightning_sparsecomm.run.rank_files import RankFile, RankFiles
 from lightning_sparsecomm.strategies.lightning_fabric import SparseCommStrategy as FabricStrategy
 from tests.distributed.launch import run_ranks
 from tests.distributed.test_resume import Network, differences, outside_launcher, train
@@ -130,10 +130,9 @@ def _overwritten(rank: int, folder: Path) -> list[Any]:
     before = names(folder / "model.ckpt.sparsecomm")
     strategy: Any = trainer.strategy
     torch.distributed.barrier()
-    number, state = strategy._ended
-    strategy._ended = number + 1, state
     if rank == 1:
-        strategy._write_state(path, {}, {}, to_resume=True)
+        run, state, _ = strategy._ended
+        RankFiles(path, strategy.checkpoint_io).write(RankFile(1, 2, strategy._saves.number(run)), {"state": state})
     torch.distributed.barrier()
     between = names(folder / "model.ckpt.sparsecomm")
     begin = Begin()
@@ -221,16 +220,17 @@ class Forgetful(Network):
 
 def test_what_is_said(tmp_path: Path) -> None:
     first, second = run_ranks(tmp_path, 2, _problems, tmp_path)
-    # Only rank 0 says it, and all ranks begin alike.
+    # All ranks begin alike. Where there are files that cannot be used, all say it; otherwise only rank 0.
     assert {name: steps for name, (_, steps) in first.items()} == {name: steps for name, (_, steps) in second.items()}
-    assert {name: words for name, (words, _) in second.items() if words}.keys() <= {"damaged"}
+    alarming = {"damaged", "missing", "elsewhere", "another"}
+    assert {name: words for name, (words, _) in second.items() if words} == {name: first[name][0] for name in alarming}
     begun = {name for name, (_, steps) in first.items() if steps == 0}
     assert begun == {"ddp's", "damaged", "missing", "elsewhere", "none", "another"}
     path = tmp_path / "run" / "epoch=0.ckpt"
     assert first["fits"][0] == []
     lost = f"resuming from {path} with empty memories, and with warm-ups from their beginning: "
     for name, problem in {
-        "damaged": r"rank_1_of_2\.\w+\.pt cannot be read\. What ranks had not sent yet is lost\.",
+        "damaged": r"rank_1_of_2\.\w+\.pt cannot be read \(\w+: .*\)\. What ranks had not sent yet is lost\.",
         "missing": r"rank_1_of_2\.\w+\.pt is missing\.",
         "elsewhere": r"rank_1_of_2\.\w+\.pt is missing: that rank saved after another step, or did not finish\.",
         "none": r"there is no .*epoch=0.ckpt.sparsecomm/ beside it\.",
@@ -321,6 +321,26 @@ def _asynchronous(rank: int, folder: Path) -> tuple[list[str], Any]:
 
 def test_a_plugin_that_writes_later(tmp_path: Path) -> None:
     assert run_ranks(tmp_path, 2, _asynchronous, tmp_path) == [([], 6)] * 2
+
+
+def _asynchronous_saves(rank: int, folder: Path) -> tuple[int, list[str], Any]:
+    outside_launcher(rank, 2)
+    path = folder / "model.ckpt"
+    options = {"plugins": [AsyncCheckpointIO()]}
+    train(folder / "run", 2, methods.dgc(0.1, warmup_steps=4), 5, callbacks=(Every(path),), **options)
+    torch.distributed.barrier()
+    left = len(names(folder / "model.ckpt.sparsecomm"))
+    begin = Begin()
+    with said() as words:
+        train(folder / "on", 2, methods.dgc(0.1, warmup_steps=4), 6, resume=path, callbacks=(begin,))
+    return left, words, begin.state["streams"][0]["steps"]
+
+
+def test_a_plugin_that_writes_later_leaves_no_heap_of_files(tmp_path: Path) -> None:
+    for left, words, steps in run_ranks(tmp_path, 2, _asynchronous_saves, tmp_path):
+        assert 2 <= left <= 6
+        assert words == []
+        assert steps == 30
 
 
 def _fabric(rank: int, folder: Path, method: str) -> list[str]:
@@ -422,6 +442,5 @@ def test_a_link_is_followed_by_who_reads_alone(tmp_path: Path) -> None:
     # A save replaces the link, and not the files of the checkpoint it points to. A removal leaves those alone too.
     RankFiles(link, io).write(RankFile(1, 2, 6), {})
     assert names(tmp_path / "last.ckpt.sparsecomm") == [str(RankFile(1, 2, 6))]
-    for rank in (1, 0):
-        RankFiles(link, io).remove(rank)
+    RankFiles(link, io).remove(RankFiles(link, io).found())
     assert kept.found() == written

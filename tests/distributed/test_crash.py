@@ -1,4 +1,4 @@
-"""All ranks are killed at random moments and resumed. The weights end as in a run that was never killed."""
+"""All ranks, or one, are killed at random moments and resumed. The weights end as in a run that was never killed."""
 
 import os
 import random
@@ -15,7 +15,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
-from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.callbacks import Checkpoint, ModelCheckpoint
 
 from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
 from tests.distributed.launch import FORK, QUIET
@@ -66,12 +66,24 @@ class Progress(pl.Callback):
             self.path.write_text(str(trainer.global_step))
 
 
-def _rank(rank: int, folder: Path, name: str, store: Path, resume: Path | None) -> None:
+class Overwriting(Checkpoint):
+    """Saves to one path after each batch."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def _rank(rank: int, folder: Path, name: str, store: Path, resume: Path | None, one: bool) -> None:
     outside_launcher(rank, RANKS)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     method, model, callbacks = CASES[name]
     torch.manual_seed(7)
-    checkpoint = ModelCheckpoint(folder, "{step}", every_n_train_steps=3, save_top_k=-1)
+    checkpoint: Checkpoint = ModelCheckpoint(folder, "{step}", every_n_train_steps=3, save_top_k=-1)
+    if one:
+        checkpoint = Overwriting(folder / "last.ckpt")
     trainer = pl.Trainer(
         devices=RANKS,
         strategy=SparseCommStrategy(method(), find_unused_parameters=True),
@@ -82,17 +94,22 @@ def _rank(rank: int, folder: Path, name: str, store: Path, resume: Path | None) 
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        warnings.filterwarnings("error", ".*(empty memories|is lost).*")
         trainer.fit(Network(**model), Loader(rank), ckpt_path=resume)
     state = {key: tensor.numpy() for key, tensor in trainer.lightning_module.state_dict().items()}
     np.savez(folder / f"rank_{rank}", **state)
     os._exit(0)
 
 
-def _train(folder: Path, name: str, resume: Path | None, kill_at: float | None) -> bool:
-    """Begins or resumes a training, and kills it at step `kill_at`, a fraction included. Whether it ended by itself."""
+def _train(folder: Path, name: str, resume: Path | None, kill_at: float | None, victim: int | None = None) -> bool:
+    """Begins or resumes a training, and kills it at step `kill_at`, a fraction included. Whether it ended by itself.
+
+    If only one rank is the `victim`, the others end by themselves, and one path is overwritten after each batch.
+    """
     (folder / "progress").write_text("0")
     store = folder / f"store-{os.urandom(4).hex()}"
-    ranks = [FORK.Process(target=_rank, args=(rank, folder, name, store, resume)) for rank in range(RANKS)]
+    one = victim is not None
+    ranks = [FORK.Process(target=_rank, args=(rank, folder, name, store, resume, one)) for rank in range(RANKS)]
     for process in ranks:
         process.start()
     deadline = time.monotonic() + 60
@@ -105,6 +122,10 @@ def _train(folder: Path, name: str, resume: Path | None, kill_at: float | None) 
             time.sleep(0.001)
     finally:
         ended = not any(process.is_alive() for process in ranks)
+        if victim is not None and not ended:
+            ranks[victim].kill()
+            for process in ranks:
+                process.join(max(0.0, deadline - time.monotonic()))
         for process in ranks:
             if process.is_alive():
                 assert process.pid is not None
@@ -128,7 +149,7 @@ def _weights(folder: Path) -> list[dict[str, np.ndarray]]:
     return [dict(np.load(folder / f"rank_{rank}.npz")) for rank in range(RANKS)]
 
 
-def _killed_and_not(tmp_path: Path, name: str, kills: int) -> None:
+def _killed_and_not(tmp_path: Path, name: str, kills: int, one: bool = False) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     whole.mkdir()
     broken.mkdir()
@@ -136,17 +157,19 @@ def _killed_and_not(tmp_path: Path, name: str, kills: int) -> None:
     optimizer_steps = STEPS * (2 if CASES[name][1].get("two") else 1)
     moments = random.Random(name)
     resumed = 0
+    last = (lambda folder: next(folder.glob("last.ckpt"), None)) if one else _last
     for count in range(kills):
-        resume = _last(broken)
+        resume = last(broken)
         resumed += resume is not None
         # Later each time, so that training makes progress.
         at = optimizer_steps * (count + moments.random()) / (kills + 1)
-        if _train(broken, name, resume, at + moments.random() / 2):
+        victim = moments.randrange(RANKS) if one else None
+        if _train(broken, name, resume, at + moments.random() / 2, victim):
             # A busy machine may not let us kill them in time.
             assert count > kills / 2, "the ranks ended before most of the moments to kill them"
             break
     else:
-        assert _train(broken, name, _last(broken), None)
+        assert _train(broken, name, last(broken), None)
     assert resumed
     for ours, theirs in zip(_weights(broken), _weights(whole), strict=True):
         assert ours.keys() == theirs.keys()
@@ -164,3 +187,12 @@ def test_killed_some_times(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [name for name in CASES if name not in LEFT_OUT])
 def test_killed_at_twenty_steps(name: str, tmp_path: Path) -> None:
     _killed_and_not(tmp_path, name, 20)
+
+
+@pytest.mark.parametrize(
+    ("name", "kills"),
+    [("dgc", 2), *(pytest.param(name, 40, marks=pytest.mark.slow) for name in ("dgc", "sbc", "diloco"))],
+)
+@pytest.mark.timeout(900)
+def test_one_rank_killed_while_one_path_is_overwritten(name: str, kills: int, tmp_path: Path) -> None:
+    _killed_and_not(tmp_path, name, kills, one=True)

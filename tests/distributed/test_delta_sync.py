@@ -103,9 +103,10 @@ def test_nothing_is_sent_between_exchanges(tmp_path: Path) -> None:
         assert ledger.rows["Lightning, metrics"]["broadcast"].calls >= 11
         assert ledger.density() == pytest.approx(3 / 11)
     laws.replicas_are_equal(ranks)
-    # At the end ranks ask whether anyone has changed weights: four bytes for each tensor.
+    # At the end ranks ask whether anyone has changed weights: four bytes for each tensor. And with each exchange
+    # whether anyone has set one: a bit for each parameter, and a checksum.
     tensors = len(parameters) + 2
-    assert ledger.handed_bytes("parameters") == 4 * tensors
+    assert ledger.handed_bytes("parameters") == 4 * tensors + 3 * (4 + math.ceil(len(parameters) / 8))
 
 
 def test_buffers_are_broadcast_if_asked_for(tmp_path: Path) -> None:
@@ -274,9 +275,11 @@ def test_the_monitor_counts_from_exchange_to_exchange(tmp_path: Path) -> None:
         ]
     parameters = list(Classifier().parameters())
     elements = sum(parameter.numel() for parameter in parameters)
+    # Four bytes and a bit for each parameter, in units of four bytes.
+    flags = (4 + math.ceil(len(parameters) / 8)) / 4
     # The logger gets the last value again until there is a new one.
     assert len(ratios) >= 3
-    assert ratios == pytest.approx([4 * elements / (elements + len(parameters))] * len(ratios))
+    assert ratios == pytest.approx([4 * elements / (elements + len(parameters) + flags)] * len(ratios))
 
 
 class Words(pl.LightningModule):

@@ -27,6 +27,7 @@ from lightning_sparsecomm.codecs import (
     ValueCodec,
     most_bytes,
 )
+from lightning_sparsecomm.codecs.payload import seal_length
 from lightning_sparsecomm.exchange import BlockReduce, Exchange, Gather, NonFiniteGradientError, SketchedTopK
 from tests.distributed.launch import run_ranks
 
@@ -234,34 +235,39 @@ def test_bytes_of_blocks(tmp_path: Path) -> None:
 
 
 class Lying(Wire):
-    """Rank 1 gives a wrong length for its payload. The payload itself is never sent."""
+    """Rank 1 sends a wrong number for the length of its payload. The payload itself is never sent."""
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, number: int) -> None:
         super().__init__()
-        self.length = length
+        self.number = number
 
     def all_gather(self, tensor: Tensor, row: str | None = None) -> Tensor:
         assert tensor.dtype == torch.int64, "payloads were made room for"
-        return super().all_gather(torch.tensor([self.length]) if self.rank == 1 else tensor, row)
+        return super().all_gather(torch.tensor([self.number]) if self.rank == 1 else tensor, row)
 
 
-def _lied_to(rank: int, exchange: Exchange, lengths: list[int]) -> list[str]:
+def _lied_to(rank: int, exchange: Exchange, numbers: list[int]) -> list[str]:
     messages = []
-    for length in lengths:
+    for number in numbers:
         x = torch.cat([gradient.view(-1) for gradient in gradients_of(rank, "plain") if gradient is not None])
         with pytest.raises(PayloadError) as raised:
-            exchange.exchange(Vector(x, [True] * 3), Round(LAYOUT, 3, world_size=2, rank=rank), Lying(length))
+            exchange.exchange(Vector(x, [True] * 3), Round(LAYOUT, 3, world_size=2, rank=rank), Lying(number))
         messages.append(str(raised.value))
     return messages
 
 
 MOST = 16 + 1 + 32 + 16 * LAYOUT.size
-LENGTHS = [-(2**63), -1, 0, 15, MOST + 1, 2**40, 2**63 - 1]
+LENGTHS = [0, 15, MOST + 1, 2**40 - 1]
+UNSEALED = [-(2**63), -1, 0, 20, 2**40, 2**63 - 1]
 
 
 def test_all_ranks_refuse_a_length_that_no_payload_has(tmp_path: Path) -> None:
     assert most_bytes(LAYOUT) == MOST
-    for messages in run_ranks(tmp_path, 2, _lied_to, Gather(SparseCodec(TopK(0.05), indices=Golomb())), LENGTHS):
+    exchange = Gather(SparseCodec(TopK(0.05), indices=Golomb()))
+    sealed = [seal_length(length, Round(LAYOUT, 3).shared_seed()) for length in LENGTHS]
+    for messages in run_ranks(tmp_path, 2, _lied_to, exchange, sealed + UNSEALED):
+        for message in messages[len(LENGTHS) :]:
+            assert message.startswith("rank 1's payload: the checksum of its length, sent ahead of it, does not match")
         for message, length in zip(messages, LENGTHS):
             assert message.startswith(f"rank 1's payload: length, sent ahead of it, is {length}, expected 16 to {MOST}")
 

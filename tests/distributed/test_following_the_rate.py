@@ -65,6 +65,8 @@ def _ddp(rates: list[float], momentum: float) -> np.ndarray:
     return weights
 
 
+# As the rate falls, what waits is scaled up beyond float16.
+@pytest.mark.filterwarnings("ignore:.* values beyond")
 @pytest.mark.parametrize("settle", [False, True])
 @pytest.mark.parametrize(
     ("method", "momentum"),

@@ -16,7 +16,7 @@ from tests.distributed.recording import Recording, recorded
 from tests.distributed.scenarios import SCENARIOS, Classifier, Scenario, fit, without_momentum
 
 # One scenario of each kind. The others run with the slow tests.
-KINDS = ("plain", "accumulation", "batch_norm", "adversarial", "several_backwards", "unused_on_one_rank", "bf16_mixed")
+KINDS = ("plain", "accumulation", "batch_norm", "adversarial", "several_backwards", "unused_by_turns", "bf16_mixed")
 
 
 def quick_and_slow(names: Iterable[str], quick: Sequence[str] = KINDS) -> list[Any]:
@@ -24,7 +24,7 @@ def quick_and_slow(names: Iterable[str], quick: Sequence[str] = KINDS) -> list[A
 
 
 # The number of ranks changes sums, but not how ddp is used.
-WITH_THREE = ("plain", "unused_on_one_rank")
+WITH_THREE = ("plain", "unused_by_turns")
 SIZES = [
     pytest.param(*each.values, ranks, marks=each.marks)
     for ranks, quick in ((2, (*KINDS, "clip_norm", "unused_everywhere")), (3, WITH_THREE))
@@ -77,9 +77,7 @@ def test_momentum_correction_at_full_density_equals_ddp(tmp_path: Path, name: st
     laws.trained(scenario.model().state_dict(), ours[0])
     laws.replicas_are_equal(ours)
     for rank in range(world_size):
-        # A rank without a gradient leaves its velocity alone, while ddp's takes in the mean of the others.
-        if name != "unused_on_one_rank":
-            laws.equal_to_round_off(ours[rank], ddp[rank], scenario.tolerance)
+        laws.equal_to_round_off(ours[rank], ddp[rank], scenario.tolerance)
 
 
 @pytest.mark.parametrize("name", quick_and_slow(name for name in SCENARIOS if name != "clip_value"))

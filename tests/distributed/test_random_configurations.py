@@ -2,6 +2,7 @@
 
 import random
 import signal
+import tempfile
 import traceback
 import warnings
 from functools import partial
@@ -66,10 +67,22 @@ class Model(pl.LightningModule):
             # Few of torch's optimizers take sparse gradients, and its clipping takes none.
             self.make_optimizer = OPTIMIZERS[0]
         self.automatic_optimization = not self.what["two"]
+        self.events: set[str] = set()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if "freeze" in self.events:
+            self.more.requires_grad_(not 2 <= self.global_step < 4)
+        if "swap" in self.events and self.global_step == 3:
+            self.trainer.strategy.optimizers = [self.make_optimizer(self.parameters())]
+        if "save" in self.events and self.global_step == 2:
+            self.trainer.save_checkpoint(self.folder / "saved.ckpt")
         if self.what["thaws"] and self.global_step >= 3:
             self.side.requires_grad_(True)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if "clamp" in self.events:
+            with torch.no_grad():
+                self.head.weight.clamp_(-0.1, 0.1)
 
     def loss(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
@@ -132,6 +145,17 @@ def _precision(drawn: random.Random) -> dict[str, Any]:
     return {"precision": precision}
 
 
+EVENTS = ("freeze", "swap", "save", "clamp", "uneven")
+
+
+def events_of(number: int, model: Model) -> set[str]:
+    """What happens amid the training. The first 201 configurations have no events."""
+    drawn = random.Random(f"events of {number}")
+    chosen = {event for event in EVENTS if drawn.random() < 0.3} if number > 200 else set()
+    # Lightning's manual optimization holds on to its optimizers.
+    return chosen - {"swap"} if model.what["two"] else chosen
+
+
 def _train(number: int, rank: int, world_size: int) -> tuple[str, str, str]:
     """Trains one configuration. Returns its name, how it ended, and the bits of its weights."""
     # All ranks draw the same.
@@ -151,10 +175,14 @@ def _train(number: int, rank: int, world_size: int) -> tuple[str, str, str]:
             callbacks.append(SparsityWarmup(steps=3))
         if drawn.random() < 0.15:
             callbacks.append(ParameterAveraging(2, buffers=True))
-        described = f"{number}: {method!r} {model.what} {model.make_optimizer} {options} {callbacks}"
+        model.events = events_of(number, model)
+        described = (
+            f"{number}: {method!r} {model.what} {sorted(model.events)} {model.make_optimizer} {options} {callbacks}"
+        )
         trainer = pl.Trainer(
             devices=world_size,
-            strategy=SparseCommStrategy(method, find_unused_parameters=True),
+            strategy=SparseCommStrategy(method, find_unused_parameters=True, uneven_inputs="uneven" in model.events),
+            use_distributed_sampler="uneven" not in model.events,
             max_steps=STEPS * (2 if model.what["two"] else 1),
             enable_checkpointing=False,
             num_sanity_val_steps=1,
@@ -166,7 +194,12 @@ def _train(number: int, rank: int, world_size: int) -> tuple[str, str, str]:
         generator = torch.Generator().manual_seed(number)
         x = torch.randint(WORDS, (BATCH * world_size * 12, 3), generator=generator)
         data = TensorDataset(x, torch.randint(CLASSES, (len(x),), generator=generator))
-        trainer.fit(model, DataLoader(data, batch_size=BATCH), DataLoader(data, batch_size=BATCH, sampler=range(8)))
+        train = DataLoader(data, batch_size=BATCH)
+        if "uneven" in model.events:
+            train = DataLoader(TensorDataset(*data[rank * 5 * BATCH :][: (4 + rank) * BATCH]), batch_size=BATCH)
+        with tempfile.TemporaryDirectory() as folder:
+            model.folder = Path(folder)
+            trainer.fit(model, train, DataLoader(data, batch_size=BATCH, sampler=range(8)))
     except (ValueError, TypeError) as error:
         # Refused by us, before anything was trained, and equally on all ranks.
         return described, f"refused: {type(error).__name__}: {error}", ""
@@ -210,6 +243,10 @@ def _all_end_alike(tmp_path: Path, world_size: int, numbers: list[int]) -> int:
 
 def test_some(tmp_path: Path) -> None:
     assert _all_end_alike(tmp_path, 2, list(range(12))) >= 6
+
+
+def test_some_with_events(tmp_path: Path) -> None:
+    assert _all_end_alike(tmp_path, 2, list(range(201, 213))) >= 6
 
 
 @pytest.mark.slow

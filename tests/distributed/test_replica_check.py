@@ -17,6 +17,7 @@ from lightning_sparsecomm.basis.parts import parts_in
 from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.channel import LocalAdam
 from lightning_sparsecomm.methods import RECIPES, dense, dgc, federated_averaging, gradient_dropping, sbc, split
+from lightning_sparsecomm.run.agreement import CHECK_REPLICAS_EVERY
 from lightning_sparsecomm.run.engine import Engine
 from lightning_sparsecomm.sharing import Method
 from lightning_sparsecomm.sharing.delta import DeltaShare
@@ -119,7 +120,7 @@ def _catch(rank: int) -> list[str]:
 def test_a_change_on_some_ranks_is_caught(tmp_path: Path) -> None:
     results = run_ranks(tmp_path, 3, _catch)
     assert results[0] == results[1] == results[2]
-    digest = "digest [0-9a-f]{16}"
+    digest = "digest [0-9a-f]{8}"
     for message, (_, _, name, ranks, _, seen) in zip(results[0], CAUGHT, strict=True):
         words = (
             rf"{seen}: parameter '{name.split()[-1]}' after optimizer step {seen} must be equal on all ranks;"
@@ -164,7 +165,7 @@ def test_a_lone_process_compares_nothing(tmp_path: Path) -> None:
     assert all(each == [0, 0] for each in counts.values())
 
 
-def _by_default(rank: int) -> str:
+def _only_at_the_end(rank: int) -> str:
     run = Run(rank, dgc(0.5, warmup_steps=0))
     run.step()
     if rank == 1:
@@ -184,9 +185,37 @@ def _by_default(rank: int) -> str:
     return str(raised.value)
 
 
-def test_only_the_end_is_compared_by_default(tmp_path: Path) -> None:
-    for message in run_ranks(tmp_path, 2, _by_default):
+def test_only_the_end_is_compared(tmp_path: Path) -> None:
+    for message in run_ranks(tmp_path, 2, _only_at_the_end):
         assert message.startswith("parameter 'first.weight' after optimizer step 2 must be equal on all ranks; got ")
+
+
+def _by_default(rank: int) -> tuple[int, str]:
+    """In its third step, rank 1 gets another sum than the others. Returns when that is found."""
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=FabricStrategy(dense()))
+    fabric.strategy._begin(torch.device("cpu"), None)
+    network = nn.Linear(3, 2)
+    nn.init.ones_(network.weight)
+    nn.init.ones_(network.bias)
+    module = fabric.strategy._wrap(network)
+    optimizer = torch.optim.SGD(network.parameters(), lr=1e-4)
+    step = 0
+    with pytest.raises(ReplicaError) as raised:  # noqa: PT012
+        while True:
+            step += 1
+            optimizer.zero_grad()
+            fabric.strategy.backward(module(torch.ones(1, 3)).sum(), module)
+            if step == 3 and rank == 1:
+                network.bias.grad[0] += 1e-2
+            fabric.strategy.optimizer_step(optimizer)
+    fabric.strategy._end()
+    return step, str(raised.value)
+
+
+def test_a_sum_that_was_altered_is_found_by_default(tmp_path: Path) -> None:
+    for step, message in run_ranks(tmp_path, 2, _by_default):
+        assert step == CHECK_REPLICAS_EVERY
+        assert message.startswith(f"parameter 'bias' after optimizer step {step} must be equal on all ranks; got ")
 
 
 def _with_fabric(rank: int) -> list[str]:

@@ -58,7 +58,9 @@ def test_a_gradient_that_is_not_finite_is_reported(wire: Wire) -> None:
 
 def test_float16_clamps_instead_of_overflowing(wire: Wire) -> None:
     values = torch.tensor([1e6, -1e6, 1.0, 0.0, 3e4])
-    shared, sent, _ = DenseAllReduce("float16").exchange(Vector(values), CONTEXT, wire)
+    with pytest.warns(UserWarning, match="2 values beyond ±"):
+        shared, sent, _ = DenseAllReduce("float16").exchange(Vector(values), CONTEXT, wire)
+    assert wire.ledger.clamped_elements == 2
     assert torch.isfinite(shared).all()
     assert shared[0] == -shared[1] > 6e4
     assert shared[2:].tolist() == [1, 0, 3e4]

@@ -10,7 +10,7 @@ import torch
 from pytorch_lightning.plugins.environments import TorchElasticEnvironment
 from torch.utils.data import DataLoader
 
-from lightning_sparsecomm.frontends.trainer import EndOfTraining
+from lightning_sparsecomm.frontends.own_callbacks import EndOfTraining
 from lightning_sparsecomm.methods import federated_averaging, gradient_dropping
 from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
 from tests.distributed.launch import QUIET, run_ranks

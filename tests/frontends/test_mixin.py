@@ -48,12 +48,15 @@ def test_strategy(package: str) -> None:
         strategy(0.01)
     for every in (0, -1, True, 2.0, "3"):
         with construction(
-            f"check_replicas_every must be a whole number of optimizer steps, at least 1; got {every!r}. Leave it out"
+            f"check_replicas_every must be a whole number of optimizer steps, at least 1; got {every!r}. Use None"
             " to compare replicas at the end of training only."
         ):
             strategy(check_replicas_every=every)
     assert strategy(check_replicas_every=3).check_replicas_every == 3
+    assert strategy().check_replicas_every == 1000
     if "fabric" not in package:
+        with construction("uneven_inputs must be True or False, equal on all ranks; got 1.", TypeError):
+            strategy(uneven_inputs=1)
         with construction("ddp_comm_hook cannot be combined with a method, which takes the place of DDP's"):
             strategy(ddp_comm_hook=fp16_compress_hook)
     with pytest.raises(RuntimeError, match="no model is set up for training yet"):

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,37 +10,24 @@ from torch import nn
 from lightning_sparsecomm.basis import Wire
 from lightning_sparsecomm.frontends.saving import SavingMixin
 from lightning_sparsecomm.methods import dense, dgc, gradient_dropping
-from lightning_sparsecomm.run.checkpoint import RankFiles
 from lightning_sparsecomm.run.contents import fingerprint_of
 from lightning_sparsecomm.run.engine import Engine
+from lightning_sparsecomm.run.rank_files import RankFiles
 from lightning_sparsecomm.sharing import Method
-from tests.run.test_checkpoint import Plugin
+from tests.run.test_rank_files import Plugin
 from tests.run.training import backward, step
 
 Make = Callable[..., "Strategy"]
 CHECKPOINT = {"epoch": 1}
 
 
-class ReadingPlugin(Plugin):
-    def load_checkpoint(self, path: Any, weights_only: Any = None) -> Any:
-        return torch.load(path)
-
-
-class Base:
-    def __init__(self) -> None:
-        self.barriers = 0
-
-    def barrier(self) -> None:
-        self.barriers += 1
-
-
-class Strategy(SavingMixin, Base):
+class Strategy(SavingMixin):
     """Saves and reads, and trains one module."""
 
     def __init__(self, method: Method, wire: Wire, steps: int = 0) -> None:
         super().__init__()
         self.method, self.wire = method, wire
-        self.checkpoint_io = ReadingPlugin()
+        self.checkpoint_io = Plugin()
         self.global_rank, self.world_size, self.root_device = 0, 1, torch.device("cpu")
         torch.manual_seed(1)
         self.module = nn.Linear(2, 3)
@@ -57,6 +43,9 @@ class Strategy(SavingMixin, Base):
             self.optimizer.zero_grad()
             backward(self._engine, self.module)
             step(self._engine, self.optimizer)
+
+    def write(self, path: Path, to_resume: bool = True, together: bool = True) -> None:
+        self._save(path, CHECKPOINT, {}, to_resume, lambda where: torch.save(CHECKPOINT, where), together)
 
     def found(self, path: Path) -> int:
         return len(RankFiles(path, self.checkpoint_io).found())
@@ -81,7 +70,7 @@ def make(wire: Wire) -> Iterator[Make]:
 def test_what_was_written_is_taken_over(make: Make, tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
     first = make(gradient_dropping(0.3), steps=3)
-    first._write_state(path, CHECKPOINT, {}, to_resume=True)
+    first.write(path)
     resumed = make(gradient_dropping(0.3))
     resumed.resume(path)
     tracked = resumed._engine.registry.optimizers[0]
@@ -93,24 +82,22 @@ def test_what_was_written_is_taken_over(make: Make, tmp_path: Path) -> None:
         assert torch.equal(share.state_dict()[kept][name], held)
 
 
-def test_earlier_files_go_with_the_next_barrier(make: Make, tmp_path: Path) -> None:
+def test_earlier_files_go_with_the_next_save(make: Make, tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
     strategy = make(gradient_dropping(0.3), steps=1)
-    strategy._write_state(path, CHECKPOINT, {}, to_resume=True)
-    strategy.barrier()
-    strategy.train()
-    strategy._write_state(path, CHECKPOINT, {}, to_resume=True)
-    assert strategy.found(path) == 2
-    strategy.barrier()
-    assert strategy.found(path) == 1
-    assert strategy.barriers == 2
+    for _ in range(2):
+        strategy.write(path)
+        assert strategy.found(path) == 1
+        strategy.train()
+    strategy._remove(path, path.unlink)
+    assert not list(tmp_path.glob("last*"))
 
 
 def test_a_checkpoint_after_the_run_holds_its_last_state(make: Make, tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
     strategy = make(gradient_dropping(0.3), steps=2)
     strategy._end()
-    strategy._write_state(path, CHECKPOINT, {}, to_resume=True)
+    strategy.write(path)
     resumed = make(gradient_dropping(0.3))
     resumed.resume(path)
     assert resumed._engine.registry.optimizers[0].steps == 2
@@ -119,13 +106,13 @@ def test_a_checkpoint_after_the_run_holds_its_last_state(make: Make, tmp_path: P
 @pytest.mark.parametrize("case", ["weights alone", "nothing to hold", "no run"])
 def test_files_that_no_longer_belong_to_a_checkpoint_are_removed(make: Make, tmp_path: Path, case: str) -> None:
     path = tmp_path / "last.ckpt"
-    make(gradient_dropping(0.3), steps=1)._write_state(path, CHECKPOINT, {}, to_resume=True)
+    make(gradient_dropping(0.3), steps=1).write(path)
     strategy = make(dense() if case == "nothing to hold" else gradient_dropping(0.3))
     if case == "no run":
         strategy._engine.close()
         strategy._engine = None
     assert strategy.found(path) == 1
-    strategy._write_state(path, CHECKPOINT, {}, to_resume=case != "weights alone")
+    strategy.write(path, case != "weights alone")
     assert strategy.found(path) == 0
 
 
@@ -136,16 +123,44 @@ def test_a_checkpoint_without_files_is_warned_of(make: Make, tmp_path: Path) -> 
     make(dense()).resume(tmp_path / "last.ckpt")
 
 
-def test_only_rank_0_warns(make: Make, tmp_path: Path) -> None:
+def test_only_rank_0_warns_where_there_are_no_files(make: Make, tmp_path: Path) -> None:
     strategy = make(gradient_dropping(0.3))
     strategy.global_rank = 1
     strategy.resume(tmp_path / "last.ckpt")
 
 
+def test_all_ranks_warn_of_a_damaged_file(make: Make, tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    make(gradient_dropping(0.3), steps=1).write(path)
+    (file,) = Path(f"{path}.sparsecomm").iterdir()
+    content = torch.load(file)
+    content["state"]["streams"][0]["held"]["GradientSync.ErrorFeedback"]["weight"][0, 0] += 1
+    torch.save(content, file)
+    for rank in range(2):
+        strategy = make(gradient_dropping(0.3))
+        strategy.global_rank = rank
+        with pytest.warns(UserWarning, match="with empty memories.*is damaged: its checksum does not fit") as words:
+            strategy.resume(path)
+        assert len(words) == 1
+        assert strategy._engine.residual_norm() == 0
+
+
+def test_a_save_amid_a_step_is_said(make: Make, tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    strategy = make(gradient_dropping(0.3), steps=1)
+    strategy._engine.synchronize(strategy.optimizer)
+    strategy.write(path, together=False)
+    with pytest.warns(UserWarning, match="saved after an error in the middle of an optimizer step: what ranks had"):
+        make(gradient_dropping(0.3)).resume(path)
+
+
 def test_what_another_method_has_no_place_for_is_named(make: Make, tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
-    make(dgc(0.3, warmup_steps=0), steps=2)._write_state(path, CHECKPOINT, {}, to_resume=True)
-    with pytest.warns(UserWarning, match=r"this run has no place for .*MomentumCorrection of 1 parameters.*TopK"):
+    make(dgc(0.3, warmup_steps=0), steps=2).write(path)
+    with pytest.warns(
+        UserWarning,
+        match=r"this run has no place for .*MomentumCorrection of 1 parameters.*gradient_dropping\(density=0\.3\)",
+    ):
         make(gradient_dropping(0.3)).resume(path)
 
 
@@ -155,7 +170,7 @@ def test_a_world_of_another_size_takes_the_mean(make: Make, tmp_path: Path) -> N
         strategy = make(gradient_dropping(0.3), steps=2)
         strategy.global_rank, strategy.world_size = rank, 2
         strategy._engine.agreement.run = 5
-        strategy._write_state(path, CHECKPOINT, {}, to_resume=True)
+        strategy.write(path, together=False)
     resumed = make(gradient_dropping(0.3))
     with pytest.warns(UserWarning, match="saved by 2 processes, and these are 1"):
         resumed.resume(path)

@@ -16,7 +16,15 @@ from lightning_sparsecomm import ParameterAveraging, methods
 from lightning_sparsecomm.basis import ByLength
 from lightning_sparsecomm.channel import Channel, MomentumCorrection
 from lightning_sparsecomm.exchange import BlockReduce, DenseAllReduce, SketchedTopK
-from lightning_sparsecomm.methods import RECIPES, default, dgc, gradient_dropping, local_adam
+from lightning_sparsecomm.methods import (
+    RECIPES,
+    default,
+    dense,
+    dgc,
+    federated_averaging,
+    gradient_dropping,
+    local_adam,
+)
 from lightning_sparsecomm.sharing import DeltaSync, GradientSync, Method
 
 SWITCHED: list[Callable[..., object]] = [
@@ -73,3 +81,19 @@ def test_docstrings(name: str) -> None:
     results = doctest.testmod(module, extraglobs=names, optionflags=doctest.ELLIPSIS)
     assert results.failed == 0
     assert results.attempted > 0
+
+
+@pytest.mark.parametrize(
+    ("method", "call"),
+    [
+        (dgc(), "dgc(density=0.001)"),
+        (dense(), "dense()"),
+        (federated_averaging(), "federated_averaging(every=100)"),
+        (dgc(density=0.01, exclude=[]), "dgc(density=0.01)"),
+        (dgc(0.001, warmup_steps=5), "dgc(density=0.001, warmup_steps=5)"),
+        (dgc(0.01).with_fallback(local_adam()), "dgc(density=0.01).with_fallback(local_adam(density=0.01))"),
+        (copy.deepcopy(gradient_dropping(scope="tensor")), "gradient_dropping(density=0.01, scope='tensor')"),
+    ],
+)
+def test_the_repr_of_a_recipe_is_its_call(method: Method, call: str) -> None:
+    assert repr(method) == call

@@ -49,9 +49,8 @@ class LocalAdam:
             change = np.zeros_like(weight)
             for rank in range(self.ranks):
                 g = mean if self.dense[t] else own[rank][t]
-                if g is None:
-                    # It sends nothing; its residual and moments stay.
-                    continue
+                # Another rank has one.
+                g = 0.0 * weight if g is None else g
                 g = -g if maximize else g
                 if weight_decay and not decoupled:
                     g = g + weight_decay * weight

@@ -4,9 +4,10 @@ import torch
 from torch import nn
 
 from lightning_sparsecomm.basis import Wire
+from lightning_sparsecomm.basis.digests import digest_of
 from lightning_sparsecomm.methods import dgc, gradient_dropping
 from lightning_sparsecomm.run import agreement
-from lightning_sparsecomm.run.agreement import Fact, digest_of, facts_of_optimizers, facts_of_run, plain_repr
+from lightning_sparsecomm.run.agreement import Fact, facts_of_optimizers, facts_of_run, plain_repr
 from lightning_sparsecomm.run.engine import Engine
 from lightning_sparsecomm.sharing import Method
 from tests.run.training import chain

@@ -1,6 +1,5 @@
-"""The files beside a checkpoint: their names, and which of them are read or go; here of one rank, with torch.save."""
+"""Reading what ranks saved beside a checkpoint, or why there is nothing to resume from; here on one rank."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -8,151 +7,97 @@ import pytest
 import torch
 
 from lightning_sparsecomm.basis import Wire
-from lightning_sparsecomm.run.checkpoint import FORMAT, RankFile, RankFiles, read
+from lightning_sparsecomm.run.checkpoint import Resumed, read
 from lightning_sparsecomm.run.contents import fingerprint_of
+from lightning_sparsecomm.run.rank_files import FORMAT, RankFile, RankFiles
+from tests.run.test_rank_files import Plugin, content, files_of
 
-CPU = torch.device("cpu")
-
-
-class Plugin:
-    """Writes and removes as Lightning's plugin does."""
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        torch.save(checkpoint, path)
-
-    def remove_checkpoint(self, path: Any) -> None:
-        if os.path.isdir(path):
-            for name in os.listdir(path):
-                os.remove(os.path.join(path, name))
-            os.rmdir(path)
-        else:
-            os.remove(path)
+CHECKPOINT = {"state_dict": {"w": torch.ones(2)}}
 
 
-def content(checkpoint: object, **state: Any) -> dict[str, Any]:
-    return {"format": FORMAT, "method": "m", "checkpoint": fingerprint_of(checkpoint), "entries": {}, "state": state}
-
-
-def files_of(path: Path) -> RankFiles:
-    return RankFiles(path / "last.ckpt", Plugin())
-
-
-def load(path: str) -> dict[str, Any]:
-    return torch.load(path)  # type: ignore[no-any-return]
-
-
-# Names
-
-
-def test_a_name_says_whose_and_of_which_save(tmp_path: Path) -> None:
-    file = RankFile(3, 8, 2**64 - 1)
-    assert str(file) == "rank_3_of_8.ffffffffffffffff.pt"
-    files = files_of(tmp_path)
-    assert files.found() == []
-    files.write(file, {"a": 1})
-    (Path(files.folder) / "notes.txt").write_text("a stranger's")
-    (Path(files.folder) / "rank_3_of_8.pt").write_text("another stranger's")
-    assert files.found() == [file]
-    assert load(files.path(file)) == {"a": 1}
-
-
-def test_earlier_saves_go_when_the_new_one_is_there(tmp_path: Path) -> None:
-    files = files_of(tmp_path)
-    old, new = RankFile(1, 2, 1), RankFile(1, 2, 2)
-    others = [RankFile(0, 2, 1), RankFile(0, 3, 1)]
-    for file in (old, *others):
-        files.write(file, {})
-    # An asynchronous plugin has not written it yet.
-    files.prune(new)
-    assert len(files.found()) == 3
-    files.write(new, {})
-    files.prune(new)
-    assert files.found() == sorted([new, *others])
-    # Rank 0 also removes what a world of another size has left.
-    first = RankFile(0, 2, 2)
-    files.write(first, {})
-    files.prune(first)
-    assert files.found() == [first, new]
-
-
-def test_removal_by_rank(tmp_path: Path) -> None:
-    files = files_of(tmp_path)
-    for rank in range(2):
-        files.write(RankFile(rank, 2, 1), {})
-    files.remove(1)
-    assert files.found() == [RankFile(0, 2, 1)]
-    files.remove(0)
-    assert files.found() == []
-    assert not Path(files.folder).exists()
-    files.remove(0)
-
-
-def test_a_link_is_followed_for_reading_only(tmp_path: Path) -> None:
-    files = RankFiles(tmp_path / "step.ckpt", Plugin())
-    files.write(RankFile(0, 1, 1), {})
-    (tmp_path / "step.ckpt").write_text("")
-    (tmp_path / "last.ckpt").symlink_to(tmp_path / "step.ckpt")
-    assert RankFiles(tmp_path / "last.ckpt", Plugin(), follow=True).found() == [RankFile(0, 1, 1)]
-    assert RankFiles(tmp_path / "last.ckpt", Plugin()).found() == []
-
-
-# Reading
+def resume(files: RankFiles, wire: Wire) -> Resumed:
+    return read(files, fingerprint_of(CHECKPOINT), Plugin().load_checkpoint, wire, torch.device("cpu"))
 
 
 def test_a_rank_reads_what_it_has_written(tmp_path: Path, wire: Wire) -> None:
-    checkpoint = {"state_dict": {"w": torch.ones(2)}}
     files = files_of(tmp_path)
     # Two saves: that of this checkpoint counts.
     files.write(RankFile(0, 1, 1), content({"another": 1}, x=1))
-    files.write(RankFile(0, 1, 2**64 - 1), content(checkpoint, x=torch.tensor(2.0)))
-    resumed = read(files, fingerprint_of(checkpoint), load, wire, CPU)
+    files.write(RankFile(0, 1, 2**64 - 1), content(CHECKPOINT, x=torch.tensor(2.0)))
+    resumed = resume(files, wire)
     assert resumed.problem == ""
-    assert resumed.state == {"x": torch.tensor(2.0)}
-    assert (resumed.method, resumed.world_size) == ("m", 1)
+    assert resumed.state is not None and resumed.state["x"] == torch.tensor(2.0)
+    assert (resumed.method, resumed.world_size, resumed.save) == ("m", 1, 2**64 - 1)
+
+
+def test_format_1_is_read(tmp_path: Path, wire: Wire) -> None:
+    files = files_of(tmp_path)
+    Plugin().save_checkpoint(content(CHECKPOINT, x=5) | {"format": 1}, files.path(RankFile(0, 1, 3)))
+    state = resume(files, wire).state
+    assert state is not None and state["x"] == 5
 
 
 def test_a_larger_world_is_read_as_its_mean(tmp_path: Path, wire: Wire) -> None:
-    checkpoint = {"epoch": 1}
     files = files_of(tmp_path)
     for rank in range(3):
         entries = {"ema": torch.ones(2)}
-        files.write(RankFile(rank, 3, 7), content(checkpoint, x=torch.tensor(float(rank))) | {"entries": entries})
-    resumed = read(files, fingerprint_of(checkpoint), load, wire, CPU)
-    assert resumed.state == {"x": torch.tensor(1.0)}
+        files.write(RankFile(rank, 3, 7), content(CHECKPOINT, x=torch.tensor(float(rank))) | {"entries": entries})
+    resumed = resume(files, wire)
+    assert resumed.state is not None and resumed.state["x"] == torch.tensor(1.0)
     assert resumed.world_size == 3
     assert resumed.entries == {}
 
 
-@pytest.mark.filterwarnings("ignore:.*cannot be read")
+def test_of_two_saves_of_one_state_the_newest_whole_one_counts(tmp_path: Path, wire: Wire) -> None:
+    """A save is repeated without a step in between, and killed before or after it has replaced the checkpoint."""
+    files = files_of(tmp_path)
+    for save in (1, 2):
+        for rank in range(2):
+            files.write(RankFile(rank, 2, save), content(CHECKPOINT, x=torch.tensor(1.0)))
+    assert resume(files, wire).save == 2
+    files.remove([RankFile(1, 2, 2)])
+    assert resume(files, wire).save == 1
+    files.write(RankFile(1, 2, 2), content(CHECKPOINT, x=torch.tensor(1.0)))
+    files.remove([RankFile(1, 2, 1)])
+    assert resume(files, wire).save == 2
+
+
 @pytest.mark.parametrize(
     ("case", "text"),
     [
         ("none", "there is no .*last.ckpt.sparsecomm/ beside it"),
         ("not of rank 0", "last.ckpt.sparsecomm/ has none of rank 0"),
         ("of another checkpoint", "rank_0_of_1.0000000000000001.pt belongs to another save"),
+        ("rank 0's is damaged", r"rank_0_of_2.0000000000000001.pt cannot be read \("),
         ("a rank is missing", "rank_1_of_2.0000000000000001.pt is missing$"),
         ("of another save", "rank_1_of_2.0000000000000001.pt is missing: that rank "),
-        ("damaged", "rank_1_of_2.0000000000000001.pt cannot be read"),
-        ("of the future", "rank_1_of_2.0000000000000001.pt has a format "),
+        ("damaged", r"rank_1_of_2.0000000000000001.pt cannot be read \(UnpicklingError"),
+        ("exchanged", "rank_1_of_2.0000000000000001.pt was another file: that of rank 0"),
+        ("of the future", "rank_1_of_2.0000000000000001.pt has format 3, which"),
     ],
 )
 def test_why_there_is_nothing_to_resume_from(tmp_path: Path, wire: Wire, case: str, text: str) -> None:
-    checkpoint = {"epoch": 1}
     files = files_of(tmp_path)
+    first, second = (Path(files.path(RankFile(rank, 2, 1))) for rank in range(2))
     if case == "not of rank 0":
-        files.write(RankFile(1, 2, 1), content(checkpoint))
+        files.write(RankFile(1, 2, 1), content(CHECKPOINT))
     elif case == "of another checkpoint":
         files.write(RankFile(0, 1, 1), content({"epoch": 2}))
     elif case != "none":
-        files.write(RankFile(0, 2, 1), content(checkpoint))
+        files.write(RankFile(0, 2, 1), content(CHECKPOINT))
     if case == "of another save":
-        files.write(RankFile(1, 2, 2), content(checkpoint))
+        files.write(RankFile(1, 2, 2), content(CHECKPOINT))
     if case == "damaged":
-        Path(files.path(RankFile(1, 2, 1))).write_bytes(b"nonsense")
+        second.write_bytes(b"nonsense")
+    if case == "rank 0's is damaged":
+        first.write_bytes(first.read_bytes()[:100])
+    if case == "exchanged":
+        second.write_bytes(first.read_bytes())
     if case == "of the future":
-        files.write(RankFile(1, 2, 1), content(checkpoint) | {"format": FORMAT + 1})
-    resumed = read(files, fingerprint_of(checkpoint), load, wire, CPU)
+        written: dict[str, Any] = content(CHECKPOINT) | {"format": FORMAT + 1}
+        Plugin().save_checkpoint(written, second)
+    resumed = resume(files, wire)
     assert resumed.state is None
+    assert resumed.found == (case != "none")
     with pytest.raises(AssertionError, match=text):
         raise AssertionError(resumed.problem)

@@ -187,6 +187,9 @@ def test_a_parameter_of_two_optimizers_is_shared_with_each(engine: Engine) -> No
     engine.registry.add_module(module)
     both = torch.optim.SGD(module.parameters(), lr=0.1)
     one = torch.optim.SGD(module[1].parameters(), lr=0.1)
+    # As front ends do at set-up: one that comes when the other has made steps takes its place.
+    for optimizer in (both, one):
+        engine.register(optimizer)
     for optimizer in (both, one):
         optimizer.zero_grad()
         backward(engine, module)
@@ -233,11 +236,26 @@ def test_the_method_can_serve_again(wire: Wire) -> None:
     assert norms[0] == norms[1] > 0
 
 
-def test_a_save_is_named_by_the_run_and_its_steps(engine: Engine) -> None:
-    tracked = [engine.register(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)) for _ in range(2)]
-    numbers = set()
-    for engine.agreement.run in (1, 2):
-        for tracked[0].steps, tracked[1].steps in ((0, 0), (1, 0), (0, 1), (1, 1)):
-            numbers.add(engine.save_number())
-    assert len(numbers) == 8
-    assert all(0 <= number < 2**64 for number in numbers)
+def test_a_step_is_in_progress_from_its_exchange_to_its_end(engine: Engine) -> None:
+    module, optimizer, _ = ready(engine)
+    assert not engine.guards.in_step
+    engine.synchronize(optimizer)
+    assert engine.guards.in_step
+    assert engine.state.state_dict()["torn"]
+    with engine.stepping(optimizer):
+        assert engine.guards.in_step
+        optimizer.step()
+    assert not engine.guards.in_step
+    assert not engine.state.state_dict()["torn"]
+    backward(engine, module)
+    engine.synchronize(optimizer)
+    with pytest.raises(ZeroDivisionError), engine.stepping(optimizer):
+        1 / 0  # noqa: B018
+    assert not engine.guards.in_step
+    assert engine.state.state_dict()["torn"]
+    optimizer.zero_grad()
+    backward(engine, module)
+    with engine.stepping(optimizer):
+        engine.synchronize(optimizer)
+        optimizer.step()
+    assert not engine.state.state_dict()["torn"]

@@ -12,7 +12,8 @@ from lightning_sparsecomm.channel import Channel
 from lightning_sparsecomm.exchange import DenseAllReduce
 from lightning_sparsecomm.methods import default, dgc, federated_averaging, gradient_dropping, sbc
 from lightning_sparsecomm.run.engine import Engine
-from lightning_sparsecomm.run.registry import Registry, listed
+from lightning_sparsecomm.run.refusals import listed
+from lightning_sparsecomm.run.registry import Registry
 from lightning_sparsecomm.sharing import GradientSync, Method
 from tests.run.training import Halving, backward, chain, gradients, ready
 

@@ -90,7 +90,7 @@ def test_defaults_are_those_of_python(cli: Cli, package: str) -> None:
     python = of_package()
     for config, method in (
         (with_strategy(), default()),
-        (with_strategy(seed=0, check_replicas_every=None), default()),
+        (with_strategy(seed=0, check_replicas_every=1000, uneven_inputs=False), default()),
         (with_strategy(method=part("methods.gradient_dropping")), gradient_dropping()),
         (with_strategy(method=part("methods.dgc")), dgc()),
         ({"trainer": {"strategy": "sparsecomm"}}, default()),
@@ -102,11 +102,12 @@ def test_defaults_are_those_of_python(cli: Cli, package: str) -> None:
         assert repr(strategy.method) == repr(method)
         assert repr(python.method) == repr(default())
         assert strategy.seed == python.seed
-        assert strategy.check_replicas_every is python.check_replicas_every is None
+        assert strategy.check_replicas_every == python.check_replicas_every == 1000
         assert strategy._start_method == python._start_method
         assert strategy._timeout == python._timeout
-    strategy = cli(with_strategy(method=part("methods.dense"))).trainer.strategy
+    strategy = cli(with_strategy(method=part("methods.dense"), check_replicas_every=None)).trainer.strategy
     assert repr(strategy.method) == repr(dense())
+    assert strategy.check_replicas_every is None
 
 
 def test_of_two_clis_that_are_imported_the_one_that_runs_is_meant(cli: Cli, package: str) -> None:

@@ -62,8 +62,11 @@ def test_copies(duplicate: Callable[[Any], Any]) -> None:
 
 
 def test_a_repr_says_what_was_given() -> None:
-    assert repr(SparseCommStrategy()) == "SparseCommStrategy(seed=0)"
-    assert repr(SparseCommStrategy(gradient_dropping(), 3)).startswith("SparseCommStrategy(method=Method(")
+    assert repr(SparseCommStrategy()) == "SparseCommStrategy(seed=0, check_replicas_every=1000)"
+    assert "uneven_inputs=True" in repr(SparseCommStrategy(uneven_inputs=True))
+    assert repr(SparseCommStrategy(gradient_dropping(), 3)) == (
+        "SparseCommStrategy(method=gradient_dropping(density=0.01), seed=3, check_replicas_every=1000)"
+    )
 
 
 @pytest.mark.parametrize(
@@ -110,7 +113,7 @@ def test_it_keeps_nothing_alive() -> None:
 
 def test_before_a_trainer_has_it_it_tells_its_arguments() -> None:
     either = SparseCommStrategy(gradient_dropping(0.25), seed=3)
-    assert (either.seed, either.check_replicas_every, either.ledger) == (3, None, None)
+    assert (either.seed, either.check_replicas_every, either.ledger) == (3, 1000, None)
     assert repr(either.method) == repr(gradient_dropping(0.25))
     with pytest.raises(AttributeError, match="no Trainer or Fabric has been given"):
         _ = either.root_device

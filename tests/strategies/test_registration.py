@@ -129,7 +129,7 @@ def test_a_strategy_of_another_package_is_named(package: str, other: str) -> Non
     if package == other:
         assert front_end(package, strategy).strategy is strategy
         return
-    named = rf"SparseCommStrategy of {other}, for no other package's .*TopK\(density=0.25"
+    named = rf"SparseCommStrategy of {other}, for no other package's .*gradient_dropping\(density=0.25\)"
     with pytest.raises(ValueError, match=named):
         front_end(package, strategy)
 

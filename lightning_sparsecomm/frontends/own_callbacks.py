@@ -1,0 +1,97 @@
+"""Callbacks of the strategy itself: the first of all, which ends training, and the last, which saves what waited."""
+
+import sys
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from lightning_sparsecomm.frontends.packages import Callback
+from lightning_sparsecomm.run.engine import Engine
+
+if TYPE_CHECKING:
+    import pytorch_lightning as pl
+
+# Ranks get a signal at about the same time. How long one waits for the others at a batch's end, and at how many ends.
+_PATIENCE_SECONDS, _TRIES = 2.0, 10
+
+
+class EndOfTraining(Callback):
+    """Settles replicas before any other callback runs: a strategy's own hook runs after all of them.
+
+    It also tells the wire where the run is, for messages.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        self._engine.wire.place = "the end of training"
+        self._engine.settle()
+
+    def on_train_epoch_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        self._engine.wire.place = None
+
+    def on_train_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        self._engine.wire.place = "the end of an epoch"
+
+
+class DeferredSaves(Callback):
+    """Carries out saves when a batch has ended, after all other callbacks.
+
+    Between an exchange and the end of its step, memories have forgotten what was sent, and the weights have not moved
+    yet. A signal handler may run at another point on each rank. So all ranks first meet at the end of one batch: there
+    a checkpoint is what a ModelCheckpoint would save.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._waiting: dict[Any, tuple[bool, Any]] = {}
+        self._tries = 0
+        self._ended = False
+
+    @property
+    def due(self) -> bool:
+        """Whether a save that is asked for now has to wait."""
+        return not self._ended and (self._engine.guards.in_step or in_signal_handler())
+
+    def add(self, path: Any, weights_only: bool, storage_options: Any) -> None:
+        """Notes a save, instead of an earlier one of the same path."""
+        self._waiting[path] = weights_only, storage_options
+
+    def on_train_batch_end(self, trainer: "pl.Trainer", *args: Any) -> None:
+        if self._waiting and not self._engine.guards.in_step:
+            self._carry_out(trainer, f"batch {trainer.fit_loop.epoch_loop.total_batch_idx}")
+
+    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        self._tries = _TRIES
+        if self._waiting:
+            self._carry_out(trainer, "end")
+        self._ended = True
+
+    def _carry_out(self, trainer: "pl.Trainer", place: str) -> None:
+        if self._engine.wire.meet(f"{self._engine.agreement.run} {place}", _PATIENCE_SECONDS):
+            waiting, self._waiting, self._tries = self._waiting, {}, 0
+            for path, (weights_only, storage_options) in waiting.items():
+                trainer.save_checkpoint(path, weights_only, storage_options)
+            return
+        self._tries += 1
+        if self._tries >= _TRIES:
+            warnings.warn(
+                f"{', '.join(map(str, self._waiting))} was not saved: not all ranks were asked to. Call"
+                " trainer.save_checkpoint, or send the signal that does, on all ranks.",
+                stacklevel=2,
+            )
+            self._waiting, self._tries = {}, 0
+
+
+def in_signal_handler() -> bool:
+    """Whether a Python signal handler is calling: one that was handed the frame that it has interrupted."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        code, held = frame.f_code, frame.f_locals
+        given = [held.get(name) for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + 1]]
+        # As arguments of its own, or together in `*args`.
+        given += [each for group in given if type(group) is tuple for each in group]
+        if any(each is frame.f_back for each in given):
+            return True
+        frame = frame.f_back
+    return False

@@ -1,0 +1,85 @@
+"""Refusals of parameters that a method cannot exchange; each names the parameter."""
+
+import itertools
+from collections.abc import Collection, Sequence
+
+from torch.nn import Parameter
+
+from lightning_sparsecomm.sharing.gradients import NamedParameters, has_sparse_gradient
+from lightning_sparsecomm.sharing.method import Method
+from lightning_sparsecomm.sharing.sync import Sync, matches
+
+
+def refuse_unmatched(syncs: Sequence[Sync], names: Sequence[str]) -> None:
+    """Refuses patterns that match no parameter."""
+    for sync in syncs:
+        limits = (*itertools.chain(*sync.inside), *sync.outside)
+        for option, patterns in (("parameters", (*sync.parameters, *limits)), ("exclude", sync.exclude)):
+            for pattern in patterns:
+                if not any(matches(name, (pattern,)) for name in names):
+                    raise ValueError(
+                        f"{option}: the pattern {pattern!r} matches no parameter. Patterns are shell-style and match"
+                        f" whole names; the names are {listed(names)}."
+                    )
+
+
+def refuse_misplaced(method: Method, named: NamedParameters) -> None:
+    """Refuses parameters that belong to no sync of a method or to several, or that their sync cannot take."""
+    for name, parameter in named:
+        claiming = [sync for sync in method.syncs if sync.claims(name, parameter)]
+        frozen = has_sparse_gradient(parameter) and not parameter.requires_grad
+        if len(claiming) > 1 or not (frozen or method.takes(name, parameter)):
+            raise ValueError(
+                f"each parameter must belong to exactly one sync; {name!r} belongs to {len(claiming)}."
+                " Change the `parameters` and `exclude` patterns of the method's syncs."
+            )
+    for sync, parameters in method.parts(named):
+        sync.check(parameters)
+
+
+def refuse_sparse(methods: Sequence[Method], named: NamedParameters) -> None:
+    """Refuses parameters with sparse gradients that a method cannot take."""
+    for name, parameter in named:
+        if has_sparse_gradient(parameter) and not all(method.takes(name, parameter) for method in methods):
+            raise TypeError(
+                f"the gradient of {name!r} is sparse (sparse=True), which this method cannot take. Use"
+                f" methods.split([{name!r}], methods.s2_reducer(), ...) with this method for the rest, a method"
+                " that exchanges weights, such as methods.sbc(), or a layer with sparse=False."
+            )
+
+
+def refuse_strangers(parameters: Sequence[Parameter]) -> None:
+    """Refuses an optimizer's parameters that no module holds, if there are any."""
+    if parameters:
+        raise ValueError(
+            f"the optimizer holds {len(parameters)} parameter(s) that the model lacks, of shapes"
+            f" {listed([tuple(each.shape) for each in parameters])}: their gradients would stay local, and the replicas"
+            " drift apart. Make them part of the model."
+        )
+
+
+def refuse_unannounced(named: NamedParameters, noted: Collection[int]) -> None:
+    """Refuses parameters that have a gradient, though none were `noted` to require one: other ranks may differ."""
+    for name, parameter in named:
+        if parameter.grad is not None and id(parameter) not in noted:
+            raise ValueError(
+                f"parameter {name!r} has a gradient, but required none in a backward pass of the strategy, so other"
+                " ranks may not exchange it. Let it require one during manual_backward or fabric.backward, or set its"
+                " .grad to None."
+            )
+
+
+def refuse_two_owners(named: NamedParameters, others: Collection[int]) -> None:
+    """Refuses weights that another optimizer's share would also set; `others` are the identities of its members."""
+    for name, parameter in named:
+        if id(parameter) in others:
+            raise ValueError(
+                f"parameter {name!r} belongs to two optimizers. Each would set it to its own anchor and undo the"
+                " other's steps. Give it to one optimizer, or use methods.gradient_dropping()."
+            )
+
+
+def listed(things: Sequence[object], most: int = 6) -> str:
+    """The first few things, as text."""
+    shown = ", ".join(str(thing) for thing in things[:most])
+    return shown if len(things) <= most else f"{shown}, … ({len(things)} in all)"

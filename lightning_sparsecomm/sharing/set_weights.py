@@ -1,0 +1,123 @@
+"""Weights that the user sets between two steps: clamped, pruned, or initialized anew."""
+
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_sparsecomm.basis import PARAMETERS, Wire
+from lightning_sparsecomm.basis.digests import digest_of
+from lightning_sparsecomm.codecs import PayloadError
+from lightning_sparsecomm.sharing.averaging import average_
+from lightning_sparsecomm.sharing.gradients import NamedParameters
+
+# Of each weight, this many stretches of this many elements are compared.
+_STRETCHES, _LENGTH = 16, 64
+
+_CHECKSUM = struct.Struct("<I")
+
+# What a weight was set to: a digest where all ranks had the same weight before, so that they must have the same now.
+_NOT_SET, _SET_AMID = 0, -1
+
+
+class SetWeights:
+    """Finds weights that another than the optimizer has changed, and averages them with the next exchange.
+
+    Ranks that train by themselves exchange what their weights have changed since an anchor. What the user sets is no
+    such change: through a lossy exchange, or an outer optimizer, it would come back in part, or several times over. So
+    the exchange leaves these weights out, and the mean over ranks becomes their anchor. Residuals stay as they are.
+
+    A change is found by 16 stretches of 64 elements of each weight; smaller weights are compared whole. One that leaves
+    all of these as they are counts as training.
+
+    Attributes:
+        found: What was set since the last exchange, by parameter name: a digest, or -1 where ranks had already trained.
+    """
+
+    def __init__(self) -> None:
+        self.found: dict[str, int] = {}
+        self._noted: dict[str, Tensor] = {}
+
+    def note(self, parameters: NamedParameters) -> None:
+        """Notes the weights as they are, after training or an exchange has changed them."""
+        self._noted = {name: _sample(weight).clone() for name, weight in parameters}
+
+    def look(self, parameters: NamedParameters, trained: bool) -> None:
+        """Compares the weights with those noted; `trained` says whether ranks have trained since the last exchange."""
+        for name, weight in parameters:
+            noted = self._noted.get(name)
+            if noted is not None and not torch.equal(_sample(weight), noted):
+                self.found[name] = _SET_AMID if trained else _number_of(weight)
+        self.note(parameters)
+
+    def agree(self, names: Sequence[str], wire: Wire, device: torch.device) -> set[str]:
+        """The names of weights that any rank has set. A collective.
+
+        Bytes: a bit for each weight and 4 of a checksum, and 8 for each weight that was set.
+
+        Raises:
+            ValueError: A weight was equal on all ranks, and was set to different values. Raised on all ranks.
+            PayloadError: What another rank has sent was altered.
+        """
+        mine = np.packbits(np.array([name in self.found for name in names]))
+        content = mine.tobytes() + _CHECKSUM.pack(zlib.crc32(mine.tobytes()))
+        gathered = wire.all_gather(torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device), PARAMETERS)
+        anyone = np.zeros(len(names), dtype=np.uint8)
+        for rank, row in enumerate(gathered.cpu().numpy()):
+            flags, checksum = row[: len(mine)], row[len(mine) :].tobytes()
+            if checksum != _CHECKSUM.pack(zlib.crc32(flags.tobytes())):
+                raise PayloadError(
+                    f"rank {rank}'s list of weights that were set: its checksum is not that of its bits."
+                )
+            anyone |= np.unpackbits(flags, count=len(names))
+        union = anyone.nonzero()[0].tolist()
+        if union:
+            values = torch.tensor([self.found.get(names[index], _NOT_SET) for index in union], device=device)
+            for index, column in zip(union, wire.all_gather(values, PARAMETERS).t().tolist()):
+                if _SET_AMID not in column and len(set(column)) > 1:
+                    left = [str(rank) for rank, value in enumerate(column) if value == _NOT_SET]
+                    who = f"left alone by ranks {', '.join(left)}" if left else "set to different values"
+                    raise ValueError(
+                        f"parameter {names[index]!r} was changed between two steps, and not equally on all ranks: it"
+                        f" was {who}. Change it on all ranks alike: draw random numbers from a generator with one seed,"
+                        " or broadcast the result."
+                    )
+        return {names[index] for index in union}
+
+    def forget(self) -> None:
+        """Forgets what was found, after an exchange or a failed one."""
+        self.found.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was found, as tensors by name."""
+        return {name: torch.tensor(value) for name, value in self.found.items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Takes over what `state_dict` returned."""
+        self.found = {name: int(value) for name, value in state.items()}
+
+
+def averaged(weights: Sequence[Tensor], wire: Wire) -> list[Tensor]:
+    """The means of weights over ranks, in float32 or wider and in other memory. A collective; see `average_`."""
+    means = [weight.detach().to(torch.promote_types(weight.dtype, torch.float32), copy=True) for weight in weights]
+    average_(means, wire)
+    return means
+
+
+def _sample(weight: Tensor) -> Tensor:
+    """Stretches of a weight, as a view where it has one."""
+    weight, size = weight.detach(), weight.numel()
+    if size <= _STRETCHES * _LENGTH:
+        return weight.flatten()
+    if weight.dim() != 4 or not weight.is_contiguous(memory_format=torch.channels_last):
+        weight = weight.flatten()
+    return weight.as_strided((_STRETCHES, _LENGTH), (size // _STRETCHES, 1))
+
+
+def _number_of(weight: Tensor) -> int:
+    # Positive, and so neither of the two other values.
+    return int(digest_of(weight), 16) + 1

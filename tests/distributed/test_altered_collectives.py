@@ -1,0 +1,170 @@
+"""What arrives at one rank is altered: training stops with an error on all ranks, or the change has no effect."""
+
+import contextlib
+import queue
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_sparsecomm.basis import peers
+from lightning_sparsecomm.basis.wire import Wire
+from lightning_sparsecomm.methods import (
+    dgc,
+    diloco,
+    federated_averaging,
+    gradient_dropping,
+    local_adam,
+    s2_reducer,
+    sbc,
+    sketched_sgd,
+    sparse_loco,
+)
+from lightning_sparsecomm.run.agreement import digest_of
+from lightning_sparsecomm.run.engine import Engine
+from lightning_sparsecomm.sharing import Method
+from tests.distributed.launch import run_ranks
+
+STEPS = 6
+
+METHODS: dict[str, Callable[[], Method]] = {
+    "dgc": lambda: dgc(0.3, warmup_steps=0),
+    "gradient_dropping": lambda: gradient_dropping(0.3),
+    "local_adam": lambda: local_adam(0.3),
+    "federated_averaging": lambda: federated_averaging(every=2),
+    "diloco": lambda: diloco(every=2),
+    "sparse_loco": lambda: sparse_loco(every=2),
+    "sbc": lambda: sbc(0.3, every=2),
+    "sketched_sgd": lambda: sketched_sgd(density=0.3, columns=20, candidates=2),
+    "s2_reducer": s2_reducer,
+    "s2_reducer, sketched": lambda: s2_reducer(sketch_ratio=0.5),
+}
+
+STOPS = ("PayloadError", "ReplicaError", "PeerError", "NonFiniteGradientError")
+
+
+class Altered:
+    """Counts the collectives of this process, and alters what one of them has received."""
+
+    def __init__(self, call: int, chance: random.Random) -> None:
+        self.call, self.chance, self.calls = call, chance, 0
+        self.before: list[Tensor] = []
+
+    def received(self, tensor: Tensor) -> None:
+        data = tensor.view(-1).view(torch.uint8)
+        if self.calls == self.call:
+            kind = self.chance.choice(["bit", "bytes", "replay"])
+            replayed = [each for each in self.before if len(each) == len(data)]
+            at = self.chance.randrange(len(data))
+            if kind == "replay" and replayed:
+                data.copy_(replayed[-1])
+            elif kind == "bytes":
+                noise = [self.chance.randrange(256) for _ in data[at : at + 8]]
+                data[at : at + 8] = torch.tensor(noise, dtype=torch.uint8)
+            else:
+                data[at] ^= 1 << self.chance.randrange(8)
+        self.before.append(data.clone())
+        self.calls += 1
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        def reduce(tensor: Tensor, *args: Any, **options: Any) -> Any:
+            work = all_reduce(tensor, *args, **options)
+            if work is not None:
+                work.wait()
+            self.received(tensor)
+            return work
+
+        def gather(output: Tensor, tensor: Tensor, *args: Any, **options: Any) -> None:
+            all_gather(output, tensor, *args, **options)
+            self.received(output)
+
+        all_reduce, all_gather = dist.all_reduce, dist.all_gather_single
+        with patch.object(dist, "all_reduce", reduce), patch.object(dist, "all_gather_single", gather):
+            yield
+
+
+def _train(rank: int, name: str, altered: Altered) -> tuple[str, str]:
+    """How a training ended, and a digest of its weights. Each rank draws gradients of its own."""
+    torch.manual_seed(1)
+    module = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
+    optimizer = (torch.optim.Adam if name == "local_adam" else torch.optim.SGD)(module.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(rank)
+    wire = Wire.apart()
+    engine = Engine(METHODS[name](), wire) if name != "ddp" else None
+    ended = "trained"
+    try:
+        if engine is not None:
+            engine.registry.add_module(module)
+            engine.agreement.on_setup()
+            engine.register(optimizer)
+        with altered.in_use():
+            for _ in range(STEPS):
+                for parameter in module.parameters():
+                    parameter.grad = torch.randn(parameter.shape, generator=generator)
+                if engine is None:
+                    # What DDP does with a gradient.
+                    for parameter in module.parameters():
+                        dist.all_reduce(parameter.grad.div_(2))
+                    optimizer.step()
+                else:
+                    with engine.stepping(optimizer):
+                        engine.closure(optimizer, lambda: None)()
+                        optimizer.step()
+            if engine is not None:
+                engine.settle()
+    except Exception as error:
+        ended = type(error).__name__
+        if ended not in STOPS:
+            ended += f": {error}"
+    finally:
+        # A process that ends closes its connections too.
+        (engine or wire).close()
+    return ended, "".join(digest_of(weight) for weight in module.parameters())
+
+
+def _attack(rank: int, name: str, seed: int) -> tuple[str, str]:
+    torch.set_num_threads(1)
+    chance, counted = random.Random(seed), Altered(-1, random.Random(0))
+    assert _train(rank, name, counted)[0] == "trained"
+    victim, call = chance.randrange(2), chance.randrange(counted.calls)
+    with patch.object(peers, "_PATIENCE_WHEN_CLOSED", peers._PATIENCE_WHEN_CLOSED / 100):
+        return _train(rank, name, Altered(call if rank == victim else -1, chance))
+
+
+def outcome_of(tmp_path: Path, name: str, seed: int) -> str:
+    """What an attack led to: "no effect", the errors of the ranks, "silent", or "hung or aborted"."""
+    try:
+        found = run_ranks(tmp_path, 2, _attack, name, seed, timeout=20, patience=timedelta(seconds=2))
+    except queue.Empty:
+        return "hung or aborted"
+    ends = [ended for ended, _ in found]
+    if ends == ["trained"] * 2:
+        return "no effect" if found[0][1] == found[1][1] else "silent"
+    # A rank that has ended learns of nothing: the altered call may be the last one, in which ranks compare weights.
+    return "stopped" if all(each in (*STOPS, "trained") for each in ends) else " / ".join(ends)
+
+
+def outcomes(tmp_path: Path, name: str, seeds: range) -> Counter[str]:
+    """How often attacks on a method led to what."""
+    return Counter(outcome_of(tmp_path, name, seed) for seed in seeds)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_altered_collectives_stop_the_training(tmp_path: Path, name: str) -> None:
+    found = outcomes(tmp_path, name, range(6))
+    assert set(found) <= {"stopped", "no effect"}, found
+    assert found["stopped"]
+
+
+def test_ddp_does_not_notice(tmp_path: Path) -> None:
+    """So that the attack is one."""
+    assert outcomes(tmp_path, "ddp", range(3))["silent"]

@@ -1,0 +1,272 @@
+"""What users do between two steps: freeze, take away a group, put another optimizer in place, set weights."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning_fabric import Fabric
+from lightning_fabric.strategies import DDPStrategy
+from pytorch_lightning.plugins.environments import TorchElasticEnvironment
+from torch import Tensor, nn
+
+from lightning_sparsecomm.methods import (
+    dense,
+    dgc,
+    diloco,
+    federated_averaging,
+    gradient_dropping,
+    local_adam,
+    s2_reducer,
+    sbc,
+    sketched_sgd,
+)
+from lightning_sparsecomm.sharing import Method
+from lightning_sparsecomm.strategies.lightning_fabric import SparseCommStrategy
+from tests.distributed.launch import run_ranks
+
+WORLD_SIZE, STEPS, EVENT_AT = 2, 12, 5
+
+
+class Branches(nn.Module):
+    """A body, and a branch that only rank 0 uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.body, self.branch, self.head = nn.Linear(6, 8), nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, branch: bool = True) -> Tensor:
+        hidden = self.body(x)
+        return self.head(torch.tanh(hidden + self.branch(x) if branch else hidden))
+
+
+def _optimizer(parameters: Any, kind: str, rate: float = 0.1) -> torch.optim.Optimizer:
+    if kind == "Adam":
+        return torch.optim.Adam(parameters, lr=rate / 10)
+    return torch.optim.SGD(parameters, lr=rate, momentum=0.9, weight_decay=1e-3)
+
+
+class Run:
+    """A Fabric loop of which one step is preceded by an event."""
+
+    def __init__(self, rank: int, method: Method | None, kind: str) -> None:
+        os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD_SIZE)})
+        os.environ.update({"LOCAL_WORLD_SIZE": str(WORLD_SIZE), "MASTER_ADDR": "localhost", "MASTER_PORT": "0"})
+        self.rank, self.kind = rank, kind
+        unused = {"find_unused_parameters": True}
+        options = unused if method is None or isinstance(method, dense) else {}
+        ours = SparseCommStrategy(method, length=STEPS, **options)
+        self.strategy = ours if method is not None else DDPStrategy(**options)
+        self.fabric = Fabric(
+            accelerator="cpu", devices=WORLD_SIZE, strategy=self.strategy, plugins=[TorchElasticEnvironment()]
+        )
+        self.fabric.launch()
+        self.model = Branches()
+        parts = [self.model.body.parameters(), [*self.model.branch.parameters(), *self.model.head.parameters()]]
+        self.optimizer: Any = _optimizer([{"params": list(part)} for part in parts], kind)
+        self.module, self.optimizer = self.fabric.setup(self.model, self.optimizer)
+
+    def train(self, event: str) -> dict[str, Any]:
+        generator = torch.Generator().manual_seed(self.rank)
+        for step in range(STEPS):
+            if step == EVENT_AT:
+                getattr(self, event, lambda: None)()
+            x, y = torch.randn(16, 6, generator=generator), torch.randn(16, 3, generator=generator)
+            branch = event != "freeze_before_the_first_step" or self.rank == 0
+            self.fabric.backward(nn.functional.mse_loss(self.module(x, branch), y))
+            if event == "freeze_before_the_first_step" and step == 0:
+                self.model.branch.requires_grad_(False)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.after_step(step)
+        if hasattr(self.strategy, "settle"):
+            self.strategy.settle()
+        return {name: weight.detach().numpy().copy() for name, weight in self.model.named_parameters()}
+
+    def after_step(self, step: int) -> None:
+        """Called after each step."""
+
+    def replace_the_optimizer(self) -> None:
+        self.optimizer = self.fabric.setup_optimizers(_optimizer(self.model.parameters(), self.kind, 0.05))
+
+    def split_the_optimizer(self) -> None:
+        """The new optimizer trains what the former one is deprived of."""
+        self.optimizer.optimizer.param_groups.pop()
+        other = self.fabric.setup_optimizers(_optimizer([*self.model.branch.parameters()], self.kind, 0.05))
+        former = self.optimizer
+
+        class Both:
+            def step(self) -> None:
+                former.step()
+                other.step()
+
+            def zero_grad(self) -> None:
+                former.zero_grad()
+                other.zero_grad()
+
+        self.optimizer = Both()
+
+    def set_a_weight(self) -> None:
+        """And train it no more, so that it must stay what it was set to."""
+        with torch.no_grad():
+            self.model.body.weight.data.fill_(3.0)
+        self.optimizer.optimizer.param_groups[0]["lr"] = 0.0
+
+    def remove_a_group(self) -> None:
+        self.optimizer.optimizer.param_groups.pop()
+
+
+def _train(rank: int, method: Method | None, kind: str, event: str) -> dict[str, Any]:
+    return Run(rank, method, kind).train(event)
+
+
+EVENTS = ["freeze_before_the_first_step", "replace_the_optimizer", "split_the_optimizer", "remove_a_group"]
+METHODS: dict[str, tuple[Method, str]] = {
+    "dense": (dense(), "SGD"),
+    "dgc": (dgc(0.1), "SGD"),
+    "gradient_dropping": (gradient_dropping(0.1), "SGD"),
+    "sketched_sgd": (sketched_sgd(0.1, columns=20), "SGD"),
+    "s2_reducer": (s2_reducer(block_density=0.3, block_size=8), "SGD"),
+    "local_adam": (local_adam(0.1), "Adam"),
+    "sbc": (sbc(0.1, every=3), "SGD"),
+    "federated_averaging": (federated_averaging(every=3), "SGD"),
+    "diloco": (diloco(every=3), "Adam"),
+}
+
+
+@pytest.mark.parametrize("event", EVENTS)
+@pytest.mark.parametrize("name", METHODS)
+def test_replicas_stay_equal(tmp_path: Path, name: str, event: str) -> None:
+    method, kind = METHODS[name]
+    ranks = run_ranks(tmp_path, WORLD_SIZE, _train, method, kind, event)
+    start = dict(Branches().named_parameters())
+    for name in ranks[0]:
+        assert np.array_equal(ranks[0][name], ranks[1][name]), name
+        assert np.isfinite(ranks[0][name]).all()
+        assert not np.array_equal(ranks[0][name], start[name].detach().numpy()), name
+
+
+@pytest.mark.parametrize("event", EVENTS)
+@pytest.mark.parametrize("name", ["dense", "dgc", "gradient_dropping", "federated_averaging"])
+def test_at_full_density_it_is_ddp(tmp_path: Path, name: str, event: str) -> None:
+    method = {
+        "dense": dense(),
+        "dgc": dgc(1.0),
+        "gradient_dropping": gradient_dropping(1.0),
+        # Local momentum is averaged only as far as it has changed weights; so every step, and a rate that is small.
+        "federated_averaging": federated_averaging(every=1, buffers="own"),
+    }[name]
+    if name == "federated_averaging" and event == "freeze_before_the_first_step":
+        pytest.skip("ranks without a gradient take no step of their own")
+    ddp = run_ranks(tmp_path, WORLD_SIZE, _train, None, "SGD", event)
+    ours = run_ranks(tmp_path, WORLD_SIZE, _train, method, "SGD", event)
+    for key in ddp[0]:
+        np.testing.assert_allclose(ours[0][key], ddp[0][key], rtol=0, atol=2e-5, err_msg=key)
+
+
+def _residuals(rank: int, name: str, event: str) -> list[Any]:
+    run = Run(rank, *METHODS[name])
+    counts: list[Any] = []
+    change = getattr(run, event)
+
+    def held() -> tuple[float, list[int]]:
+        optimizers = run.strategy.engine.registry.optimizers
+        shares = [share.state_dict() for each in optimizers for share in each.shares.values()]
+        residuals = [
+            state[kind] for state in shares for kind in state if "ErrorFeedback" in kind and "unit" not in kind
+        ]
+        norm = sum(float(part.norm()) ** 2 for parts in residuals for part in parts.values()) ** 0.5
+        return norm, [each.steps for each in optimizers]
+
+    def noted() -> None:
+        counts.append(held())
+        change()
+        counts.append(held())
+
+    setattr(run, event, noted)
+    run.train(event)
+    return counts
+
+
+@pytest.mark.parametrize("name", ["dgc", "gradient_dropping", "local_adam", "sbc"])
+def test_a_new_optimizer_takes_over_residual_and_steps(tmp_path: Path, name: str) -> None:
+    for before, after in run_ranks(tmp_path, WORLD_SIZE, _residuals, name, "replace_the_optimizer"):
+        assert before[0] > 0
+        assert after[0] == pytest.approx(before[0], rel=1e-5)
+        assert before[1] == after[1] == [EVENT_AT]
+
+
+def test_a_new_optimizer_takes_over_part_of_another(tmp_path: Path) -> None:
+    for before, after in run_ranks(tmp_path, WORLD_SIZE, _residuals, "dgc", "split_the_optimizer"):
+        assert before[0] > 0
+        assert after[0] == pytest.approx(before[0], rel=1e-5)
+        assert (before[1], after[1]) == ([EVENT_AT], [EVENT_AT, EVENT_AT])
+
+
+def _set(rank: int, name: str, event_at: int) -> list[list[float]]:
+    run, found = Run(rank, *METHODS[name]), []
+
+    def look(step: int) -> None:
+        if step == event_at - 1:
+            run.set_a_weight()
+        # The exchange after that: one step in three ends with one.
+        if step == event_at // 3 * 3 + 2:
+            found.append(run.model.body.weight.flatten().tolist())
+
+    run.after_step = look
+    run.train("")
+    return found
+
+
+@pytest.mark.parametrize("event_at", [6, 7, 8], ids=["after an exchange", "amid training", "before an exchange"])
+@pytest.mark.parametrize("name", ["sbc", "federated_averaging", "diloco"])
+def test_what_is_set_on_all_ranks_moves_the_anchor(tmp_path: Path, name: str, event_at: int) -> None:
+    for found in run_ranks(tmp_path, WORLD_SIZE, _set, name, event_at):
+        assert found == [[3.0] * 48]
+
+
+def _clamp(rank: int, name: str) -> list[float]:
+    run, largest = Run(rank, *METHODS[name]), []
+
+    def clamp(step: int) -> None:
+        largest.append(max(float(weight.detach().abs().max()) for weight in run.model.parameters()))
+        for weight in run.model.parameters():
+            weight.data.clamp_(-0.05, 0.05)
+
+    run.after_step = clamp
+    run.train("")
+    return largest
+
+
+@pytest.mark.parametrize("name", ["sbc", "federated_averaging", "diloco"])
+def test_what_is_clamped_stays_clamped(tmp_path: Path, name: str) -> None:
+    """After each step, as a Wasserstein GAN does: an exchange does not undo it."""
+    for largest in run_ranks(tmp_path, WORLD_SIZE, _clamp, name):
+        # Every third step ends with an exchange, and none lies further beyond the bound than one step leads.
+        assert max(largest[5::3]) <= 1.2 * max(*largest[3::3], *largest[4::3])
+
+
+def _set_differently(rank: int, everywhere: bool) -> str:
+    run = Run(rank, *METHODS["sbc"])
+
+    def look(step: int) -> None:
+        if step == 5 and (everywhere or rank == 1):
+            run.model.body.weight.data.fill_(float(rank))
+
+    run.after_step = look
+    try:
+        run.train("")
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_what_is_set_differently_is_refused(tmp_path: Path, everywhere: bool) -> None:
+    who = "set to different values" if everywhere else "left alone by ranks 0"
+    for text in run_ranks(tmp_path, WORLD_SIZE, _set_differently, everywhere):
+        assert text.startswith("parameter 'body.weight' was changed between two steps, and not equally on all ranks")
+        assert who in text

@@ -1,0 +1,37 @@
+"""What a run says at its start."""
+
+import math
+
+import pytest
+import torch
+
+from lightning_sparsecomm.basis.wire import Wire
+from lightning_sparsecomm.methods import default, dense, dgc
+from lightning_sparsecomm.run.announcement import announcement
+from lightning_sparsecomm.run.engine import Engine
+from lightning_sparsecomm.sharing import Method
+from tests.run.training import chain
+
+
+@pytest.mark.parametrize(
+    ("method", "length", "lines"),
+    [
+        (
+            default(),
+            300,
+            "SGD by dgc(density=ByLength(density=0.0295, exponent=0.68, least=0.001, most=0.1, unknown=0.01),"
+            " scope='balanced', values='bfloat16', positions='short'); 6.69% of the elements in each of 300 steps",
+        ),
+        (default(), math.inf, "; 1.00% of the elements in each step of a run of unknown length"),
+        (dgc(0.001), 300, "SGD by dgc(density=0.001)"),
+        (dense(), 300, "SGD by dense()"),
+    ],
+)
+def test_a_line_for_each_optimizer(wire: Wire, method: Method, length: float, lines: str) -> None:
+    engine, module = Engine(method, wire), chain()
+    engine.registry.add_module(module)
+    engine.register(torch.optim.SGD(module.parameters(), lr=0.1))
+    (line,) = announcement(engine.registry, length, 4)
+    engine.close()
+    assert line.startswith("sparsecomm: 4 ranks, SGD by ")
+    assert line.endswith(lines)
