@@ -149,7 +149,7 @@ class Channel(Part):
         assert exchanged is not None
         exchanged = exchanged._replace(shared=self._apart(exchanged.shared), sent=self._apart(exchanged.sent))
         self.exchange.commit()
-        self._missing.commit(exchanged.present)
+        exchanged = self._missing.commit(exchanged, context.layout)
         # The last to take in is the first to forget.
         for memory in reversed(self.memories):
             exchanged = memory.commit(exchanged, context)

@@ -5,10 +5,11 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from lightning_sparsecomm.basis import Round, Vector, Wire
+from lightning_sparsecomm.basis import Layout, Round, Vector, Wire
 from lightning_sparsecomm.channel.memory import Memory
 from lightning_sparsecomm.channel.saved import Saved, pop_named
-from lightning_sparsecomm.exchange.status import agree
+from lightning_sparsecomm.exchange import Exchanged
+from lightning_sparsecomm.exchange.status import agree, masked
 
 _HOLES = "gradients that no rank had"
 
@@ -48,13 +49,18 @@ class MissingGradients:
                 self._before += [(index, each.parts[index], each.parts[index].clone()) for each in held]
         return filled
 
-    def commit(self, present: Sequence[bool]) -> None:
-        """Puts back what was held where no rank has turned out to have a gradient."""
+    def commit(self, exchanged: Exchanged, layout: Layout) -> Exchanged:
+        """Puts back what was held where no rank has turned out to have a gradient: what was sent there is void."""
+        present = exchanged.present
         self._had_holes = self.carries and not all(present)
         for index, held, before in self._before:
             if not present[index]:
                 held.copy_(before)
         self._before.clear()
+        if not self._had_holes:
+            return exchanged
+        shared, sent = (masked(vector, present, layout) for vector in (exchanged.shared, exchanged.sent))
+        return exchanged._replace(shared=shared, sent=sent)
 
     def abort(self) -> None:
         """Puts back what was held everywhere."""

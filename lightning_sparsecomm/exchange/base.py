@@ -88,8 +88,8 @@ class PlainExchange(Exchange):
     def exchange(self, x: Vector, context: Round, wire: Wire) -> Exchanged:
         present = agree(x, context, wire)
         shared, sent = self.reduce(x, context, wire)
-        own = present if x.carries else x.present
-        return Exchanged(masked(shared, present, context.layout), masked(sent, own, context.layout), present)
+        here = () if x.carries else x.present
+        return Exchanged(masked(shared, present, context.layout), masked(sent, here, context.layout), present)
 
     @abstractmethod
     def reduce(self, x: Vector, context: Round, wire: Wire) -> tuple[SparseVector | Tensor, SparseVector | Tensor]:

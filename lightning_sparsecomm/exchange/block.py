@@ -11,7 +11,7 @@ from lightning_sparsecomm.basis.arguments import check_booleans, is_number
 from lightning_sparsecomm.codecs import CountSketch, TopBlocks
 from lightning_sparsecomm.codecs.selectors.blocks import elements
 from lightning_sparsecomm.exchange.base import Exchanged, SparseExchange
-from lightning_sparsecomm.exchange.status import counted, union_of
+from lightning_sparsecomm.exchange.status import union_of
 
 SizedBy = Literal["union", "rank"]
 
@@ -95,8 +95,7 @@ class BlockReduce(SparseExchange):
             packed[chosen + torch.repeat_interleave(at, lengths)] = sent.values
         if packed.numel():
             self._average_(packed, int(lengths.sum()), context, wire)
-        shared = counted(SparseVector(together, packed, context.layout.size), x, present, context.layout)
-        return Exchanged(shared, counted(sent, x, present, context.layout), present)
+        return Exchanged(SparseVector(together, packed, context.layout.size), sent, present)
 
     def _average_(self, packed: Tensor, own_elements: int, context: Round, wire: Wire) -> None:
         """Replaces the union's elements by their means over ranks, exactly or by a sketch."""

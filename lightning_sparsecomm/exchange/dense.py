@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_sparsecomm.basis import Round, Vector, Wire
 from lightning_sparsecomm.exchange.base import Exchange, Exchanged, dense_values
-from lightning_sparsecomm.exchange.status import counted, read_counts, write_counts_
+from lightning_sparsecomm.exchange.status import read_counts, write_counts_
 
 WireDtype = Literal["same", "float32", "float16", "bfloat16"]
 WIRE_DTYPES: dict[str, torch.dtype | None] = {
@@ -81,8 +81,7 @@ class DenseAllReduce(Exchange):
         n = x.values.numel()
         wait()
         present = read_counts(buffer[n:], x, context, wire)
-        shared = counted(buffer[:n].to(x.values.dtype), x, present, context.layout)
-        return Exchanged(shared, counted(sent, x, present, context.layout), present)
+        return Exchanged(buffer[:n].to(x.values.dtype), sent, present)
 
     def abort(self) -> None:
         self._started = None

@@ -12,7 +12,7 @@ from lightning_sparsecomm.codecs import Compressor, Envelope, PayloadError
 from lightning_sparsecomm.codecs.payload import most_bytes, open_envelope, open_length, seal, seal_length, sealed_bytes
 from lightning_sparsecomm.exchange.base import Exchange, Exchanged, dense_values
 from lightning_sparsecomm.exchange.dense import DenseAllReduce
-from lightning_sparsecomm.exchange.status import counted, masked, read_envelopes
+from lightning_sparsecomm.exchange.status import masked, read_envelopes
 
 # Of the widest dtypes, in bytes.
 _ALIGNMENT = 16
@@ -59,7 +59,7 @@ class Gather(Exchange):
 
         def decoded() -> Iterator[SparseVector | Tensor]:
             for rank, received in enumerate(envelopes):
-                here = present if x.carries else received.present
+                here = () if x.carries else received.present
                 vector = masked(self._decode(received.body, context, rank, values.device), here, layout)
                 if rank == wire.rank:
                     own.append(vector)
@@ -83,8 +83,7 @@ class Gather(Exchange):
             own = masked(self._decode(body, context, wire.rank, x.values.device), here, context.layout)
         whole = (own.dense() if isinstance(own, SparseVector) else own).to(x.values.dtype)
         self._count_clamped(own, wire)
-        reduced = DenseAllReduce().exchange(x._replace(values=whole), context, wire)
-        return reduced._replace(sent=counted(own, x, reduced.present, context.layout))
+        return DenseAllReduce().exchange(x._replace(values=whole), context, wire)._replace(sent=own)
 
     def _capacity(self, payload: Tensor, context: Round, wire: Wire) -> int:
         """The bytes of each rank's padded payload; equal on all ranks."""

@@ -11,7 +11,7 @@ from lightning_sparsecomm.basis.schedules import check_density
 from lightning_sparsecomm.codecs import CountSketch, k_of
 from lightning_sparsecomm.exchange.base import Exchange, Exchanged, dense_values
 from lightning_sparsecomm.exchange.dense import WIRE_DTYPES, DenseAllReduce, addend_limit, check_wire_dtype
-from lightning_sparsecomm.exchange.status import counted, read_counts, write_counts_
+from lightning_sparsecomm.exchange.status import read_counts, write_counts_
 from lightning_sparsecomm.kernels import kernels_for
 
 SketchDtype = Literal["same", "float16", "bfloat16"]
@@ -113,10 +113,7 @@ class SketchedTopK(Exchange):
             wire.all_reduce_(means)
         chosen = kernels_for(means.device, means.dtype).largest(means, k, seed)
         indices = found[chosen]
-        shared = counted(SparseVector(indices, means[chosen], n), x, present, context.layout)
-        return Exchanged(
-            shared, counted(SparseVector(indices, values[indices], n), x, present, context.layout), present
-        )
+        return Exchanged(SparseVector(indices, means[chosen], n), SparseVector(indices, values[indices], n), present)
 
     def _k(self, n: int, context: Round) -> int:
         if self.k is None:

@@ -98,11 +98,6 @@ def read_envelopes(envelopes: Sequence[Envelope], context: Round) -> list[bool]:
     return [any(column) for column in zip(*anyone)]
 
 
-def counted(vector: SparseVector | Tensor, x: Vector, anyone: Sequence[bool], layout: Layout) -> SparseVector | Tensor:
-    """What a rank that brings `x` sends or gets, without what counts for nothing: no rank has a gradient there."""
-    return masked(vector, anyone, layout) if x.carries else vector
-
-
 def masked(vector: SparseVector | Tensor, present: Sequence[bool] | None, layout: Layout) -> SparseVector | Tensor:
     """The vector without what it holds for segments that are not present: nothing is sent for these.
 
