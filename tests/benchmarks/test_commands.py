@@ -126,7 +126,8 @@ def test_profile_of_a_step(tmp_path: Path) -> None:
     output = run_in_lab("profile_step.py", *arguments, folder=tmp_path)
     if output is None:
         return
-    assert output.startswith("gradient_dropping(0.001), gpt, 2 ranks, unlimited: ")
+    # Gloo of torch before 2.13 prints lines of its own.
+    assert "\ngradient_dropping(0.001), gpt, 2 ranks, unlimited: " in "\n" + output
     lines = {line.split("`")[1]: line.split(" | ")[1:] for line in output.splitlines() if line.startswith("| `")}
     assert len(lines) == 200
     # It is called once for each stretch that is ranked by itself; here, that is the whole model.

@@ -87,8 +87,10 @@ class Altered:
             all_gather(output, tensor, *args, **options)
             self.received(output)
 
-        all_reduce, all_gather = dist.all_reduce, dist.all_gather_single
-        with patch.object(dist, "all_reduce", reduce), patch.object(dist, "all_gather_single", gather):
+        # The second name is that of torch before 2.13.
+        name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+        all_reduce, all_gather = dist.all_reduce, getattr(dist, name)
+        with patch.object(dist, "all_reduce", reduce), patch.object(dist, name, gather):
             yield
 
 
