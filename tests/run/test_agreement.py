@@ -4,7 +4,6 @@ import torch
 from torch import nn
 
 from lightning_sparsecomm.basis import Wire
-from lightning_sparsecomm.basis.digests import digest_of
 from lightning_sparsecomm.methods import dgc, gradient_dropping
 from lightning_sparsecomm.run import agreement
 from lightning_sparsecomm.run.agreement import Fact, facts_of_optimizers, facts_of_run, plain_repr
@@ -49,15 +48,6 @@ def test_the_facts_of_optimizers() -> None:
         "the optimizer of parameter 'b'": "none",
     }
     assert topics(facts_of_optimizers([], [])) == {"the list of optimizers": "none"}
-
-
-def test_weights_are_compared_by_their_bits() -> None:
-    x = torch.randn(2, 3, 2, 2)
-    turned = x.contiguous(memory_format=torch.channels_last)
-    half = x.bfloat16()
-    digests = [digest_of(tensor) for tensor in (x, turned, -x * 0, x * 0, half)]
-    assert digests[0] == digests[1]
-    assert len(set(digests)) == 4
 
 
 def test_the_first_difference_is_named_by_rank() -> None:

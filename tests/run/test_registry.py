@@ -12,7 +12,6 @@ from lightning_sparsecomm.channel import Channel
 from lightning_sparsecomm.exchange import DenseAllReduce
 from lightning_sparsecomm.methods import default, dgc, federated_averaging, gradient_dropping, sbc
 from lightning_sparsecomm.run.engine import Engine
-from lightning_sparsecomm.run.refusals import listed
 from lightning_sparsecomm.run.registry import Registry
 from lightning_sparsecomm.sharing import GradientSync, Method
 from tests.run.training import Halving, backward, chain, gradients, ready
@@ -231,8 +230,3 @@ def test_a_share_is_kept_when_its_parameters_grow_and_made_anew_by_a_restart(wir
     assert anew is not share
     assert anew.layout == share.layout
     assert (tracked.steps, tracked.shared) == (0, False)
-
-
-def test_long_lists_are_shortened() -> None:
-    assert listed([1, 2], most=2) == "1, 2"
-    assert listed([1, 2, 3], most=2) == "1, 2, … (3 in all)"

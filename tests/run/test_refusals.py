@@ -1,0 +1,36 @@
+"""Refusals that need no training; those in one are in tests/run/test_registry.py and tests/distributed."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_sparsecomm.run.refusals import listed, refuse_strangers, refuse_two_owners, refuse_unannounced
+
+
+def test_a_gradient_that_no_backward_pass_announced() -> None:
+    layer = nn.Linear(2, 1)
+    named = list(layer.named_parameters())
+    refuse_unannounced(named, [])
+    layer.bias.grad = torch.ones(1)
+    refuse_unannounced(named, [id(layer.bias)])
+    with pytest.raises(
+        ValueError, match=r"parameter 'bias' has a gradient, but required none .* set its \.grad to None"
+    ):
+        refuse_unannounced(named, [id(layer.weight)])
+
+
+def test_a_parameter_of_no_module_and_one_of_two_optimizers() -> None:
+    layer = nn.Linear(2, 1)
+    refuse_strangers([])
+    with pytest.raises(
+        ValueError, match=r"1 parameter\(s\) that the model lacks, of shapes \(1, 2\): .* part of the model"
+    ):
+        refuse_strangers([layer.weight])
+    refuse_two_owners(list(layer.named_parameters()), [])
+    with pytest.raises(ValueError, match=r"parameter 'bias' belongs to two optimizers.*Give it to one optimizer"):
+        refuse_two_owners(list(layer.named_parameters()), [id(layer.bias)])
+
+
+def test_long_lists_are_shortened() -> None:
+    assert listed([1, 2], most=2) == "1, 2"
+    assert listed([1, 2, 3], most=2) == "1, 2, … (3 in all)"
