@@ -11,6 +11,7 @@ from lightning_sparsecomm.run.optimizers import TrackedOptimizer, parameters_of
 from lightning_sparsecomm.run.registry import Registry
 from lightning_sparsecomm.run.replicas import Replicas
 from lightning_sparsecomm.run.scaling import LossScaling
+from lightning_sparsecomm.sharing.set_weights import NOTED
 
 # Kinds of state besides those of the shares.
 _OPTIMIZER, _BEGUN = "the optimizer's own state", "momentum begun"
@@ -65,6 +66,10 @@ class RunState:
         Returns the parts of the state that the method cannot use, in words.
         """
         optimizers, dropped = self._registry.optimizers, []
+        for saved in state["streams"] if not as_many_ranks else []:
+            # Means of weights and of what was noted of them may be rounded in other ways.
+            for kind in [kind for kind in saved["held"] if kind.endswith(f".{NOTED}")]:
+                del saved["held"][kind]
         for tracked, saved in zip(optimizers, state["streams"], strict=False):
             dropped += self._load(tracked, saved)
         dropped += [f"all of optimizer {number}" for number in range(len(optimizers), len(state["streams"]))]

@@ -17,7 +17,7 @@ from lightning_sparsecomm.channel.saved import Saved, add_prefix, pop_named, str
 from lightning_sparsecomm.exchange import Exchanged
 from lightning_sparsecomm.sharing.gradients import NamedParameters, add_, wide_dtype
 from lightning_sparsecomm.sharing.outer import OuterOptimizer, check_outer, make_outer
-from lightning_sparsecomm.sharing.set_weights import SetWeights, averaged
+from lightning_sparsecomm.sharing.set_weights import NOTED, SetWeights, averaged
 from lightning_sparsecomm.sharing.share import Share, Turn
 from lightning_sparsecomm.sharing.sync import Buffers, Sync
 from lightning_sparsecomm.sharing.takeover import mask_momentum_
@@ -160,8 +160,12 @@ class DeltaShare(Share):
                 self._set_weights.look(self.parameters, trained=self.steps > 0)
             found = self._set_weights.agree(names, self.wire, self.parameters[0][1].device)
             self._set = {name: weight.detach() for name, weight in self.parameters if name in found}
+            # One that is not finite stays in the exchange, which refuses it on all ranks.
+            left_out = {name: weight for name, weight in self._set.items() if bool(weight.isfinite().all())}
+            if left_out and self.wire.rank == 0:
+                self._set_weights.warn(left_out)
             anchored = zip(names, self._anchored(), strict=True)
-            changes = [None if name in found else _change_in(*pair) for name, pair in anchored]
+            changes = [None if name in left_out else _change_in(*pair) for name, pair in anchored]
             self.channel.prepare(changes, self._context(turn, "weight update"), self.wire.under(UPDATES))
 
     def exchange(self) -> None:
@@ -196,6 +200,9 @@ class DeltaShare(Share):
         saved[_ANCHORS] = {name: anchor.detach() for name, anchor in self.anchors.items()}
         if self._set_weights.found:
             saved[_SET] = self._set_weights.state_dict()
+        if self._set_weights.noted:
+            # By this, what is set between now and the next step is found in a run that resumes too.
+            saved[NOTED] = dict(self._set_weights.noted)
         saved[_STEPS] = dict.fromkeys(self.anchors, self.steps)
         if self.outer is not None:
             moving = {name: self.outer.state.get(anchor) for name, anchor in self.anchors.items()}
@@ -208,6 +215,12 @@ class DeltaShare(Share):
         anchors = pop_named(saved, _ANCHORS, names)
         self.steps = max(pop_named(saved, _STEPS, names).values(), default=0)
         self._set_weights.load_state_dict(pop_named(saved, _SET, names))
+        noted, weights = pop_named(saved, NOTED, names), dict(self.parameters)
+        self._set_weights.noted = {
+            name: sample.to(weights[name].device, copy=True)
+            for name, sample in noted.items()
+            if sample.dtype == weights[name].dtype
+        }
         outer = pop_named(saved, _OUTER, names) if self.sync.outer is not None else {}
         self.channel.load_state_dict(saved, names)
         self._add_anchors(anchors)

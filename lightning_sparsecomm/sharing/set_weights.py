@@ -1,6 +1,7 @@
 """Weights that the user sets between two steps: clamped, pruned, or initialized anew."""
 
 import struct
+import warnings
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,6 +21,9 @@ _STRETCHES, _LENGTH = 16, 64
 
 _CHECKSUM = struct.Struct("<I")
 
+# The kind under which the noted weights are saved.
+NOTED = "weights as noted"
+
 # What a weight was set to: a digest where all ranks had the same weight before, so that they must have the same now.
 _NOT_SET, _SET_AMID = 0, -1
 
@@ -36,23 +40,39 @@ class SetWeights:
 
     Attributes:
         found: What was set since the last exchange, by parameter name: a digest, or -1 where ranks had already trained.
+        noted: Stretches of the weights as training or an exchange has left them, by parameter name.
     """
 
     def __init__(self) -> None:
         self.found: dict[str, int] = {}
-        self._noted: dict[str, Tensor] = {}
+        self.noted: dict[str, Tensor] = {}
+        self._samples: dict[str, Tensor] = {}
+        self._warned = False
 
     def note(self, parameters: NamedParameters) -> None:
         """Notes the weights as they are, after training or an exchange has changed them."""
-        self._noted = {name: _sample(weight).clone() for name, weight in parameters}
+        for name, weight in parameters:
+            sample = self._sample(name, weight)
+            if name in self.noted:
+                self.noted[name].copy_(sample)
+            else:
+                self.noted[name] = sample.clone()
 
     def look(self, parameters: NamedParameters, trained: bool) -> None:
         """Compares the weights with those noted; `trained` says whether ranks have trained since the last exchange."""
         for name, weight in parameters:
-            noted = self._noted.get(name)
-            if noted is not None and not torch.equal(_sample(weight), noted):
+            noted, sample = self.noted.get(name), self._sample(name, weight)
+            # What training has made NaN equals nothing; the exchange refuses it in any case.
+            if noted is not None and not torch.equal(sample, noted):
                 self.found[name] = _SET_AMID if trained else _number_of(weight)
-        self.note(parameters)
+                noted.copy_(sample)
+
+    def _sample(self, name: str, weight: Tensor) -> Tensor:
+        """Stretches of a weight; as it lies where it lay before, the view that was made then."""
+        made = self._samples.get(name)
+        if made is None or made.data_ptr() != weight.data_ptr():
+            made = self._samples[name] = _sample(weight)
+        return made
 
     def agree(self, names: Sequence[str], wire: Wire, device: torch.device) -> set[str]:
         """The names of weights that any rank has set. A collective.
@@ -87,6 +107,19 @@ class SetWeights:
                         " or broadcast the result."
                     )
         return {names[index] for index in union}
+
+    def warn(self, weights: Mapping[str, Tensor]) -> None:
+        """Says once that these weights travel whole."""
+        if not self._warned:
+            self._warned = True
+            size = sum(weight.numel() for weight in weights.values())
+            warnings.warn(
+                f"other code than the optimizer has changed {len(weights)} parameter(s) between two steps, such as"
+                f" {next(iter(weights))!r}. Ranks average these whole with the next exchange: {size:,} elements. Where"
+                " that happens in each step, as with clamping, little is saved: use methods.dgc() or"
+                " methods.gradient_dropping(), which exchange gradients.",
+                stacklevel=2,
+            )
 
     def forget(self) -> None:
         """Forgets what was found, after an exchange or a failed one."""

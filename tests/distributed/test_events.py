@@ -1,6 +1,7 @@
 """What users do between two steps: freeze, take away a group, put another optimizer in place, set weights."""
 
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from lightning_fabric.strategies import DDPStrategy
 from pytorch_lightning.plugins.environments import TorchElasticEnvironment
 from torch import Tensor, nn
 
+from lightning_sparsecomm.exchange import NonFiniteGradientError
 from lightning_sparsecomm.methods import (
     dense,
     dgc,
@@ -26,6 +28,8 @@ from lightning_sparsecomm.methods import (
 from lightning_sparsecomm.sharing import Method
 from lightning_sparsecomm.strategies.lightning_fabric import SparseCommStrategy
 from tests.distributed.launch import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:other code than the optimizer has changed")
 
 WORLD_SIZE, STEPS, EVENT_AT = 2, 12, 5
 
@@ -149,8 +153,12 @@ def test_replicas_stay_equal(tmp_path: Path, name: str, event: str) -> None:
         assert not np.array_equal(ranks[0][name], start[name].detach().numpy()), name
 
 
-@pytest.mark.parametrize("event", EVENTS)
-@pytest.mark.parametrize("name", ["dense", "dgc", "gradient_dropping", "federated_averaging"])
+# With federated averaging a rank without a gradient takes no step of its own, so the first event is not one of ddp's.
+@pytest.mark.parametrize(
+    ("name", "event"),
+    [(name, event) for name in ("dense", "dgc", "gradient_dropping") for event in EVENTS]
+    + [("federated_averaging", event) for event in EVENTS[1:]],
+)
 def test_at_full_density_it_is_ddp(tmp_path: Path, name: str, event: str) -> None:
     method = {
         "dense": dense(),
@@ -159,8 +167,6 @@ def test_at_full_density_it_is_ddp(tmp_path: Path, name: str, event: str) -> Non
         # Local momentum is averaged only as far as it has changed weights; so every step, and a rate that is small.
         "federated_averaging": federated_averaging(every=1, buffers="own"),
     }[name]
-    if name == "federated_averaging" and event == "freeze_before_the_first_step":
-        pytest.skip("ranks without a gradient take no step of their own")
     ddp = run_ranks(tmp_path, WORLD_SIZE, _train, None, "SGD", event)
     ours = run_ranks(tmp_path, WORLD_SIZE, _train, method, "SGD", event)
     for key in ddp[0]:
@@ -262,6 +268,120 @@ def _set_differently(rank: int, everywhere: bool) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def _set_and_replace(rank: int, name: str) -> tuple[float, float]:
+    run, found = Run(rank, *METHODS[name]), []
+
+    def look(step: int) -> None:
+        if step == 5:
+            run.model.body.weight.data.fill_(3.0)
+            run.optimizer = run.fabric.setup_optimizers(_optimizer(run.model.parameters(), run.kind, 1e-9))
+        # The exchange after that; the one after the next also sends what residuals held before.
+        if step == 8:
+            weight = run.model.body.weight.detach()
+            found.append((float(weight.min()), float(weight.max())))
+
+    run.after_step = look
+    run.train("")
+    return found[0]
+
+
+@pytest.mark.parametrize("name", ["sbc", "diloco"])
+def test_what_is_set_while_the_optimizer_is_replaced_moves_the_anchor(tmp_path: Path, name: str) -> None:
+    for least, largest in run_ranks(tmp_path, WORLD_SIZE, _set_and_replace, name):
+        assert least == pytest.approx(3.0, abs=1e-5)
+        assert largest == pytest.approx(3.0, abs=1e-5)
+
+
+def _save_what_was_set(rank: int, name: str, path: str, set_at: int) -> list[float]:
+    run = Run(rank, *METHODS[name])
+    generator = torch.Generator().manual_seed(rank)
+    ends: list[Tensor] = []
+    for resumed in (False, True):
+        for step in range(STEPS):
+            x, y = torch.randn(16, 6, generator=generator), torch.randn(16, 3, generator=generator)
+            if resumed and step < set_at:
+                continue
+            if step == set_at:
+                state = {"model": run.module, "optimizer": run.optimizer}
+                if resumed:
+                    run.fabric.load(path, state)
+                else:
+                    run.model.body.weight.data.fill_(3.0)
+                    run.fabric.save(path, state)
+            run.fabric.backward(nn.functional.mse_loss(run.module(x), y))
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+        ends.append(run.model.body.weight.detach().clone())
+        generator.manual_seed(rank)
+    return [float((ends[0] - ends[1]).abs().max())]
+
+
+@pytest.mark.parametrize("set_at", [4, 6], ids=["amid training", "after an exchange"])
+@pytest.mark.parametrize("name", ["sbc", "diloco"])
+def test_what_is_set_before_a_save_moves_the_anchor_in_a_resumed_run(tmp_path: Path, name: str, set_at: int) -> None:
+    for (off,) in run_ranks(tmp_path, WORLD_SIZE, _save_what_was_set, name, str(tmp_path / "a.ckpt"), set_at):
+        assert off == 0
+
+
+def _train_on_nan(rank: int, at: int) -> str:
+    run = Run(rank, *METHODS["federated_averaging"])
+
+    def look(step: int) -> None:
+        # What a backward pass with NaN in it makes of weights: they change in a step, and not by the user.
+        if rank == 1 and step + 1 == at:
+            run.optimizer.optimizer.param_groups[0]["lr"] = float("nan")
+
+    run.after_step = look
+    try:
+        run.train("")
+    except NonFiniteGradientError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("at", [6, 7, 8])
+def test_a_weight_that_training_made_nan_is_not_taken_for_set(tmp_path: Path, at: int) -> None:
+    for text in run_ranks(tmp_path, WORLD_SIZE, _train_on_nan, at):
+        assert text.startswith("rank 1 has a weight update that is not finite")
+
+
+def _set_to_nan(rank: int) -> str:
+    run = Run(rank, *METHODS["sbc"])
+
+    def look(step: int) -> None:
+        if step == 6 and rank == 1:
+            run.model.body.weight.data.fill_(float("nan"))
+
+    run.after_step = look
+    try:
+        run.train("")
+    except NonFiniteGradientError as error:
+        return str(error)
+    return ""
+
+
+def test_what_is_set_to_nan_is_refused(tmp_path: Path) -> None:
+    for text in run_ranks(tmp_path, WORLD_SIZE, _set_to_nan):
+        assert text.startswith("rank 1 has a weight update that is not finite, for parameter 'body.weight'")
+
+
+def _warned(rank: int) -> list[str]:
+    run = Run(rank, *METHODS["sbc"])
+    run.after_step = lambda step: run.model.body.weight.data.clamp_(-0.05, 0.05)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run.train("")
+    return [str(each.message) for each in caught if "other code than the optimizer" in str(each.message)]
+
+
+def test_that_it_travels_whole_is_said_once(tmp_path: Path) -> None:
+    said, other = run_ranks(tmp_path, WORLD_SIZE, _warned)
+    assert other == []
+    (words,) = said
+    assert "changed 1 parameter(s) between two steps, such as 'body.weight'" in words
+    assert "48 elements" in words
 
 
 @pytest.mark.parametrize("everywhere", [True, False])
