@@ -24,6 +24,9 @@ Positions = NDArray[np.int64]
 Scalar = np.float32 | np.float64
 
 
+_names: set[str] = set()
+
+
 class CacheFile(IndexDataCacheFile):
     """A kernel's cache on disk, safe for processes that compile at the same time, as the ranks of a first run do.
 
@@ -55,6 +58,14 @@ def compiled_to_divide(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def _compiled(function: Callable[P, T], errors: Literal["python", "numpy"]) -> Callable[P, T]:
+    name = f"{function.__module__}.{function.__qualname__}"
+    if name in _names:
+        raise ValueError(
+            f"the __qualname__ of a kernel must be its own in its module; {name} is compiled already. Give functions"
+            " that are made by one definition different names: numba gives kernels of one name and one signature that"
+            " two processes have compiled the same symbol, and who loads both runs one of them for the other."
+        )
+    _names.add(name)
     try:
         kernel: Callable[P, T] = numba.njit(nogil=True, cache=True, error_model=errors)(function)
     except RuntimeError:  # Numba raises it at decoration when no cache directory is writable.

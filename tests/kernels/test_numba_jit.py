@@ -1,5 +1,8 @@
 """Kernels that are compiled once per machine, by processes that know nothing of each other."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,8 @@ from numba.core.caching import CacheImpl
 
 from lightning_sparsecomm.kernels.numba_jit import CacheFile, compiled
 from lightning_sparsecomm.kernels.updates.cpu import flag
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_processes_that_compile_at_the_same_time_do_not_mix_up_their_kernels(
@@ -42,3 +47,40 @@ def test_a_kernel_works_where_no_cache_is_writable(monkeypatch: pytest.MonkeyPat
 
     kernel: Any = compiled(doubled)
     assert kernel(np.float32(3)) == 6
+
+
+_COMPILE = """
+import sys, numpy as np
+from lightning_sparsecomm.kernels.updates import cpu
+kind, piece = int(sys.argv[1]), sys.argv[2] == "piece"
+factors = cpu.Factors(*map(np.float64, (1, 1, 0.5, 1, 0.5, 0)))
+residual, velocity, gradient = np.ones(4), np.ones(4), np.ones(4)
+if piece:
+    kernel = (cpu._update_plain, cpu._update_momentum, cpu._update_nesterov)[kind]
+    kernel(residual, velocity, gradient, factors, False, np.zeros(4096, np.uint8))
+else:
+    cpu._update(residual, velocity, gradient, factors, False, kind, np.empty(0, np.int64))
+print(residual[0])
+"""
+
+
+def test_kernels_of_several_processes_are_not_taken_for_one_another(tmp_path: Path) -> None:
+    """Each process compiles another kind first, so numba gives it the same number; a later one links them all."""
+
+    def run(kind: int, what: str) -> float:
+        command = [sys.executable, "-c", _COMPILE, str(kind), what]
+        environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+        return float(subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout)
+
+    expected = {0: 2.0, 1: 2.5, 2: 2.75}
+    assert {kind: run(kind, "piece") for kind in expected} == expected
+    assert {kind: run(kind, "whole") for kind in expected} == expected
+
+
+def test_kernels_of_one_name_are_refused() -> None:
+    def kernel(x: Any) -> Any:
+        return x
+
+    compiled(kernel)
+    with pytest.raises(ValueError, match=r"the __qualname__ of a kernel must be its own in its module; .*kernel is"):
+        compiled(kernel)

@@ -145,7 +145,6 @@ def _reaching(x: Floats, threshold: Scalar, found: Positions) -> int:
 def _piece_update(kind: int) -> Callable[[Floats, Floats, Floats, Factors, bool, Flags], bool]:
     """Compiles the loop for one kind of update; as `kind` is a constant there, LLVM can vectorize the loop."""
 
-    @compiled
     def update_piece(
         residual: Floats, velocity: Floats, gradient: Floats, factors: Factors, checked: bool, flags: Flags
     ) -> bool:
@@ -169,7 +168,8 @@ def _piece_update(kind: int) -> Callable[[Floats, Floats, Floats, Factors, bool,
             flags[i] = abs(v) >= threshold
         return not any_excluded
 
-    return update_piece
+    update_piece.__qualname__ = f"update_piece_of_kind_{kind}"
+    return compiled(update_piece)
 
 
 _update_plain, _update_momentum, _update_nesterov = (_piece_update(kind) for kind in (PLAIN, MOMENTUM, NESTEROV))
