@@ -10,8 +10,9 @@ from lightning_sparsecomm.basis.wire import PeerError
 from lightning_sparsecomm.channel import Channel, ErrorFeedback
 from lightning_sparsecomm.codecs import PayloadError
 from lightning_sparsecomm.exchange import NonFiniteGradientError
-from lightning_sparsecomm.frontends.callbacks import CompressionMonitor, ParameterAveraging, SparsityWarmup
+from lightning_sparsecomm.frontends.callbacks import ParameterAveraging, SparsityWarmup
 from lightning_sparsecomm.frontends.metrics import CompressionRatio
+from lightning_sparsecomm.frontends.monitor import CompressionMonitor
 from lightning_sparsecomm.run.agreement import ReplicaError
 from lightning_sparsecomm.sharing import BucketSync, DeltaSync, GradientSync, Method
 from lightning_sparsecomm.strategies import registration

@@ -14,6 +14,9 @@ from lightning_sparsecomm.basis.ledger import UPDATES as UPDATES
 from lightning_sparsecomm.basis.ledger import Collective as Collective
 from lightning_sparsecomm.basis.ledger import Ledger as Ledger
 from lightning_sparsecomm.basis.ledger import link_bytes as link_bytes
+from lightning_sparsecomm.basis.phases import PHASES as PHASES
+from lightning_sparsecomm.basis.phases import Clock as Clock
+from lightning_sparsecomm.basis.phases import phase as phase
 from lightning_sparsecomm.basis.rounds import Round as Round
 from lightning_sparsecomm.basis.schedules import ByLength as ByLength
 from lightning_sparsecomm.basis.schedules import Density as Density

@@ -1,11 +1,11 @@
 """What crossed the wire, by purpose and collective: bytes handed over, and the bytes on the link that follow."""
 
-import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
+
+from lightning_sparsecomm.basis.phases import PHASES, Clock
 
 Collective = Literal["all_reduce", "all_gather", "broadcast"]
 
@@ -58,7 +58,6 @@ _TOTALS = (
     "ddp_gathered_bytes",
     "sent_elements",
     "elements",
-    "exchange_seconds",
     "steps",
     "clamped_elements",
 )
@@ -70,6 +69,9 @@ class Ledger:
     Each row is a purpose. The method sends `gradients`, `weight updates` and `parameters` (averages of replicas that
     differ); the other rows are what DDP and Lightning send with any method. Bytes handed over are exact; bytes on the
     link follow from them by `link_bytes`.
+
+    Attributes:
+        clock: Seconds of exchanges, by phase.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -79,7 +81,7 @@ class Ledger:
         self.ddp_gathered_bytes = 0
         self.sent_elements = 0
         self.elements = 0
-        self.exchange_seconds = 0.0
+        self.clock = Clock()
         self.steps = 0
         self.clamped_elements = 0
 
@@ -94,12 +96,14 @@ class Ledger:
             )
         self.clamped_elements += count
 
-    @contextmanager
-    def exchanging(self) -> Iterator[None]:
-        """Adds the time in its context to `exchange_seconds`."""
-        begin = time.perf_counter()
-        yield
-        self.exchange_seconds += time.perf_counter() - begin
+    def exchanging(self) -> AbstractContextManager[None]:
+        """A context whose time is that of an exchange; see `Clock.running`."""
+        return self.clock.running()
+
+    @property
+    def exchange_seconds(self) -> float:
+        """Seconds in exchanges: selecting, coding, and waiting for the network."""
+        return sum(self.clock.seconds.values())
 
     def record(self, row: str, collective: Collective, handed_bytes: int, calls: int = 1) -> None:
         """Enters calls. Raises `ValueError` for an unknown collective, which has no price on the link."""
@@ -142,7 +146,7 @@ class Ledger:
     def state_dict(self) -> dict[str, Any]:
         """All totals, as plain numbers."""
         rows = {row: {kind: list(vars(t).values()) for kind, t in kinds.items()} for row, kinds in self.rows.items()}
-        return {"rows": rows, **{name: getattr(self, name) for name in _TOTALS}}
+        return {"rows": rows, "seconds": dict(self.clock.seconds), **{name: getattr(self, name) for name in _TOTALS}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Replaces all totals by those of an earlier run in a world of the same size, which this one goes on with."""
@@ -150,6 +154,9 @@ class Ledger:
         self.add_rows(state)
         for name in _TOTALS:
             setattr(self, name, state.get(name, 0))
+        # Version 0.1 saved only the sum.
+        seconds = state.get("seconds", {"update": state.get("exchange_seconds", 0.0)})
+        self.clock.seconds = {name: float(seconds.get(name, 0.0)) for name in PHASES}
 
     def add_rows(self, state: dict[str, Any]) -> None:
         """Adds the calls that another ledger has entered, from its `state_dict`."""

@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import Store
 from lightning_sparsecomm.basis.ledger import GRADIENTS, Collective, Ledger
 from lightning_sparsecomm.basis.peers import PeerError as PeerError
 from lightning_sparsecomm.basis.peers import Peers
+from lightning_sparsecomm.basis.phases import phase
 
 BACKENDS = ("gloo", "nccl")
 
@@ -37,11 +38,13 @@ class Waiting:
         self._begin = time.monotonic()
 
     def __enter__(self) -> None:
-        pass
+        self._phase = phase("wait")
+        self._phase.__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._phase.__exit__(kind, error, traceback)
         if not isinstance(error, RuntimeError) or isinstance(error, PeerError) or not _GONE.search(str(error)):
             return
         wire = self._wire

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparsecomm.basis.layout import MAX_SIZE, Layout, SparseVector, Vector
+from lightning_sparsecomm.basis.phases import phase
 from lightning_sparsecomm.basis.rounds import Round
 from lightning_sparsecomm.codecs.compressor import Compressor
 from lightning_sparsecomm.codecs.indices import Raw32
@@ -48,10 +49,11 @@ class SparseCodec(Compressor):
         size = x.values.numel()
         if size != context.layout.size:
             raise ValueError(f"x must have the layout's {context.layout.size} elements; got {size}.")
-        if isinstance(self.selector, HintedSelector):
-            indices = self.selector.select_hinted(x.values, context, x.hints)
-        else:
-            indices = self.selector.select(x.values, context)
+        with phase("select"):
+            if isinstance(self.selector, HintedSelector):
+                indices = self.selector.select_hinted(x.values, context, x.hints)
+            else:
+                indices = self.selector.select(x.values, context)
         values = x.values if indices.numel() == size else x.values[indices]
         return encode_sparse(SparseVector(indices, values, size), context.layout, self._codec(context), self.indices)
 

@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_sparsecomm.basis import Round, SparseVector, Vector, Wire
+from lightning_sparsecomm.basis import Round, SparseVector, Vector, Wire, phase
 from lightning_sparsecomm.basis.arguments import check_booleans, is_number
 from lightning_sparsecomm.codecs import CountSketch, TopBlocks
 from lightning_sparsecomm.codecs.selectors.blocks import elements
@@ -71,28 +71,30 @@ class BlockReduce(SparseExchange):
 
     def exchange(self, x: Vector, context: Round, wire: Wire) -> Exchanged:
         values = x.values
-        bounds = self.blocks.bounds(context.layout, values.device)
-        mine = values.new_empty(0, dtype=torch.int64)
-        if x.nonfinite_segment is None:
-            mine = self.blocks.blocks(values, context, x.indices)
+        with phase("select"):
+            bounds = self.blocks.bounds(context.layout, values.device)
+            mine = values.new_empty(0, dtype=torch.int64)
+            if x.nonfinite_segment is None:
+                mine = self.blocks.blocks(values, context, x.indices)
         union, present = union_of(mine, bounds.numel() - 1, x, context, wire)
-        lengths = bounds[mine + 1] - bounds[mine]
+        with phase("encode"):
+            lengths = bounds[mine + 1] - bounds[mine]
 
-        together = elements(union, bounds)
-        packed = values.new_zeros(together.numel())
-        # What to add to a position in the vector for its place among the union's blocks.
-        sizes = bounds[union + 1] - bounds[union]
-        shifts = sizes.cumsum(0) - sizes - bounds[union]
-        if x.indices is not None:
-            owners = torch.searchsorted(bounds, x.indices, right=True) - 1
-            kept = torch.isin(owners, mine)
-            sent, owners = SparseVector(x.indices[kept], values[kept], context.layout.size), owners[kept]
-            packed[sent.indices + shifts[torch.searchsorted(union, owners)]] = sent.values
-        else:
-            chosen = elements(mine, bounds)
-            sent = SparseVector(chosen, values[chosen], values.numel())
-            at = shifts[torch.searchsorted(union, mine)]
-            packed[chosen + torch.repeat_interleave(at, lengths)] = sent.values
+            together = elements(union, bounds)
+            packed = values.new_zeros(together.numel())
+            # What to add to a position in the vector for its place among the union's blocks.
+            sizes = bounds[union + 1] - bounds[union]
+            shifts = sizes.cumsum(0) - sizes - bounds[union]
+            if x.indices is not None:
+                owners = torch.searchsorted(bounds, x.indices, right=True) - 1
+                kept = torch.isin(owners, mine)
+                sent, owners = SparseVector(x.indices[kept], values[kept], context.layout.size), owners[kept]
+                packed[sent.indices + shifts[torch.searchsorted(union, owners)]] = sent.values
+            else:
+                chosen = elements(mine, bounds)
+                sent = SparseVector(chosen, values[chosen], values.numel())
+                at = shifts[torch.searchsorted(union, mine)]
+                packed[chosen + torch.repeat_interleave(at, lengths)] = sent.values
         if packed.numel():
             self._average_(packed, int(lengths.sum()), context, wire)
         return Exchanged(SparseVector(together, packed, context.layout.size), sent, present)
@@ -111,9 +113,11 @@ class BlockReduce(SparseExchange):
             sketch = CountSketch(self.rows, max(1, math.ceil(self.sketch_ratio * held / self.rows)))
             if self.always_sketch or sketch.rows * sketch.columns < packed.numel():
                 seed = context.shared_seed()
-                table = sketch.empty(packed.device, packed.dtype)
-                sketch.insert_(table, packed, seed)
+                with phase("encode"):
+                    table = sketch.empty(packed.device, packed.dtype)
+                    sketch.insert_(table, packed, seed)
                 wire.all_reduce_(table)
-                packed.copy_(sketch.query(table, packed.numel(), seed))
+                with phase("decode"):
+                    packed.copy_(sketch.query(table, packed.numel(), seed))
                 return
         wire.all_reduce_(packed)

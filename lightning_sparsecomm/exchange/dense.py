@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_sparsecomm.basis import Round, Vector, Wire
+from lightning_sparsecomm.basis import Round, Vector, Wire, phase
 from lightning_sparsecomm.exchange.base import Exchange, Exchanged, dense_values
 from lightning_sparsecomm.exchange.status import read_counts, write_counts_
 
@@ -89,13 +89,14 @@ class DenseAllReduce(Exchange):
     def _start(self, x: Vector, context: Round, wire: Wire) -> _Started:
         values = dense_values(x, self)
         n = values.numel()
-        buffer = values.new_empty(n + len(context.layout.segments), dtype=WIRE_DTYPES[self.wire_dtype])
-        # Divided before the sum, so that float16 does not overflow where the mean would not.
-        torch.div(values, wire.world_size, out=buffer[:n])
-        if buffer.dtype == torch.float16:
-            limit = addend_limit(buffer.dtype, wire.world_size)
-            buffer[:n].clamp_(-limit, limit)
-            wire.ledger.clamp(int((buffer[:n].abs() == limit).sum()), limit)
-        write_counts_(buffer[n:], x)
-        sent = values if buffer.dtype == values.dtype else buffer[:n].to(values.dtype) * wire.world_size
+        with phase("encode"):
+            buffer = values.new_empty(n + len(context.layout.segments), dtype=WIRE_DTYPES[self.wire_dtype])
+            # Divided before the sum, so that float16 does not overflow where the mean would not.
+            torch.div(values, wire.world_size, out=buffer[:n])
+            if buffer.dtype == torch.float16:
+                limit = addend_limit(buffer.dtype, wire.world_size)
+                buffer[:n].clamp_(-limit, limit)
+                wire.ledger.clamp(int((buffer[:n].abs() == limit).sum()), limit)
+            write_counts_(buffer[n:], x)
+            sent = values if buffer.dtype == values.dtype else buffer[:n].to(values.dtype) * wire.world_size
         return _Started(buffer, sent, wire.all_reduce_later_(buffer))

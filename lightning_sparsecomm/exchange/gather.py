@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from lightning_sparsecomm.basis import Round, SparseVector, Vector, Wire, link_bytes
+from lightning_sparsecomm.basis import Round, SparseVector, Vector, Wire, link_bytes, phase
 from lightning_sparsecomm.basis.layout import mean
 from lightning_sparsecomm.codecs import Compressor, Envelope, PayloadError
 from lightning_sparsecomm.codecs.payload import most_bytes, open_envelope, open_length, seal, seal_length, sealed_bytes
@@ -37,10 +37,11 @@ class Gather(Exchange):
 
     def exchange(self, x: Vector, context: Round, wire: Wire) -> Exchanged:
         values, layout = dense_values(x, self), context.layout
-        body = values.new_empty(0, dtype=torch.uint8)
-        if x.nonfinite_segment is None:
-            body = self.compressor.encode(x, context)
-        payload = seal(Envelope(body, None if all(x.present) else list(x.present), x.nonfinite_segment), layout)
+        with phase("encode"):
+            body = values.new_empty(0, dtype=torch.uint8)
+            if x.nonfinite_segment is None:
+                body = self.compressor.encode(x, context)
+            payload = seal(Envelope(body, None if all(x.present) else list(x.present), x.nonfinite_segment), layout)
         capacity = self._capacity(payload, context, wire)
         all_bytes = values.element_size() * (values.numel() + len(layout.segments))
         if link_bytes("all_gather", capacity, wire.world_size) > link_bytes("all_reduce", all_bytes, wire.world_size):
@@ -51,7 +52,12 @@ class Gather(Exchange):
         gathered = wire.all_gather(payload).cpu()
         # In a warm-up they are large.
         del body, payload
+        with phase("decode"):
+            return self._mean(gathered, x, context, wire)
 
+    def _mean(self, gathered: Tensor, x: Vector, context: Round, wire: Wire) -> Exchanged:
+        """The mean of what all ranks have sent: `gathered` is `[W, bytes]` uint8, on the CPU."""
+        layout, device = context.layout, x.values.device
         # Open all before using any: ranks agree on which error comes first, and nothing is half done.
         envelopes = [open_envelope(gathered[rank], layout, rank) for rank in range(wire.world_size)]
         present = read_envelopes(envelopes, context)
@@ -60,12 +66,12 @@ class Gather(Exchange):
         def decoded() -> Iterator[SparseVector | Tensor]:
             for rank, received in enumerate(envelopes):
                 here = () if x.carries else received.present
-                vector = masked(self._decode(received.body, context, rank, values.device), here, layout)
+                vector = masked(self._decode(received.body, context, rank, device), here, layout)
                 if rank == wire.rank:
                     own.append(vector)
                 yield vector
 
-        shared = mean(decoded(), values.dtype)
+        shared = mean(decoded(), x.values.dtype)
         self._count_clamped(own[0], wire)
         return Exchanged(shared, own[0], present)
 
@@ -80,7 +86,8 @@ class Gather(Exchange):
         own: SparseVector | Tensor = x.values
         if x.nonfinite_segment is None:
             here = () if x.carries else x.present
-            own = masked(self._decode(body, context, wire.rank, x.values.device), here, context.layout)
+            with phase("decode"):
+                own = masked(self._decode(body, context, wire.rank, x.values.device), here, context.layout)
         whole = (own.dense() if isinstance(own, SparseVector) else own).to(x.values.dtype)
         self._count_clamped(own, wire)
         return DenseAllReduce().exchange(x._replace(values=whole), context, wire)._replace(sent=own)

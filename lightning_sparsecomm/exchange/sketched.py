@@ -5,7 +5,7 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
-from lightning_sparsecomm.basis import Density, Layout, Round, SparseVector, Vector, Wire
+from lightning_sparsecomm.basis import Density, Layout, Round, SparseVector, Vector, Wire, phase
 from lightning_sparsecomm.basis.arguments import check_booleans, check_whole_number, is_number
 from lightning_sparsecomm.basis.schedules import check_density
 from lightning_sparsecomm.codecs import CountSketch, k_of
@@ -101,18 +101,20 @@ class SketchedTopK(Exchange):
         if sketch_bytes >= n * values.element_size() and not self.always_sketch:
             return self._exchange_whole(x, k, context, wire)
 
-        table = sketch.empty(values.device, values.dtype)
-        sketch.insert_(table, values, seed)
+        with phase("encode"):
+            table = sketch.empty(values.device, values.dtype)
+            sketch.insert_(table, values, seed)
         total, present = self._sum(table, x, context, wire)
-        table.copy_(total.view_as(table))
-        found = sketch.largest(table, n, asked, seed)
-
-        # Divided before the sum, as in DDP.
-        means = values[found].div_(wire.world_size)
+        with phase("select"):
+            table.copy_(total.view_as(table))
+            found = sketch.largest(table, n, asked, seed)
+            # Divided before the sum, as in DDP.
+            means = values[found].div_(wire.world_size)
         if means.numel():
             wire.all_reduce_(means)
-        chosen = kernels_for(means.device, means.dtype).largest(means, k, seed)
-        indices = found[chosen]
+        with phase("select"):
+            chosen = kernels_for(means.device, means.dtype).largest(means, k, seed)
+            indices = found[chosen]
         return Exchanged(SparseVector(indices, means[chosen], n), SparseVector(indices, values[indices], n), present)
 
     def _k(self, n: int, context: Round) -> int:

@@ -1,12 +1,11 @@
 """The strategy for a Trainer. The bindings combine it with the DDPStrategy of their package."""
 
-import logging
 import math
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -16,6 +15,7 @@ from lightning_sparsecomm.basis.ledger import LIGHTNING, Collective
 from lightning_sparsecomm.basis.wire import Waiting
 from lightning_sparsecomm.frontends.checkpointing import CheckpointingMixin
 from lightning_sparsecomm.frontends.own_callbacks import DeferredSaves, EndOfTraining
+from lightning_sparsecomm.frontends.reporting import announce, forget_actions, profile_of
 from lightning_sparsecomm.frontends.uneven import UnevenMixin
 from lightning_sparsecomm.run.announcement import announcement
 from lightning_sparsecomm.run.length import likely_length, warn_of_short_run
@@ -35,8 +35,16 @@ class TrainerMixin(UnevenMixin, CheckpointingMixin, DDPStrategy):
     To switch from `strategy="ddp"`, change nothing else: the LightningModule, its optimizers, the Trainer's clipping
     and accumulation stay as they are. Two hooks see other gradients: `on_after_backward` finds this rank's own, and
     `on_before_optimizer_step` the mean of what ranks sent, which with dgc already contains momentum.
+
+    Attributes:
+        ledger: What this rank has sent. Where `fit` started processes of its own, rank 0's, once they have ended.
+        announced: What was said at the start: a line for each optimizer; on rank 0.
     """
 
+    # Of the package that a Trainer comes from: starts processes by fork or spawn, and brings the ledger back.
+    reporting_launcher: ClassVar[Any] = None
+
+    announced: Sequence[str] = ()
     _viewing = False
     _callbacks: list[Any] = []  # noqa: RUF012
     _unsettled = False
@@ -60,7 +68,13 @@ class TrainerMixin(UnevenMixin, CheckpointingMixin, DDPStrategy):
         self._callbacks.insert(0, self._own_callbacks[0])
         self._callbacks.append(self._own_callbacks[1])
         self._unsettled = True
+        self.engine.wire.ledger.clock.profile = profile_of(vars(trainer)["profiler"], type(self).__name__)
         return None
+
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if self._start_method != "popen":
+            self._launcher = self.reporting_launcher(self, start_method=self._start_method)
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
         return self._wrap(model, self.determine_ddp_device_ids())
@@ -105,11 +119,9 @@ class TrainerMixin(UnevenMixin, CheckpointingMixin, DDPStrategy):
         )
         if trainer.is_global_zero:
             warn_of_short_run(self.engine.registry, self.engine.warmup, steps, epochs)
-            # Lightning prints what its own loggers get, and those below them.
-            package = next(kind.__module__ for kind in type(trainer).__mro__ if "lightning" in kind.__module__)
             length = likely_length(self.engine.length, self.engine.may_end_sooner)
-            for line in announcement(self.engine.registry, length, self.world_size):
-                logging.getLogger(package).info(line)
+            self.announced = announcement(self.engine.registry, length, self.world_size)
+            announce(self.announced, trainer)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         with self.engine.guards.backward():
@@ -206,6 +218,7 @@ class TrainerMixin(UnevenMixin, CheckpointingMixin, DDPStrategy):
         for ours in self._own_callbacks or ():
             if ours in self._callbacks:
                 self._callbacks.remove(ours)
+            forget_actions(vars(self._trainer)["profiler"], f"[Callback]{ours.state_key}.")
         self._callbacks, self._own_callbacks = [], None
         vars(self.precision_plugin).pop("clip_gradients", None)
         super().teardown()

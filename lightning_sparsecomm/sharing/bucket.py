@@ -84,7 +84,7 @@ class BucketHook:
         begin = time.perf_counter()
 
         def received(future: torch.futures.Future[list[Tensor]]) -> Tensor:
-            ledger.exchange_seconds += time.perf_counter() - begin
+            ledger.clock.seconds["wait"] += time.perf_counter() - begin
             reduced: Tensor = future.value()[0]
             return buffer if reduced.dtype == buffer.dtype else buffer.copy_(reduced)
 

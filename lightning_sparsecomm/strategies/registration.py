@@ -11,8 +11,8 @@ from lightning_sparsecomm.frontends.packages import FABRICS, TRAINERS
 if TYPE_CHECKING:
     from lightning_fabric.strategies.registry import _StrategyRegistry
 
-START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork"}
-"""Suffixes of strategy names, and how each starts its processes, like Lightning's `ddp`, `ddp_spawn`, `ddp_fork`."""
+START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
+"""Suffixes of strategy names, and how each starts its processes: those of Lightning's `ddp`."""
 
 
 def strategy_in(module: str) -> type:
@@ -48,16 +48,21 @@ def _callers() -> set[str]:
 
 
 def register_strategies() -> None:
-    """Enters `sparsecomm`, and a name for each method, with Lightning's three ways to start processes."""
-    recipes = {f"sparsecomm_{name}": recipe() for name, recipe in methods.RECIPES.items()}
+    """Enters `sparsecomm`, and a name for each method, with Lightning's ways to start processes."""
+    recipes = {f"sparsecomm_{name}": recipe for name, recipe in methods.RECIPES.items()}
     for registry, strategy in bindings():
-        for name, method in {"sparsecomm": None, **recipes}.items():
+        for name, recipe in {"sparsecomm": methods.default, **recipes}.items():
             for suffix, start_method in START_METHODS.items():
                 registry.register(
                     name + suffix,
                     strategy,
-                    description=f"{name} with start_method {start_method!r}",
+                    description=f"{_summary(recipe)} Processes start by {start_method}.",
                     override=True,
-                    method=method,
+                    method=None if recipe is methods.default else recipe(),
                     start_method=start_method,
                 )
+
+
+def _summary(recipe: object) -> str:
+    """The first paragraph of a docstring, in one line."""
+    return " ".join((recipe.__doc__ or "").partition("\n\n")[0].split())

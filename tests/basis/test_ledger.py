@@ -74,7 +74,7 @@ def test_a_resumed_ledger_goes_on_where_the_saved_one_was() -> None:
     for each in (ledger, resumed):
         each.record(GRADIENTS, "all_gather", 100)
     ledger.record(PARAMETERS, "all_reduce", 40)
-    ledger.steps, ledger.ddp_bytes, ledger.exchange_seconds = 3, 1_000, 1.5
+    ledger.steps, ledger.ddp_bytes, ledger.clock.seconds["wait"] = 3, 1_000, 1.5
     resumed.steps = 1
     state = ledger.state_dict()
     resumed.load_state_dict(state)
@@ -83,6 +83,7 @@ def test_a_resumed_ledger_goes_on_where_the_saved_one_was() -> None:
     assert resumed.rows[GRADIENTS]["all_gather"].calls == 1
     assert resumed.handed_bytes(PARAMETERS) == 40
     assert (resumed.steps, resumed.ddp_bytes, resumed.exchange_seconds) == (3, 1_000, 1.5)
+    assert resumed.clock.seconds["wait"] == 1.5
     resumed.load_state_dict(state)
     assert resumed.state_dict() == state
     resumed.add_rows(state)

@@ -80,6 +80,7 @@ def test_training_on_a_slow_network(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "training.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_two_packages_train_in_turns(tmp_path: Path) -> None:
     """Each run imports the copy that it is for."""
     other = tmp_path / "other"
@@ -107,10 +108,15 @@ def test_two_packages_train_in_turns(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--package=."], "--package: a package must be a folder that holds lightning_sparsecomm; got /"),
-        ([f"--package={CHECKOUT}", f"--package={CHECKOUT}"], "--package: give one folder, or two that differ; got"),
-        (["--models=gpt", "--batch-size=999999"], "--batch-size 999999 is too large: gpt has"),
         (["--models=gpt", "--text=short.txt"], "the text must have at least 65 symbols; got 6. Name a longer text."),
-        (["--only-print", "--output=none"], "training.json does not exist. Run without --only-print first"),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (
+                ([f"--package={CHECKOUT}"] * 2, "--package: give one folder, or two that differ; got"),
+                (["--models=gpt", "--batch-size=999999"], "--batch-size 999999 is too large: gpt has"),
+                (["--only-print", "--output=none"], "training.json does not exist. Run without --only-print first"),
+            )
+        ),
     ],
 )
 def test_training_refuses(arguments: list[str], message: str, tmp_path: Path) -> None:
@@ -121,6 +127,7 @@ def test_training_refuses(arguments: list[str], message: str, tmp_path: Path) ->
     assert os.listdir(tmp_path) == ["short.txt"]
 
 
+@pytest.mark.slow
 def test_profile_of_a_step(tmp_path: Path) -> None:
     arguments = ["--model=gpt", "--row=gradient_dropping(0.001)", "--steps=2", "--functions=200"]
     output = run_in_lab("profile_step.py", *arguments, folder=tmp_path)
@@ -136,6 +143,7 @@ def test_profile_of_a_step(tmp_path: Path) -> None:
     assert 0 < float(own) <= float(whole.rstrip(" |"))
 
 
+@pytest.mark.slow
 def test_memory() -> None:
     """dgc needs no more than residual, velocity and one vector above ddp, once it is warm."""
     output = run("memory.py", "--ranks=2", "--widths", "500", "1500", "--rows", "ddp", "dgc(0.001)", folder=BENCHMARKS)
@@ -174,6 +182,7 @@ def test_sketch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert "| insert + largest | 5x10000 |" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_time_to_accuracy(tmp_path: Path) -> None:
     arguments = ["--task=digits", "--ranks=2", "--seeds=1", "--target=0.8", "--measure-every=20", "--most-steps=100"]
     arguments += ["--output=out", "--rows", "ddp", "federated_averaging"]

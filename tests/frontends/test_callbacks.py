@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_sparsecomm import CompressionMonitor, Ledger, ParameterAveraging, SparsityWarmup
-from lightning_sparsecomm.frontends.callbacks import summary_table
+from lightning_sparsecomm.frontends.monitor import summary_table
 from lightning_sparsecomm.methods import dense, gradient_dropping
 from lightning_sparsecomm.sharing import Method
 
@@ -138,9 +138,13 @@ def rows_of(folder: Path) -> list[dict[str, float]]:
     return [{name: float(value) for name, value in row.items() if value} for row in rows]
 
 
+PHASES = ("update", "select", "encode", "wait", "decode")
 NAMES = {
     f"sparsecomm/{name}"
-    for name in ("bytes_sent", "bytes_received", "compression_ratio", "density", "residual_norm", "exchange_seconds")
+    for name in (
+        *("bytes_sent", "bytes_received", "bytes_sent_total", "compression_ratio", "density", "residual_norm"),
+        *("exchange_seconds", "exchange_share", *(f"seconds_{name}" for name in PHASES)),
+    )
 }
 
 
@@ -158,14 +162,19 @@ def test_csv_logger(package: str, tmp_path: Path) -> None:
         assert row["sparsecomm/compression_ratio"] == pytest.approx(4 * PARAMETERS / sparse_bytes(sent))
         assert row["sparsecomm/density"] == pytest.approx(sent / PARAMETERS)
         assert row["sparsecomm/residual_norm"] > 0
-        assert row["sparsecomm/exchange_seconds"] > 0
+        phases = [row[f"sparsecomm/seconds_{name}"] for name in PHASES]
+        assert min(phases) > 0
+        assert row["sparsecomm/exchange_seconds"] == pytest.approx(sum(phases), rel=1e-5)
+        assert 0 < row["sparsecomm/exchange_share"] < 1
+    totals = [row["sparsecomm/bytes_sent_total"] for row in rows]
+    assert totals == [sparse_bytes(sent) * (step + 1) for step in range(BATCHES)]
     assert rows[-1]["sparsecomm/residual_norm"] == pytest.approx(found["residual_norm"], rel=1e-5)
     assert sum(row["sparsecomm/bytes_sent"] for row in rows) == found["link_bytes"]
     assert sum(row["sparsecomm/exchange_seconds"] for row in rows) == pytest.approx(found["exchange_seconds"], rel=1e-4)
     ratio = 4 * PARAMETERS / sparse_bytes(sent)
-    assert found["progress_bar_metrics"] == {"ratio": pytest.approx(ratio)}
+    assert found["progress_bar_metrics"] == {"sparsecomm/ratio": pytest.approx(ratio)}
     assert found["callback_metrics"]["sparsecomm/compression_ratio"] == pytest.approx(ratio)
-    assert found["callback_metrics"].keys() == NAMES | {"ratio"}
+    assert found["callback_metrics"].keys() == NAMES | {"sparsecomm/ratio"}
 
 
 def test_tensorboard_logger(tmp_path: Path) -> None:
@@ -303,12 +312,14 @@ def test_table_of_large_numbers() -> None:
     for _ in range(1_000):
         ledger.record("DDP buffers", "broadcast", 7_000)
     ledger.steps, ledger.ddp_bytes = 1_234, 200_000_000_000
-    ledger.elements, ledger.sent_elements, ledger.exchange_seconds = 50_000_000_000, 312_500, 12.34
+    ledger.elements, ledger.sent_elements = 50_000_000_000, 312_500
+    ledger.clock.seconds |= {"select": 2.34, "wait": 10.0}
     lines = summary_table(ledger).splitlines()
     assert lines[1].split() == ["gradients", "1", "2.50", "MB", "7.50", "MB"]
     assert lines[2].split() == ["DDP", "buffers", "1,000", "7.00", "MB", "5.25", "MB"]
     assert lines[3].split()[-4:] == ["200.00", "GB", "300.00", "GB"]
     assert "compression ratio 40,000.0 over 1,234 steps, density 6.25e-06, 12.3 s in exchange" in lines
+    assert "of these: select 2.3 s, wait 10.0 s" in lines
     assert len({len(line) for line in lines[:4]}) == 1
 
 

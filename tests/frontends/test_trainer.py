@@ -26,6 +26,13 @@ def sync(*parameters: str) -> GradientSync:
     return GradientSync(Channel(DenseAllReduce()), parameters=parameters or ("*",))
 
 
+class UnknownStrategy(DDPStrategy):
+    """As engines of other packages: derived from DDPStrategy, without DDP."""
+
+    def _setup_model(self, model: nn.Module) -> Any:
+        return model
+
+
 class Looking(nn.Module):
     def __init__(self, sparse: bool) -> None:
         super().__init__()
@@ -86,9 +93,9 @@ REFUSED_AT_SETUP: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         lambda: {"model": Model(optimizer=torch.optim.LBFGS)},
         r"TypeError: the method is not defined for LBFGS: .*methods.dense\(\)",
     ),
-    "monitor without anything to see": (
-        lambda: {"strategy": "ddp", "callbacks": [CompressionMonitor()]},
-        "TypeError: .*CompressionMonitor.*DDPStrategy. Use strategy='sparsecomm'",
+    "monitor of what it cannot count": (
+        lambda: {"strategy": UnknownStrategy(), "callbacks": [CompressionMonitor()]},
+        "TypeError: .*CompressionMonitor; got UnknownStrategy, whose bytes it cannot count. Use strategy='sparsecomm'",
     ),
 }
 

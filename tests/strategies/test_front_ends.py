@@ -166,7 +166,7 @@ def test_popen(tmp_path: Path) -> None:
 def test_every_method_has_a_name_for_every_way_to_start_processes(package: str) -> None:
     strategies = importlib.import_module(f"{package}.strategies")
     registry = strategies.StrategyRegistry if package in TRAINERS else strategies.STRATEGY_REGISTRY
-    assert START_METHODS == {"": "popen", "_spawn": "spawn", "_fork": "fork"}
+    assert START_METHODS == {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
     assert {"dense", "gradient_dropping", "dgc"} <= RECIPES.keys()
     recipes: dict[str, Callable[[], Method]] = {f"sparsecomm_{name}": recipe for name, recipe in RECIPES.items()}
     recipes["sparsecomm"] = default
@@ -176,6 +176,9 @@ def test_every_method_has_a_name_for_every_way_to_start_processes(package: str) 
             assert type(strategy) is strategy_of(package)
             assert strategy._start_method == start_method
             assert repr(strategy.method) == repr(recipe())
+            described = registry[name + suffix]["description"]
+            assert described.endswith(f"Processes start by {start_method}.")
+            assert len(described) > 60
     # Besides those of objects that other tests have made: tests/strategies/test_either.py.
     ours = {name for name in registry.available_strategies() if re.match(r"sparsecomm(?!_strategy_\d+$)", name)}
     assert ours == {name + suffix for name in recipes for suffix in START_METHODS}

@@ -1,9 +1,16 @@
 """The strategy for Trainer of `lightning.pytorch`."""
 
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 
+from lightning_sparsecomm.frontends.reporting import ReportingLauncherMixin
 from lightning_sparsecomm.frontends.trainer import TrainerMixin
+
+
+class _Launcher(ReportingLauncherMixin, _MultiProcessingLauncher):
+    pass
 
 
 class SparseCommStrategy(TrainerMixin, DDPStrategy):
     __doc__ = TrainerMixin.__doc__
+    reporting_launcher = _Launcher

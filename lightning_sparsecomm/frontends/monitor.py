@@ -1,0 +1,213 @@
+"""CompressionMonitor: what a run sends and how long that takes, in any Lightning logger and as a table at the end."""
+
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from lightning_sparsecomm.basis.ledger import OURS, Ledger
+from lightning_sparsecomm.frontends.packages import Callback
+from lightning_sparsecomm.frontends.plain_ddp import PlainDDP
+from lightning_sparsecomm.frontends.trainer import TrainerMixin
+
+if TYPE_CHECKING:
+    from pytorch_lightning import LightningModule, Trainer
+
+
+_COUNTS = ("steps", "sent_link_bytes", "ddp_link_bytes", "sent_elements", "elements")
+
+
+class Totals(NamedTuple):
+    """Totals of a run, on this rank.
+
+    Attributes:
+        counts: What the ledger has counted, by its attributes' names.
+        seconds: In exchanges, by phase.
+        batch_seconds: In training batches, from start to end.
+    """
+
+    counts: dict[str, float]
+    seconds: dict[str, float]
+    batch_seconds: float
+
+    def since(self, earlier: "Totals") -> "Totals":
+        """What was added since an earlier moment."""
+        counts = {name: value - earlier.counts[name] for name, value in self.counts.items()}
+        seconds = {name: value - earlier.seconds[name] for name, value in self.seconds.items()}
+        return Totals(counts, seconds, self.batch_seconds - earlier.batch_seconds)
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was exchanged."""
+        return not all(self.counts[name] for name in ("steps", "elements", "sent_elements"))
+
+    def values(self) -> dict[str, float]:
+        """Means per optimizer step, by the names that are logged."""
+        counts, exchange, steps = self.counts, sum(self.seconds.values()), self.counts["steps"]
+        sent = counts["sent_link_bytes"]
+        values = {
+            "bytes_sent": sent / steps,
+            # On average over ranks, as many bytes come in as go out: all collectives of a method are symmetric.
+            "bytes_received": sent / steps,
+            "density": counts["sent_elements"] / counts["elements"],
+            "exchange_seconds": exchange / steps,
+        }
+        if self.batch_seconds > 0:
+            values["exchange_share"] = exchange / self.batch_seconds
+        if sent:
+            values["compression_ratio"] = counts["ddp_link_bytes"] / sent
+        return values | {f"seconds_{name}": seconds / steps for name, seconds in self.seconds.items()}
+
+
+class Observer(Callback):
+    """What callbacks that observe communication share: a ledger, of our strategies or of plain ddp, and batch times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._plain: PlainDDP | None = None
+        self._batch_seconds = 0.0
+        self._since = 0.0
+
+    def ledger_of(self, trainer: "Trainer") -> Ledger | None:
+        """The run's ledger; None before it has begun."""
+        if isinstance(trainer.strategy, TrainerMixin):
+            return trainer.strategy.ledger
+        return self._plain.ledger if self._plain is not None else None
+
+    def totals(self, trainer: "Trainer") -> Totals:
+        """Totals up to now; includes an earlier run that was resumed."""
+        if self._plain is not None:
+            self._plain.look()
+        ledger = self.ledger_of(trainer)
+        assert ledger is not None
+        counts = {name: float(getattr(ledger, name)) for name in _COUNTS}
+        return Totals(counts, dict(ledger.clock.seconds), self._batch_seconds)
+
+    def residual_norm(self, trainer: "Trainer") -> float:
+        """Euclidean norm of what this rank has not sent yet; 0 with ddp."""
+        return trainer.strategy.engine.residual_norm() if isinstance(trainer.strategy, TrainerMixin) else 0.0
+
+    def on_fit_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
+        self._plain = None
+        if not isinstance(trainer.strategy, TrainerMixin):
+            self._plain = PlainDDP.of(trainer, type(self).__name__)
+
+    def on_train_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
+        self._batch_seconds = 0.0
+        if self._plain is not None:
+            self._plain.begin(trainer)
+
+    def on_train_batch_start(
+        self, trainer: "Trainer", pl_module: "LightningModule", batch: Any, batch_idx: int
+    ) -> None:
+        self._since = time.perf_counter()
+
+    def on_train_batch_end(
+        self, trainer: "Trainer", pl_module: "LightningModule", outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._batch_seconds += time.perf_counter() - self._since
+
+    def on_after_backward(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
+        if self._plain is not None:
+            self._plain.after_backward()
+
+    def on_before_optimizer_step(self, trainer: "Trainer", pl_module: "LightningModule", optimizer: Any) -> None:
+        if self._plain is not None:
+            self._plain.ledger.steps += 1
+
+
+class CompressionMonitor(Observer):
+    """Logs what the method sends, and prints a table of it at the end of fit. Works with ddp too, for comparison.
+
+    It logs rank 0's values under `sparsecomm/`, without a collective, once something was exchanged. Means per optimizer
+    step since the last entry:
+
+    - `bytes_sent`, `bytes_received`: on the link, by the collectives' published algorithms.
+    - `compression_ratio`: DDP's link bytes divided by these.
+    - `density`: elements sent divided by elements trained.
+    - `exchange_seconds`: selecting, coding and waiting for the network. `dense` and ddp overlap this with the backward
+      pass.
+    - `seconds_update`, `seconds_select`, `seconds_encode`, `seconds_wait`, `seconds_decode`: its phases. On CUDA, the
+      host's time. ddp has `seconds_wait` only, as DDP's own logging samples it.
+    - `exchange_share`: exchange_seconds of the time in training batches.
+
+    And as they are now: `bytes_sent_total`, `residual_norm`.
+
+    Args:
+        progress_bar: Whether to show the ratio on the progress bar, as `sparsecomm/ratio`.
+        summary: Whether to print the table at the end of fit.
+
+    Raises:
+        TypeError: At the start of fit, with a strategy that is neither ours nor ddp.
+    """
+
+    def __init__(self, progress_bar: bool = True, summary: bool = True) -> None:
+        super().__init__()
+        self.progress_bar = progress_bar
+        self.summary = summary
+        self._logged: Totals | None = None
+
+    def on_train_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
+        super().on_train_start(trainer, pl_module)
+        # By now, the ledger of a resumed run holds the totals of the earlier run.
+        self._logged = self.totals(trainer)
+
+    def on_train_batch_end(
+        self, trainer: "Trainer", pl_module: "LightningModule", outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        assert self._logged is not None
+        # Lightning decides whether to log this batch: it counts batches that stepped, not optimizer steps.
+        if not trainer._logger_connector.should_update_logs:
+            return
+        totals = self.totals(trainer)
+        new = totals.since(self._logged)
+        # A step has no gradient where training_step returned None. Steps without an exchange count with the next one.
+        if new.empty:
+            return
+        self._logged = totals
+        values = new.values()
+        values["bytes_sent_total"] = totals.counts["sent_link_bytes"]
+        values["residual_norm"] = self.residual_norm(trainer)
+        named = {f"sparsecomm/{name}": value for name, value in values.items()}
+        pl_module.log_dict(named, on_step=True, on_epoch=False)
+        if self.progress_bar and "compression_ratio" in values:
+            # Under a short name, since progress bars cut long ones.
+            ratio = values["compression_ratio"]
+            pl_module.log("sparsecomm/ratio", ratio, on_step=True, on_epoch=False, prog_bar=True, logger=False)
+
+    def on_fit_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
+        ledger = self.ledger_of(trainer)
+        if self.summary and trainer.is_global_zero and ledger is not None:
+            print("\n".join([*getattr(trainer.strategy, "announced", ()), summary_table(ledger)]))
+
+
+def summary_table(ledger: Ledger) -> str:
+    """What one rank sent for each purpose, as a table for a terminal."""
+
+    def line(name: str, calls: str, handed: str, link: str) -> str:
+        return f"{name:<26}{calls:>9}{handed:>15}{link:>15}"
+
+    lines = [line(f"sent by one rank of {ledger.world_size}", "calls", "handed over", "on the link")]
+    for row in sorted(ledger.rows, key=lambda row: row not in OURS):
+        calls = sum(traffic.calls for traffic in ledger.rows[row].values())
+        lines.append(line(row, f"{calls:,}", _size(ledger.handed_bytes(row)), _size(ledger.link_bytes(row))))
+    lines.append(line("gradients, had it been ddp", "", _size(ledger.ddp_bytes), _size(ledger.ddp_link_bytes)))
+    if ledger.world_size == 1:
+        lines.append("One process: nothing crosses a network, so nothing is saved.")
+    elif ledger.sent_link_bytes:
+        lines.append(
+            f"compression ratio {ledger.compression_ratio():,.1f} over {ledger.steps:,} steps,"
+            f" density {ledger.density():.3g}, {ledger.exchange_seconds:.1f} s in exchange"
+        )
+        phases = [f"{name} {seconds:.1f} s" for name, seconds in ledger.clock.seconds.items() if seconds > 0]
+        if len(phases) > 1:
+            lines.append(f"of these: {', '.join(phases)}")
+    lines.append("On the link: by the collectives' published algorithms, from the bytes handed over.")
+    return "\n".join(lines)
+
+
+def _size(count: float) -> str:
+    """Bytes in decimal units, as for networks."""
+    for power, unit in ((9, "GB"), (6, "MB"), (3, "kB")):
+        if count >= 10**power:
+            return f"{count / 10**power:,.2f} {unit}"
+    return f"{count:,.0f} B"

@@ -1,0 +1,64 @@
+"""What a Trainer is told: the method at the start, phases for its profiler, and the ledger of processes it started."""
+
+import logging
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from lightning_sparsecomm.basis.ledger import Ledger
+from lightning_sparsecomm.basis.phases import Profile
+
+if TYPE_CHECKING:
+    import pytorch_lightning as pl
+    from pytorch_lightning.strategies.launchers.multiprocessing import _MultiProcessingLauncher
+else:
+    _MultiProcessingLauncher = object
+
+
+def announce(lines: Sequence[str], trainer: "pl.Trainer") -> None:
+    """Says the lines on the terminal, and enters them as a hyperparameter in the Trainer's loggers."""
+    # Lightning prints what its own loggers get, and those below them.
+    package = next(kind.__module__ for kind in type(trainer).__mro__ if "lightning" in kind.__module__)
+    for line in lines:
+        logging.getLogger(package).info(line)
+    for logger in trainer.loggers:
+        logger.log_hyperparams({"sparsecomm": "; ".join(lines)})
+
+
+def profile_of(profiler: Any, strategy: str) -> Profile | None:
+    """Phases of exchanges as actions of a Trainer's profiler; None where the Trainer has none."""
+    if type(profiler).__name__ == "PassThroughProfiler":
+        return None
+
+    def profile(phase: str) -> AbstractContextManager[object]:
+        context: AbstractContextManager[object] = profiler.profile(f"[Strategy]{strategy}.{phase}")
+        return context
+
+    return profile
+
+
+def forget_actions(profiler: object, prefix: str) -> None:
+    """Takes actions whose names begin so out of a profiler's report: those of callbacks that no user has added."""
+    for records in ("recorded_durations", "profiled_actions"):
+        actions = getattr(profiler, records, {})
+        for name in [name for name in actions if name.startswith(prefix)]:
+            del actions[name]
+
+
+class ReportingLauncherMixin(_MultiProcessingLauncher):
+    """Brings rank 0's ledger back from processes started by fork or spawn. The bindings combine it with a launcher."""
+
+    def get_extra_results(self, trainer: "pl.Trainer") -> dict[str, Any]:
+        extra = super().get_extra_results(trainer)
+        strategy: Any = trainer.strategy
+        if strategy.ledger is not None:
+            extra["sparsecomm"] = strategy.ledger.world_size, strategy.ledger.state_dict(), list(strategy.announced)
+        return extra
+
+    def update_main_process_results(self, trainer: "pl.Trainer", extra: dict[str, Any]) -> None:
+        super().update_main_process_results(trainer, extra)
+        if "sparsecomm" in extra:
+            strategy: Any = trainer.strategy
+            world_size, state, strategy.announced = extra["sparsecomm"]
+            strategy.ledger = Ledger(world_size)
+            strategy.ledger.load_state_dict(state)
