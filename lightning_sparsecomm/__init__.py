@@ -5,6 +5,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from lightning_sparsecomm import methods
+from lightning_sparsecomm.basis.arguments import did_you_mean
 from lightning_sparsecomm.basis.ledger import Ledger
 from lightning_sparsecomm.basis.wire import PeerError
 from lightning_sparsecomm.channel import Channel, ErrorFeedback
@@ -18,7 +19,7 @@ from lightning_sparsecomm.sharing import BucketSync, DeltaSync, GradientSync, Me
 from lightning_sparsecomm.strategies import registration
 
 if TYPE_CHECKING:
-    from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy as SparseCommStrategy
+    from lightning_sparsecomm.strategies.typed import SparseCommStrategy as SparseCommStrategy
 
 __version__ = "0.1.0"
 
@@ -46,7 +47,7 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name == "SparseCommStrategy":
         return registration.trainer_strategy()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}.{did_you_mean(name, __all__)}")
 
 
 # Modules that had another name before the package had rooms.

@@ -1,7 +1,9 @@
 """Checks of constructor arguments that many parts share."""
 
+import difflib
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 
@@ -27,6 +29,39 @@ def check_booleans(**booleans: bool) -> None:
     for name, value in booleans.items():
         if not isinstance(value, bool):
             raise TypeError(f"{name} must be True or False; got {value!r}. Leave it out for its default.")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A sentence with the known name nearest to one that is unknown, after a space; empty if none is near."""
+    nearest = difflib.get_close_matches(name, list(known), n=1)
+    return f" Did you mean {nearest[0]!r}?" if nearest else ""
+
+
+def check_options(call: str, given: Mapping[str, object], known: Iterable[str]) -> None:
+    """Raises `TypeError` for the first option that is unknown, with the nearest one that is known."""
+    known = list(known)
+    for name in given:
+        if name not in known:
+            raise TypeError(
+                f"{call} has no option {name!r}.{did_you_mean(name, known)} Its options: {', '.join(known)}."
+            )
+
+
+@contextmanager
+def plain_for_command_lines() -> Iterator[None]:
+    """Where LightningCLI makes an object, an error in its block ends the program with the one sentence that it holds.
+
+    jsonargparse would list it among those of all types that it has tried, after all values it was given.
+    """
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        frame = sys._getframe()
+        while frame.f_back is not None:
+            frame = frame.f_back
+            if frame.f_globals.get("__name__", "").startswith("jsonargparse."):
+                raise SystemExit(f"error: {error}") from error
+        raise
 
 
 @contextmanager

@@ -210,16 +210,28 @@ class DensityWarmup(Schedule):
 
 
 def warmed(
-    density: Density, warmup_steps: int, warmup_epochs: int | None, shape: Literal["exponential", "inverse_time"]
+    density: Density,
+    warmup_steps: int | None,
+    warmup_epochs: int | None,
+    shape: Literal["exponential", "inverse_time"],
+    otherwise: int = 0,
 ) -> Density:
-    """`density` with a warm-up before it, of `warmup_epochs`, or of `warmup_steps` where that is None.
+    """`density` with a warm-up before it, of so many steps or epochs; of `otherwise` steps where neither is given.
 
     A schedule is returned unchanged, as it already says what to send when; so is a density if the length is 0.
     """
     check_density("density", density)
-    steps, epochs = (warmup_steps, 0) if warmup_epochs is None else (0, warmup_epochs)
-    for name, length in (("warmup_steps", warmup_steps), ("warmup_epochs", epochs)):
-        check_whole_number(name, length, 0, "", "Use 0 for no warm-up.")
+    for name, length in (("warmup_steps", warmup_steps), ("warmup_epochs", warmup_epochs)):
+        if length is not None:
+            check_whole_number(name, length, 0, "", "Use 0 for no warm-up.")
+    if warmup_steps and warmup_epochs:
+        raise ValueError(
+            "warmup_steps and warmup_epochs both say how long the warm-up is; got"
+            f" {warmup_steps} and {warmup_epochs}. Give one of them."
+        )
+    steps, epochs = warmup_steps or 0, warmup_epochs or 0
+    if warmup_steps is None and warmup_epochs is None:
+        steps = otherwise
     if isinstance(density, Schedule) or steps == epochs == 0:
         return density
     return DensityWarmup(density, steps, epochs, shape)

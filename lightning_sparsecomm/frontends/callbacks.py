@@ -1,15 +1,12 @@
 """Callbacks that change what a method does. Each class works with the Trainers of all Lightning packages."""
 
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 from lightning_sparsecomm.basis.schedules import Warmup
 from lightning_sparsecomm.frontends.monitor import CompressionMonitor as CompressionMonitor
 from lightning_sparsecomm.frontends.packages import Callback
 from lightning_sparsecomm.frontends.trainer import TrainerMixin
 from lightning_sparsecomm.sharing.averaging import Averaging
-
-if TYPE_CHECKING:
-    from pytorch_lightning import LightningModule, Trainer
 
 
 class SparsityWarmup(Callback):
@@ -38,7 +35,7 @@ class SparsityWarmup(Callback):
         super().__init__()
         self.warmup = Warmup(steps, epochs, shape)
 
-    def on_fit_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         _strategy_of(trainer, self).engine.warmup = self.warmup
 
 
@@ -60,11 +57,11 @@ class ParameterAveraging(Callback):
         super().__init__()
         self.averaging = Averaging(every, buffers, optimizer_state)
 
-    def on_fit_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         _strategy_of(trainer, self).engine.replicas.averaging = self.averaging
 
 
-def _strategy_of(trainer: "Trainer", callback: object) -> TrainerMixin:
+def _strategy_of(trainer: Any, callback: object) -> TrainerMixin:
     if not isinstance(trainer.strategy, TrainerMixin):
         raise TypeError(
             f"strategy must be a sparsecomm strategy with the callback {type(callback).__name__}; got"

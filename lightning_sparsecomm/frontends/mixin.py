@@ -1,5 +1,7 @@
 """What the strategies for Trainer and Fabric have in common. It imports no Lightning package."""
 
+import difflib
+import inspect
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -12,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_sparsecomm import methods
+from lightning_sparsecomm.basis.arguments import check_options, plain_for_command_lines
 from lightning_sparsecomm.basis.ledger import Ledger
 from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.frontends.data_parallel import CountedDataParallel, LocalDataParallel
@@ -61,16 +64,9 @@ class SynchronizingMixin(SavingMixin):
                 of at least 1.
         """
         super().__init__(**kwargs)
-        if method is not None and not isinstance(method, Method):
-            # Users may pass a recipe's name, or the recipe without calling it.
-            name = method if isinstance(method, str) else getattr(method, "__name__", None)
-            recipe = getattr(methods, name, None) if isinstance(name, str) else None
-            meant = isinstance(recipe, type) and issubclass(recipe, Method)
-            hint = f" Did you mean lightning_sparsecomm.methods.{name}()?" if meant else ""
-            raise TypeError(
-                f"method must be a Method, such as lightning_sparsecomm.methods.dgc(density=0.001);"
-                f" got {method!r}.{hint}"
-            )
+        with plain_for_command_lines():
+            check_options("SparseCommStrategy", self._ddp_kwargs, _known_options(type(self)))
+            _check_method(method)
         for option in COMM_HOOK_OPTIONS:
             if getattr(self, f"_{option}", None) is not None:
                 raise ValueError(
@@ -196,3 +192,24 @@ class SynchronizingMixin(SavingMixin):
         ddp = next(each for each in type(self).__mro__ if each.__name__ == "DDPStrategy")
         package = ddp.__module__.removesuffix(".strategies.ddp")
         return f"<SparseCommStrategy of {package}, for no other package's Trainer or Fabric; {self.method!r}>"
+
+
+def _check_method(method: object) -> None:
+    """Users may pass a recipe's name, or the recipe without calling it: raises a `TypeError` that says so."""
+    if method is None or isinstance(method, Method):
+        return
+    name = method if isinstance(method, str) else getattr(method, "__name__", "")
+    name = name.removeprefix("sparsecomm_")
+    recipe = next(iter(difflib.get_close_matches(name, methods.__all__, n=1)), None)
+    hint = f" Did you mean lightning_sparsecomm.methods.{recipe}()?" if recipe is not None else ""
+    raise TypeError(
+        f"method must be a Method, such as lightning_sparsecomm.methods.dgc(density=0.001); got {method!r}.{hint}"
+    )
+
+
+def _known_options(strategy: type) -> list[str]:
+    """The names of the options of a strategy: its own, those of its DDPStrategy, and those of DDP."""
+    ddp = next(each for each in strategy.__mro__ if each.__name__ == "DDPStrategy")
+    kinds = (SynchronizingMixin, ddp, DistributedDataParallel)
+    names = [name for kind in kinds for name in inspect.signature(kind.__init__).parameters]  # type: ignore[misc]
+    return [name for name in dict.fromkeys(names) if name not in ("self", "kwargs", "module")]

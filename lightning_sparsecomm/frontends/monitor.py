@@ -1,16 +1,12 @@
 """CompressionMonitor: what a run sends and how long that takes, in any Lightning logger and as a table at the end."""
 
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from lightning_sparsecomm.basis.ledger import OURS, Ledger
 from lightning_sparsecomm.frontends.packages import Callback
 from lightning_sparsecomm.frontends.plain_ddp import PlainDDP
 from lightning_sparsecomm.frontends.trainer import TrainerMixin
-
-if TYPE_CHECKING:
-    from pytorch_lightning import LightningModule, Trainer
-
 
 _COUNTS = ("steps", "sent_link_bytes", "ddp_link_bytes", "sent_elements", "elements")
 
@@ -66,13 +62,13 @@ class Observer(Callback):
         self._batch_seconds = 0.0
         self._since = 0.0
 
-    def ledger_of(self, trainer: "Trainer") -> Ledger | None:
+    def ledger_of(self, trainer: Any) -> Ledger | None:
         """The run's ledger; None before it has begun."""
         if isinstance(trainer.strategy, TrainerMixin):
             return trainer.strategy.ledger
         return self._plain.ledger if self._plain is not None else None
 
-    def totals(self, trainer: "Trainer") -> Totals:
+    def totals(self, trainer: Any) -> Totals:
         """Totals up to now; includes an earlier run that was resumed."""
         if self._plain is not None:
             self._plain.look()
@@ -81,35 +77,31 @@ class Observer(Callback):
         counts = {name: float(getattr(ledger, name)) for name in _COUNTS}
         return Totals(counts, dict(ledger.clock.seconds), self._batch_seconds)
 
-    def residual_norm(self, trainer: "Trainer") -> float:
+    def residual_norm(self, trainer: Any) -> float:
         """Euclidean norm of what this rank has not sent yet; 0 with ddp."""
         return trainer.strategy.engine.residual_norm() if isinstance(trainer.strategy, TrainerMixin) else 0.0
 
-    def on_fit_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         self._plain = None
         if not isinstance(trainer.strategy, TrainerMixin):
             self._plain = PlainDDP.of(trainer, type(self).__name__)
 
-    def on_train_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._batch_seconds = 0.0
         if self._plain is not None:
             self._plain.begin(trainer)
 
-    def on_train_batch_start(
-        self, trainer: "Trainer", pl_module: "LightningModule", batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self._since = time.perf_counter()
 
-    def on_train_batch_end(
-        self, trainer: "Trainer", pl_module: "LightningModule", outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._batch_seconds += time.perf_counter() - self._since
 
-    def on_after_backward(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
         if self._plain is not None:
             self._plain.after_backward()
 
-    def on_before_optimizer_step(self, trainer: "Trainer", pl_module: "LightningModule", optimizer: Any) -> None:
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         if self._plain is not None:
             self._plain.ledger.steps += 1
 
@@ -145,14 +137,12 @@ class CompressionMonitor(Observer):
         self.summary = summary
         self._logged: Totals | None = None
 
-    def on_train_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         super().on_train_start(trainer, pl_module)
         # By now, the ledger of a resumed run holds the totals of the earlier run.
         self._logged = self.totals(trainer)
 
-    def on_train_batch_end(
-        self, trainer: "Trainer", pl_module: "LightningModule", outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         assert self._logged is not None
         # Lightning decides whether to log this batch: it counts batches that stepped, not optimizer steps.
@@ -174,7 +164,7 @@ class CompressionMonitor(Observer):
             ratio = values["compression_ratio"]
             pl_module.log("sparsecomm/ratio", ratio, on_step=True, on_epoch=False, prog_bar=True, logger=False)
 
-    def on_fit_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         ledger = self.ledger_of(trainer)
         if self.summary and trainer.is_global_zero and ledger is not None:
             print("\n".join([*getattr(trainer.strategy, "announced", ()), summary_table(ledger)]))

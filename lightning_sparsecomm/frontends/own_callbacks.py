@@ -2,13 +2,10 @@
 
 import sys
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_sparsecomm.frontends.packages import Callback
 from lightning_sparsecomm.run.engine import Engine
-
-if TYPE_CHECKING:
-    import pytorch_lightning as pl
 
 # Ranks get a signal at about the same time. How long one waits for the others at a batch's end, and at how many ends.
 _PATIENCE_SECONDS, _TRIES = 2.0, 10
@@ -23,14 +20,14 @@ class EndOfTraining(Callback):
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
-    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._engine.wire.place = "the end of training"
         self._engine.settle()
 
-    def on_train_epoch_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         self._engine.wire.place = None
 
-    def on_train_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         self._engine.wire.place = "the end of an epoch"
 
 
@@ -57,17 +54,17 @@ class DeferredSaves(Callback):
         """Notes a save, instead of an earlier one of the same path."""
         self._waiting[path] = weights_only, storage_options
 
-    def on_train_batch_end(self, trainer: "pl.Trainer", *args: Any) -> None:
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         if self._waiting and not self._engine.guards.in_step:
             self._carry_out(trainer, f"batch {trainer.fit_loop.epoch_loop.total_batch_idx}")
 
-    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._tries = _TRIES
         if self._waiting:
             self._carry_out(trainer, "end")
         self._ended = True
 
-    def _carry_out(self, trainer: "pl.Trainer", place: str) -> None:
+    def _carry_out(self, trainer: Any, place: str) -> None:
         if self._engine.wire.meet(f"{self._engine.agreement.run} {place}", _PATIENCE_SECONDS):
             waiting, self._waiting, self._tries = self._waiting, {}, 0
             for path, (weights_only, storage_options) in waiting.items():

@@ -6,6 +6,7 @@ name. As it is a class, LightningCLI can list it, find it by its bare name, and 
 
 from collections.abc import Callable
 
+from lightning_sparsecomm.basis.arguments import did_you_mean
 from lightning_sparsecomm.basis.schedules import ByLength
 from lightning_sparsecomm.methods.adam import local_adam
 from lightning_sparsecomm.methods.dropping import dgc, gradient_dropping
@@ -40,6 +41,10 @@ _NAMED = (
 
 RECIPES: dict[str, Callable[[], Method]] = {recipe.__name__: recipe for recipe in _NAMED}
 """The methods with a strategy name of their own: `sparsecomm_` and the key."""
+
+
+def __getattr__(name: str) -> object:
+    raise AttributeError(f"module {__name__!r} has no method {name!r}.{did_you_mean(name, __all__)}")
 
 
 def default() -> Method:

@@ -28,7 +28,7 @@ class local_adam(Method):
 
     Args:
         density: Fraction of the weights' elements sent, in (0, 1], or a schedule of it, which has no further warm-up.
-        warmup_steps: Optimizer steps in which the density falls in 4 stages, to density^((stage+1)/5); 0 for none.
+        warmup_steps: Optimizer steps in which the density falls in 4 stages, to density^((stage+1)/5); none by default.
         warmup_epochs: The warm-up in epochs instead, one stage each. Needs a Trainer.
         clip: Largest norm of the averaged gradient; each rank's own is clipped for it. None uses the Trainer's
             gradient_clip_val, if there is one.
@@ -48,7 +48,7 @@ class local_adam(Method):
     def __init__(
         self,
         density: Density = 0.01,
-        warmup_steps: int = 0,
+        warmup_steps: int | None = None,
         warmup_epochs: int | None = None,
         clip: float | None = None,
         scope: Scope = "tensor",

@@ -128,7 +128,8 @@ class dgc(Method):
 
     Args:
         density: Fraction of each tensor's elements sent, in (0, 1], or a schedule of it, which has no further warm-up.
-        warmup_steps: Optimizer steps in which the density falls in 4 stages, to density^((stage+1)/5); 0 for none.
+        warmup_steps: Optimizer steps in which the density falls in 4 stages, to density^((stage+1)/5); 0 for none. By
+            default 1,000, unless the warm-up is given in epochs.
         warmup_epochs: The warm-up in epochs instead, one stage each; the paper uses 4. Needs a Trainer.
         clip: Largest norm of the averaged gradient; each rank's own is clipped for it. None uses the Trainer's
             gradient_clip_val, if there is one.
@@ -155,7 +156,7 @@ class dgc(Method):
     def __init__(
         self,
         density: Density = 0.001,
-        warmup_steps: int = 1000,
+        warmup_steps: int | None = None,
         warmup_epochs: int | None = None,
         clip: float | None = None,
         momentum_correction: bool = True,
@@ -169,7 +170,7 @@ class dgc(Method):
         check_booleans(
             momentum_correction=momentum_correction, momentum_masking=momentum_masking, follow_rate=follow_rate
         )
-        sparse = gathered(warmed(density, warmup_steps, warmup_epochs, "exponential"), scope, values, positions)
+        sparse = gathered(warmed(density, warmup_steps, warmup_epochs, "exponential", 1000), scope, values, positions)
         super().__init__(corrected(sparse, clip, momentum_correction, momentum_masking, exclude, follow_rate))
 
 

@@ -129,8 +129,10 @@ def test_refuses(make: Any, error: type[Exception], text: str) -> None:
 
 
 def test_a_method_is_warmed_up_by_steps_or_epochs_or_not_at_all() -> None:
-    assert warmed(0.1, 0, None, "exponential") == warmed(0.1, 9, 0, "exponential") == 0.1
-    assert warmed(0.1, 9, None, "exponential") == DensityWarmup(0.1, steps=9)
-    assert warmed(0.1, 9, 4, "inverse_time") == DensityWarmup(0.1, epochs=4, shape="inverse_time")
+    assert warmed(0.1, 0, None, "exponential") == warmed(0.1, None, 0, "exponential", 7) == 0.1
+    assert warmed(0.1, 9, None, "exponential", 7) == DensityWarmup(0.1, steps=9)
+    assert warmed(0.1, None, None, "exponential", 7) == DensityWarmup(0.1, steps=7)
+    assert warmed(0.1, None, None, "exponential") == 0.1
+    assert warmed(0.1, None, 4, "inverse_time", 7) == DensityWarmup(0.1, epochs=4, shape="inverse_time")
     schedule = Stages([1, 0.1], steps=[0, 5])
     assert warmed(schedule, 9, None, "exponential") is schedule

@@ -394,8 +394,11 @@ def test_values_that_cannot_work(
         with pytest.raises(ValueError) as refused:  # noqa: PT011
             cli(with_strategy(method=method))
         found = str(refused.value)
-    except SystemExit:
-        found = capsys.readouterr().err
+    except SystemExit as error:
+        # What a recipe or the strategy refuses is all that is said.
+        ours = isinstance(error.code, str)
+        found = str(error.code) if ours else capsys.readouterr().err
+        assert not ours or (found.startswith("error: ") and len(found) < 300)
     assert text in found
 
 

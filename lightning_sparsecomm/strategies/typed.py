@@ -1,0 +1,9 @@
+"""What type checkers take SparseCommStrategy for: a strategy of every Lightning package. Nothing imports it to run."""
+
+from lightning.pytorch.strategies import DDPStrategy
+
+from lightning_sparsecomm.strategies import pytorch_lightning
+
+
+class SparseCommStrategy(pytorch_lightning.SparseCommStrategy, DDPStrategy):  # type: ignore[misc]
+    """See the class of the same name in lightning_sparsecomm.strategies.pytorch_lightning."""

@@ -1,0 +1,15 @@
+"""Checked by mypy alone: our classes are accepted by the Trainers of both Lightning packages."""
+
+import lightning as L
+import pytorch_lightning as pl
+
+from lightning_sparsecomm import CompressionMonitor, ParameterAveraging, SparseCommStrategy, SparsityWarmup, methods
+
+L.Trainer(
+    strategy=SparseCommStrategy(methods.dgc()),
+    callbacks=[CompressionMonitor(), SparsityWarmup(steps=10), ParameterAveraging()],
+)
+pl.Trainer(
+    strategy=SparseCommStrategy(methods.dgc()),
+    callbacks=[CompressionMonitor(), SparsityWarmup(steps=10), ParameterAveraging()],
+)
