@@ -90,7 +90,7 @@ class Watch(pl.Callback):
         # dense() has no state and writes no files.
         if isinstance(strategy, SparseCommStrategy) and strategy.engine.hook is None:
             state = copy.deepcopy(strategy.engine.state.state_dict())
-            del state["ledger"]["exchange_seconds"]
+            del state["ledger"]["seconds"]
             # A resumed run repeats what is not the method's, such as its set-up.
             rows = state["ledger"]["rows"]
             state["ledger"]["rows"] = {row: rows[row] for row in rows if row in ("gradients", "weight updates")}
