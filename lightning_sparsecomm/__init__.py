@@ -14,6 +14,7 @@ from lightning_sparsecomm.exchange import NonFiniteGradientError
 from lightning_sparsecomm.frontends.callbacks import ParameterAveraging, SparsityWarmup
 from lightning_sparsecomm.frontends.metrics import CompressionRatio
 from lightning_sparsecomm.frontends.monitor import CompressionMonitor
+from lightning_sparsecomm.frontends.recorder import CompressionReport
 from lightning_sparsecomm.run.agreement import ReplicaError
 from lightning_sparsecomm.sharing import BucketSync, DeltaSync, GradientSync, Method
 from lightning_sparsecomm.strategies import registration
@@ -29,6 +30,7 @@ __all__ = [
     "Channel",
     "CompressionMonitor",
     "CompressionRatio",
+    "CompressionReport",
     "DeltaSync",
     "ErrorFeedback",
     "GradientSync",

@@ -24,10 +24,11 @@ ROOMS = [
     "sharing",
     "run",
     "methods",
+    "report",
     "frontends",
     "strategies",
 ]
-ABOVE = ["testing", "__init__"]
+ABOVE = ["commands", "testing", "__init__"]
 
 LONGEST_MODULE, LONGEST_CLASS = 300, 200
 

@@ -1,0 +1,122 @@
+"""CompressionReport: records a run, and writes a page that compares it with others."""
+
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_sparsecomm.basis.ledger import OURS
+from lightning_sparsecomm.frontends.monitor import Observer, Totals
+from lightning_sparsecomm.report import Point, Run, write_report
+
+
+class CompressionReport(Observer):
+    """Writes one self-contained HTML page: loss against bytes and time, bytes by purpose, phases, density, residual.
+
+    Rank 0 writes `NAME.run.json` and `report.html` to the folder after each epoch. The page shows all
+    runs in the folder. So for a comparison, train twice into one folder: with ddp, and with sparsecomm. Adds no
+    collective. `sparsecomm report FOLDER` makes the page anew.
+
+    Args:
+        folder: Where to write; None for the Trainer's log_dir, or its default_root_dir.
+        name: Names the run, in the folder and on the page; None for the strategy's name, such as `dgc` or `ddp`.
+        every: Batches between two points; None for about 100 points, or the Trainer's log_every_n_steps where the
+            number of batches is unknown.
+
+    Raises:
+        ValueError: A name that is no file's name, or `every` is not a whole number of at least 1.
+        TypeError: At the start of fit, with a strategy that is neither ours nor ddp.
+    """
+
+    def __init__(self, folder: str | Path | None = None, name: str | None = None, every: int | None = None) -> None:
+        super().__init__()
+        if name is not None and not re.fullmatch(r"[\w.,=()+ -]+", name):
+            raise ValueError(
+                f"name must be letters, digits, spaces and any of .,=()+-, as it names a file; got {name!r}."
+            )
+        if every is not None and (type(every) is not int or every < 1):
+            raise ValueError(f"every must be a whole number of batches, at least 1; got {every!r}. Leave it out.")
+        self.folder = None if folder is None else Path(folder)
+        self.name = name
+        self.every = every
+        self._run: Run | None = None
+        self._last: Totals | None = None
+        self._begin = 0.0
+        self._losses = 0
+        self._loss = torch.zeros(())
+        self._batches = 0
+        self._interval = 1
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        super().on_train_start(trainer, pl_module)
+        self._last = self.totals(trainer)
+        self._begin = time.perf_counter()
+        self._losses, self._loss, self._batches = 0, torch.zeros(()), 0
+        expected = trainer.estimated_stepping_batches * trainer.accumulate_grad_batches
+        known = 0 < expected < float("inf")
+        self._interval = self.every or (max(1, int(expected) // 100) if known else max(1, trainer.log_every_n_steps))
+        said = "; ".join(getattr(trainer.strategy, "announced", ()))
+        self._run = Run(
+            self.name or _name_of(trainer.strategy), said or type(trainer.strategy).__name__, trainer.world_size
+        )
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+            # Added up where it lies: to read it in each batch would make a GPU wait.
+            self._loss = self._loss.to(loss.device) + loss.detach().float().reshape(())
+            self._losses += 1
+        self._batches += 1
+        if self._batches % self._interval == 0 and trainer.is_global_zero:
+            self._record(trainer)
+
+    def _record(self, trainer: Any) -> None:
+        assert self._run is not None and self._last is not None
+        totals = self.totals(trainer)
+        new = totals.since(self._last)
+        if new.empty:
+            # Steps without an exchange count with the next one.
+            return
+        self._last = totals
+        values: dict[str, float | None] = {**new.values(), "residual_norm": self.residual_norm(trainer)}
+        loss = float(self._loss) / self._losses if self._losses else None
+        self._losses, self._loss = 0, torch.zeros_like(self._loss)
+        seconds, sent = time.perf_counter() - self._begin, totals.counts["sent_link_bytes"]
+        self._run.points.append(Point(int(totals.counts["steps"]), seconds, loss, sent, values))
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self._write(trainer)
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        path = self._write(trainer)
+        if path is not None:
+            print(f"{path}: loss by bytes and time, phases, bytes by purpose")
+
+    def _write(self, trainer: Any) -> Path | None:
+        run, ledger = self._run, self.ledger_of(trainer)
+        if run is None or ledger is None or not trainer.is_global_zero:
+            return None
+        run.strategy = "; ".join(getattr(trainer.strategy, "announced", ())) or run.strategy
+        for row in sorted(ledger.rows, key=lambda row: row not in OURS):
+            calls = sum(traffic.calls for traffic in ledger.rows[row].values())
+            run.rows[row] = calls, ledger.handed_bytes(row), ledger.link_bytes(row)
+        run.ddp_link_bytes = ledger.ddp_link_bytes
+        ours = ("sparsecomm/", "loss", "train_loss")
+        run.metrics = {
+            name: float(value) for name, value in trainer.callback_metrics.items() if not name.startswith(ours)
+        }
+        folder = self.folder or Path(trainer.log_dir or trainer.default_root_dir)
+        run.save(folder)
+        return write_report(folder)
+
+
+def _name_of(strategy: Any) -> str:
+    """The recipe of a strategy of ours, such as `dgc`; else the class in small letters, such as `ddp`."""
+    method = getattr(strategy, "method", None)
+    if method is None:
+        return type(strategy).__name__.removesuffix("Strategy").lower()
+    recipe = method.call or type(method).__name__
+    return recipe.partition("(")[0] if method.fallback is None else "sparsecomm"

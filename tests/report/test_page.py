@@ -1,0 +1,241 @@
+"""The page of recorded runs, and the callback and the command that write it."""
+
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_sparsecomm import CompressionReport
+from lightning_sparsecomm.commands import main
+from lightning_sparsecomm.report import Point, Run, page, write_report
+from lightning_sparsecomm.report.chart import Axis, Line, chart, plain, size
+
+VOID = {"meta", "br"}
+
+
+class Strict(HTMLParser):
+    """Every tag is closed in order, and nothing is loaded from elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert not {"src", "href"} & {name for name, _ in attrs}
+        self.tags.append(tag)
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def checked(text: str) -> Strict:
+    parser = Strict()
+    parser.feed(text)
+    parser.close()
+    assert parser.open == []
+    for drawing in re.findall(r"<svg.*?</svg>", text):
+        ElementTree.fromstring(drawing)
+    return parser
+
+
+def a_run(name: str, points: int = 3) -> Run:
+    values = {"density": 0.1, "residual_norm": 2.0, "bytes_sent": 50.0, "exchange_share": 0.5, "seconds_wait": 0.25}
+    return Run(
+        name,
+        "SGD by dgc(density=0.1)",
+        4,
+        [Point(step, step / 10, 1 / step, 1000.0 * step, values) for step in range(1, points + 1)],
+        {"gradients": (3, 1000.0, 3000.0), "DDP set-up": (1, 10.0, 5.0)},
+        9000.0,
+        {"accuracy": 0.75},
+    )
+
+
+def test_a_page_of_two_runs() -> None:
+    text = page([a_run("ddp"), a_run("a <b> & 'c'")])
+    tags = checked(text).tags
+    assert tags.count("svg") == 6
+    assert tags.count("polyline") == 12
+    assert "a &lt;b&gt; &amp; &#x27;c&#x27;" in text
+    assert "<b>" not in text
+    for shown in ("0.75", "3 kB", "3.0 ×", "0.3 s", "250.00", "gradients", "DDP set-up", "SGD by dgc(density=0.1)"):
+        assert shown in text
+
+
+@pytest.mark.parametrize("points", [0, 1, 2, 500])
+def test_a_page_of_any_number_of_points(points: int) -> None:
+    checked(page([a_run("run", points)]))
+
+
+def test_a_line_is_where_its_numbers_are() -> None:
+    x, y = Axis("x", plain, logarithmic=True), Axis("y", plain)
+    text = chart(
+        "title", x, y, [Line("line", "#000", [(1, 0), (10, 5), (100, 10), (None, 3), (-1, 3), (5, float("nan"))])]
+    )
+    (found,) = re.findall(r'<polyline points="([^"]*)"', text)
+    places = [tuple(map(float, pair.split(","))) for pair in found.split()]
+    # From left to right in equal steps, and from the bottom upwards.
+    assert [place[0] for place in places] == [62, (62 + 446) / 2, 446]
+    assert [place[1] for place in places] == [236, (236 + 12) / 2, 12]
+    assert re.findall(r">([\d.]+)</text>", text) == [
+        *("0", "2", "4", "6", "8", "10"),
+        *("1", "2", "5", "10", "20", "50", "100"),
+    ]
+
+
+def test_a_chart_of_one_number_and_of_none() -> None:
+    axis = Axis("x", plain)
+    assert "polyline" in chart("title", axis, axis, [Line("line", "#000", [(3, 3)])])
+    assert "Nothing was recorded." in chart("title", axis, axis, [Line("line", "#000", [(None, None)])])
+
+
+def test_numbers() -> None:
+    assert [plain(value) for value in (0, 0.00012345, 12.345, 4567.8)] == ["0", "0.000123", "12.3", "4,568"]
+    assert [size(value) for value in (0, 999, 1_234, 5.6e7, 7e9, 8e12)] == [
+        "0 B",
+        "999 B",
+        "1.23 kB",
+        "56 MB",
+        "7 GB",
+        "8 TB",
+    ]
+
+
+def test_runs_are_read_as_they_were_written(tmp_path: Path) -> None:
+    run = a_run("run")
+    run.points.append(Point(4, 0.4, float("nan"), 4000.0, {"density": float("inf")}))
+    path = run.save(tmp_path / "new")
+    loaded = Run.load(path)
+    assert loaded.points[-1] == Point(4, 0.4, None, 4000.0, {"density": None})
+    loaded.points[-1] = run.points[-1]
+    assert loaded == run
+    assert [file.name for file in (tmp_path / "new").iterdir()] == ["run.run.json"]
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"format": "another"}', '{"format": "lightning_sparsecomm run"}'])
+def test_a_damaged_run_is_named(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "broken.run.json").write_text(text)
+    with pytest.raises(SystemExit) as ended:
+        main(["report", str(tmp_path)])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"sparsecomm: error: {tmp_path / 'broken.run.json'} holds no run that CompressionReport")
+    assert said.endswith("Remove it, or name another folder.\n")
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a_run("one").save(tmp_path)
+    main(["report", str(tmp_path)])
+    assert capsys.readouterr().out == f"{tmp_path / 'report.html'}\n"
+    checked((tmp_path / "report.html").read_text())
+    with pytest.raises(SystemExit):
+        main(["report", str(tmp_path / "none")])
+    assert "none holds no run: no file ends with .run.json. Train with the callback" in capsys.readouterr().err
+
+
+class Model(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.network = nn.Sequential(nn.Linear(6, 80), nn.Tanh(), nn.Linear(80, 4))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if self.current_epoch == 7:
+            raise RuntimeError("stopped")
+        return self.network(batch).square().mean()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("size", self.network(batch).square().mean(), sync_dist=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def train(strategy: str, report: CompressionReport, epochs: int = 2) -> None:
+    trainer = pl.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=2,
+        max_epochs=epochs,
+        callbacks=[report],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    batches = torch.randn(4 * 2 * 10, 6, generator=torch.Generator().manual_seed(3))
+    trainer.fit(Model(), DataLoader(batches, batch_size=4), DataLoader(batches, batch_size=8))
+
+
+def test_two_trainings_in_one_folder(tmp_path: Path) -> None:
+    for strategy in ("ddp_fork", "sparsecomm_sbc_fork"):
+        train(strategy, CompressionReport(tmp_path, every=2))
+    checked((tmp_path / "report.html").read_text())
+    ddp, sbc = (Run.load(tmp_path / f"{name}.run.json") for name in ("ddp", "sbc"))
+    assert [point.step for point in ddp.points] == list(range(2, 21, 2))
+    # It exchanges every ten steps.
+    assert [point.step for point in sbc.points] == [10, 20]
+    elements = 6 * 80 + 80 + 80 * 4 + 4
+    assert ddp.points[-1].sent_bytes == 20 * 4 * elements == ddp.ddp_link_bytes == sbc.ddp_link_bytes
+    assert 0 < sbc.points[-1].sent_bytes < ddp.ddp_link_bytes / 20
+    assert ddp.rows["gradients"][0] == 20
+    losses = [point.loss for run in (ddp, sbc) for point in run.points]
+    assert all(loss is not None and 0 < loss < 1 for loss in losses)
+    assert ddp.points[0].loss > ddp.points[-1].loss  # type: ignore[operator]
+    assert ddp.metrics.keys() == sbc.metrics.keys() == {"size"}
+    assert sbc.strategy.startswith("sparsecomm: 2 ranks, SGD by sbc(")
+
+
+def test_a_run_that_fails_is_written_up_to_the_last_epoch(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="stopped"):
+        train("sparsecomm_fork", CompressionReport(tmp_path, "failed"), epochs=9)
+    assert Run.load(tmp_path / "failed.run.json").points[-1].step == 70
+    assert json.loads((tmp_path / "failed.run.json").read_text())["world_size"] == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"name": "a/b"}, "name must be letters, .* as it names a file; got 'a/b'"),
+        ({"every": 0}, "every must be a whole number of batches, at least 1; got 0"),
+    ],
+)
+def test_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        CompressionReport(**options)
+
+
+@pytest.mark.slow
+def test_a_browser_draws_it(tmp_path: Path) -> None:
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("needs chromium: apt-get install chromium")
+    for name in ("ddp", "dgc"):
+        a_run(name, 30).save(tmp_path)
+    path, picture = write_report(tmp_path), tmp_path / "page.png"
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--hide-scrollbars"]
+    command += ["--disable-background-networking", "--disable-component-update", f"--user-data-dir={tmp_path / 'user'}"]
+    command += ["--window-size=1100,1800", f"--screenshot={picture}", path.as_uri()]
+    subprocess.run(command, check=True, capture_output=True, timeout=100)
+    from matplotlib.image import imread
+
+    pixels = imread(picture)[..., :3]
+    for color in ((0x25, 0x63, 0xEB), (0xDC, 0x68, 0x03)):
+        wanted = torch.tensor(color) / 255
+        assert int(((torch.tensor(pixels) - wanted).abs().amax(-1) < 0.02).sum()) > 500
