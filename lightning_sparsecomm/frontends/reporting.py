@@ -15,12 +15,17 @@ else:
     _MultiProcessingLauncher = object
 
 
-def announce(lines: Sequence[str], trainer: "pl.Trainer") -> None:
-    """Says the lines on the terminal, and enters them as a hyperparameter in the Trainer's loggers."""
+def say(line: str, trainer: "pl.Trainer") -> None:
+    """Prints a line as Lightning prints its own."""
     # Lightning prints what its own loggers get, and those below them.
     package = next(kind.__module__ for kind in type(trainer).__mro__ if "lightning" in kind.__module__)
+    logging.getLogger(package).info(line)
+
+
+def announce(lines: Sequence[str], trainer: "pl.Trainer") -> None:
+    """Says the lines on the terminal, and enters them as a hyperparameter in the Trainer's loggers."""
     for line in lines:
-        logging.getLogger(package).info(line)
+        say(line, trainer)
     for logger in trainer.loggers:
         logger.log_hyperparams({"sparsecomm": "; ".join(lines)})
 

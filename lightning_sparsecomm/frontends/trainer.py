@@ -15,10 +15,11 @@ from lightning_sparsecomm.basis.ledger import LIGHTNING, Collective
 from lightning_sparsecomm.basis.wire import Waiting
 from lightning_sparsecomm.frontends.checkpointing import CheckpointingMixin
 from lightning_sparsecomm.frontends.own_callbacks import DeferredSaves, EndOfTraining
-from lightning_sparsecomm.frontends.reporting import announce, forget_actions, profile_of
+from lightning_sparsecomm.frontends.reporting import announce, forget_actions, profile_of, say
 from lightning_sparsecomm.frontends.uneven import UnevenMixin
 from lightning_sparsecomm.run.announcement import announcement
 from lightning_sparsecomm.run.length import likely_length, warn_of_short_run
+from lightning_sparsecomm.run.rehearsal import compile_kernels
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
@@ -117,6 +118,7 @@ class TrainerMixin(UnevenMixin, CheckpointingMixin, DDPStrategy):
         self.engine.may_end_sooner = any(
             stoppers & {kind.__name__ for kind in type(callback).__mro__} for callback in vars(trainer)["callbacks"]
         )
+        compile_kernels(self.engine, self.local_rank == 0, self.barrier, lambda line: say(line, trainer))
         if trainer.is_global_zero:
             warn_of_short_run(self.engine.registry, self.engine.warmup, steps, epochs)
             length = likely_length(self.engine.length, self.engine.may_end_sooner)

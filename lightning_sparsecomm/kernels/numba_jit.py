@@ -1,13 +1,14 @@
 """Numba compilation, the array types that the CPU kernels share, and the processor's prefetch instruction."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, ParamSpec, TypeVar, cast
 
 import numba
 import numpy as np
 from llvmlite import ir
-from numba.core import types
+from numba.core import event, types
 from numba.core.caching import IndexDataCacheFile
 from numba.extending import intrinsic
 from numpy.typing import NDArray
@@ -72,6 +73,31 @@ def _compiled(function: Callable[P, T], errors: Literal["python", "numpy"]) -> C
         return cast(Callable[P, T], numba.njit(nogil=True, error_model=errors)(function))
     kernel._cache._cache_file.__class__ = CacheFile  # type: ignore[attr-defined]
     return kernel
+
+
+class _Listener(event.Listener):
+    """Counts the kernels of ours that numba compiles."""
+
+    def __init__(self, say: Callable[[], None]) -> None:
+        self.count = 0
+        self._say = say
+
+    def on_start(self, event: Any) -> None:
+        if event.data["dispatcher"].py_func.__module__.split(".")[0] == __name__.split(".")[0]:
+            if not self.count:
+                self._say()
+            self.count += 1
+
+    def on_end(self, event: Any) -> None:
+        pass
+
+
+@contextmanager
+def announcing(say: Callable[[], None]) -> Iterator[Callable[[], int]]:
+    """Calls `say` before the first kernel that is compiled in its context, instead of loaded; yields their count."""
+    listener = _Listener(say)
+    with event.install_listener("numba:compile", listener):
+        yield lambda: listener.count
 
 
 def _typed(typing: Any, row: Any, index: Any) -> Any:

@@ -1,0 +1,119 @@
+"""Some steps on small stand-ins, before the first real one: they compile the kernels that a training will need."""
+
+import copy
+import inspect
+import math
+import warnings
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_sparsecomm.basis.mirror import MirrorWire
+from lightning_sparsecomm.run.engine import Engine
+from lightning_sparsecomm.sharing.gradients import NamedParameters
+from lightning_sparsecomm.sharing.method import Method
+
+# The first parameter of each dtype has a stand-in with so many elements a dimension, all others one with fewer.
+_LONG, _SHORT = 160, 6
+
+# Optimizers that methods take over: their settings choose kernels. Others have no settings that matter here.
+_KNOWN = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+
+_COMPILING = "sparsecomm: compiling kernels, once per machine; `sparsecomm warm` does it beforehand"
+
+
+def compile_kernels(engine: Engine, first: bool, barrier: Callable[[str], object], say: Callable[[str], None]) -> None:
+    """Compiles what a run will need, on one rank of each machine; then the others load that. A collective.
+
+    Args:
+        engine: The run, with its optimizers, before the first step. Nothing of it is touched.
+        first: Whether this rank is the first of its machine.
+        barrier: Waits for all ranks.
+        say: Prints a line, before the first kernel that is compiled.
+    """
+    # Not at the top: it imports numba, which takes a second.
+    from lightning_sparsecomm.kernels.numba_jit import announcing
+
+    # DDP's buckets need no kernel.
+    if engine.hook is None:
+        if first:
+            with announcing(lambda: say(_COMPILING)):
+                _rehearse(engine)
+        barrier("kernels are compiled")
+        if not first:
+            _rehearse(engine)
+
+
+def _rehearse(engine: Engine) -> None:
+    kinds = [(each.optimizer, _trained_by(each.optimizer, engine)) for each in engine.registry.optimizers]
+    rehearse_method(engine.registry.methods[0], kinds)
+
+
+def rehearse_method(method: Method, kinds: Sequence[tuple[Optimizer, NamedParameters]]) -> None:
+    """Takes steps with a method on stand-ins of parameters, as if with one other rank.
+
+    What cannot be rehearsed is compiled in the first step.
+
+    Args:
+        method: The method; it stays as it is.
+        kinds: Optimizers, with the parameters that each trains.
+    """
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            _take_steps(method, kinds)
+        except Exception:
+            # Parts from outside may need what only a real run has. The run itself says what is wrong, if anything is.
+            return
+
+
+def _trained_by(optimizer: Optimizer, engine: Engine) -> NamedParameters:
+    known = engine.registry.known
+    weights = (weight for group in optimizer.param_groups for weight in group["params"])
+    return [known[id(weight)] for weight in weights if id(weight) in known]
+
+
+def _take_steps(method: Method, kinds: Sequence[tuple[Optimizer, NamedParameters]]) -> None:
+    engine = Engine(copy.deepcopy(method), MirrorWire())
+    optimizers = []
+    for optimizer, parameters in kinds:
+        stand_ins = _stand_ins(parameters)
+        engine.registry.known |= {id(parameter): (name, parameter) for name, parameter in stand_ins}
+        weights = [parameter for _, parameter in stand_ins]
+        optimizers.append(_alike(optimizer, weights))
+    engine.expect(math.inf)
+    for _ in range(3):
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                for weight in group["params"]:
+                    weight.grad = torch.randn_like(weight)
+            with engine.stepping(optimizer):
+                engine.closure(optimizer, lambda: None)()
+                optimizer.step()
+    engine.settle()
+    engine.guards.close()
+
+
+def _alike(optimizer: Optimizer, weights: list[Parameter]) -> Optimizer:
+    kind = type(optimizer)
+    if kind not in _KNOWN:
+        return torch.optim.RMSprop(weights)
+    # AdamW's defaults hold an argument of Adam's that its own constructor does not take.
+    known = inspect.signature(kind).parameters
+    return kind(weights, **{name: value for name, value in optimizer.defaults.items() if name in known})
+
+
+def _stand_ins(parameters: NamedParameters) -> list[tuple[str, Parameter]]:
+    """Small parameters of the same names, dtypes, devices and numbers of dimensions."""
+    seen: set[torch.dtype] = set()
+    stand_ins = []
+    for name, parameter in parameters:
+        most = _SHORT if parameter.dtype in seen or parameter.dim() < 2 else _LONG
+        if parameter.dim() > 1:
+            seen.add(parameter.dtype)
+        shape = [min(size, most if index < 2 else 3) for index, size in enumerate(parameter.shape)]
+        values = torch.randn(shape, device=parameter.device).to(parameter.dtype)
+        stand_ins.append((name, Parameter(values, requires_grad=parameter.requires_grad)))
+    return stand_ins
