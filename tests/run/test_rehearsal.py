@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numba.core.caching import CacheImpl
 
 from lightning_sparsecomm import methods
 from lightning_sparsecomm.basis import Wire
@@ -84,7 +85,10 @@ def test_the_mirror_returns_what_two_equal_ranks_get() -> None:
         np.testing.assert_array_equal(found, wanted)
 
 
-def test_a_compilation_is_said_once_and_counted() -> None:
+def test_a_compilation_is_said_once_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Without a cache: a second run of this test would load what the first has compiled.
+    monkeypatch.setattr(CacheImpl, "_locator_classes", [])
+
     def made(offset: int) -> Any:
         def add(x: Any) -> Any:
             return x + offset
