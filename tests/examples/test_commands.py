@@ -34,19 +34,28 @@ def run_example(script: str, *arguments: str, folder: Path) -> str:
 
 # The README's first command runs the same, and CI runs that.
 @pytest.mark.slow
-def test_compare_writes_a_table_a_plot_and_the_numbers(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("link", "said"),
+    [
+        ([], "Measured: each process sends through a link of 100 Mbit/s."),
+        (["--link=0"], "On one machine sending is almost free"),
+    ],
+)
+def test_compare_writes_a_table_a_plot_and_the_numbers(link: list[str], said: str, tmp_path: Path) -> None:
     # Forked, so that Lightning is imported once; .ci/run starts the processes as the README does.
     strategies = ["ddp_fork", "sparsecomm_fork"]
-    output = run_example("compare.py", "--strategies", *strategies, "--epochs=2", "--output=out", folder=tmp_path)
+    arguments = ["--strategies", *strategies, "--epochs=2", "--output=out", *link]
+    output = run_example("compare.py", *arguments, folder=tmp_path)
+    assert said in output
 
     runs: dict[str, Any] = json.loads((tmp_path / "out" / "compare.json").read_text())["runs"]
     assert list(runs) == strategies
     ddp, sparsecomm = runs.values()
-    # 1,437 images make 22 batches of 32 for each of two ranks; all 151,306 gradients are sent in float32.
-    assert ddp["sent_bytes"] == 2 * 22 * 151_306 * 4
+    # 1,437 images make 22 batches of 32 for each of two ranks; all 1,078,666 gradients are sent in float32.
+    assert ddp["sent_bytes"] == 2 * 22 * 1_078_666 * 4
     assert ddp["ratio"] == 1
     assert sparsecomm["ddp_bytes"] == ddp["sent_bytes"]
-    assert sparsecomm["ratio"] > 20
+    assert sparsecomm["ratio"] > 10
     for run in runs.values():
         assert run["accuracy"] > 0.5  # chance is 0.1
         assert [epoch["epoch"] for epoch in run["history"]] == [1, 2]
@@ -56,6 +65,19 @@ def test_compare_writes_a_table_a_plot_and_the_numbers(tmp_path: Path) -> None:
         [name, f"{run['accuracy']:.1%}", f"{run['sent_bytes'] / 1e6:.2f}"] for name, run in runs.items()
     ]
     assert (tmp_path / "out" / "compare.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_where_no_link_can_be_set_up_its_time_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    compare = importlib.import_module("compare")
+    monkeypatch.setenv("PATH", "/nowhere")
+    refused = compare.enter(100, 2)
+    assert refused == "commands are missing: unshare, ip, tc (packages iproute2 and util-linux)"
+    epoch = compare.with_link(compare.Epoch(1, 0.5, 25e6, 50e6, 3.0), 100)
+    assert epoch.seconds == 3.0 + 2.0
+    options = argparse.Namespace(link=100)
+    assert "Computed, not measured" in compare._how_timed(options, refused)
+    assert refused in compare._how_timed(options, refused)
 
 
 @pytest.mark.slow
