@@ -1,7 +1,9 @@
 """CompressionReport: records a run, and writes a page that compares it with others."""
 
 import re
+import tempfile
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ class CompressionReport(Observer):
     Raises:
         ValueError: A name that is no file's name, or `every` is not a whole number of at least 1.
         TypeError: At the start of fit, with a strategy that is neither ours nor ddp.
+        OSError: At the start of training, where the folder cannot be written to.
     """
 
     def __init__(self, folder: str | Path | None = None, name: str | None = None, every: int | None = None) -> None:
@@ -51,16 +54,16 @@ class CompressionReport(Observer):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         super().on_train_start(trainer, pl_module)
+        if trainer.is_global_zero:
+            _check_writable(self._folder(trainer))
         self._last = self.totals(trainer)
         self._begin = time.perf_counter()
         self._losses, self._loss, self._batches = 0, torch.zeros(()), 0
         expected = trainer.estimated_stepping_batches * trainer.accumulate_grad_batches
         known = 0 < expected < float("inf")
         self._interval = self.every or (max(1, int(expected) // 100) if known else max(1, trainer.log_every_n_steps))
-        said = "; ".join(getattr(trainer.strategy, "announced", ()))
-        self._run = Run(
-            self.name or _name_of(trainer.strategy), said or type(trainer.strategy).__name__, trainer.world_size
-        )
+        name = self.name or _name_of(trainer.strategy)
+        self._run = Run(name, type(trainer.strategy).__name__, trainer.world_size)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
@@ -108,9 +111,29 @@ class CompressionReport(Observer):
         run.metrics = {
             name: float(value) for name, value in trainer.callback_metrics.items() if not name.startswith(ours)
         }
-        folder = self.folder or Path(trainer.log_dir or trainer.default_root_dir)
-        run.save(folder)
-        return write_report(folder)
+        folder = self._folder(trainer)
+        try:
+            run.save(folder)
+            return write_report(folder)
+        except (OSError, ValueError) as error:
+            # A training must not end for it.
+            warnings.warn(f"the report was not written: {error}", stacklevel=2)
+            return None
+
+    def _folder(self, trainer: Any) -> Path:
+        return self.folder or Path(trainer.log_dir or trainer.default_root_dir)
+
+
+def _check_writable(folder: Path) -> None:
+    """Makes the folder. Raises `OSError` where that, or writing to it, is not allowed."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise OSError(
+            f"folder must be one that CompressionReport can write to; got {str(folder)!r}: {error}. Give another."
+        ) from error
 
 
 def _name_of(strategy: Any) -> str:

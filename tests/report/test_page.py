@@ -209,6 +209,18 @@ def test_a_run_that_fails_is_written_up_to_the_last_epoch(tmp_path: Path) -> Non
     assert json.loads((tmp_path / "failed.run.json").read_text())["world_size"] == 2
 
 
+def test_a_folder_that_cannot_be_written_to_is_refused_before_the_first_batch(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(Exception, match=r"folder must be one that .* can write to; .*Give another\."):
+        train("sparsecomm_fork", CompressionReport(tmp_path / "file"))
+
+
+def test_a_damaged_neighbour_ends_no_training(tmp_path: Path) -> None:
+    (tmp_path / "other.run.json").touch()
+    with pytest.raises(Exception, match=r"UserWarning: the report was not written: .*other.run.json holds no run"):
+        train("sparsecomm_fork", CompressionReport(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
