@@ -1,9 +1,10 @@
 """Checks of constructor arguments that many parts share."""
 
 import difflib
+import inspect
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 
@@ -35,6 +36,14 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A sentence with the known name nearest to one that is unknown, after a space; empty if none is near."""
     nearest = difflib.get_close_matches(name, list(known), n=1)
     return f" Did you mean {nearest[0]!r}?" if nearest else ""
+
+
+def options_of(function: Callable[..., object]) -> list[str] | None:
+    """The names of a function's parameters, but `self`; None if it takes any."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    return [parameter.name for parameter in parameters if parameter.name != "self"]
 
 
 def check_options(call: str, given: Mapping[str, object], known: Iterable[str]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.nn import Parameter
 
-from lightning_sparsecomm.basis.arguments import check_options, plain_for_command_lines
+from lightning_sparsecomm.basis.arguments import check_options, options_of, plain_for_command_lines
 from lightning_sparsecomm.basis.parts import Part
 from lightning_sparsecomm.sharing.averaging import Averaging
 from lightning_sparsecomm.sharing.bucket import BucketSync
@@ -51,8 +51,9 @@ class Method(Part):
         @functools.wraps(make)
         def noted(self: Method, *args: Any, **options: Any) -> None:
             with plain_for_command_lines():
-                if type(self) is cls:
-                    check_options(cls.__name__, options, inspect.signature(cls).parameters)
+                known = options_of(make)
+                if type(self) is cls and known is not None:
+                    check_options(cls.__name__, options, known)
                 make(self, *args, **options)
             if type(self) is cls:
                 self.call = _call_of(cls, args, options)

@@ -60,6 +60,16 @@ def test_refused_with_the_nearest_name(name: str) -> None:
         make()
 
 
+def test_a_recipe_may_take_any_options() -> None:
+    class denser(methods.gradient_dropping):  # noqa: N801
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**{"density": 0.5, **options})
+
+    assert "float16" in str(denser(values="float16").syncs)
+    with pytest.raises(TypeError, match="'value'"):
+        denser(value="float16")
+
+
 def test_warm_ups() -> None:
     """1,000 steps, unless it is given otherwise."""
     (default,) = {str(methods.dgc().syncs), str(methods.dgc(warmup_steps=1000).syncs)}
