@@ -124,10 +124,13 @@ def _call_of(recipe: type[Method], args: Sequence[Any], options: Mapping[str, An
     signature = inspect.signature(recipe)
     bound = signature.bind(*args, **options)
     bound.apply_defaults()
+    arguments: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        arguments |= value if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD else {name: value}
     shown = [
         f"{name}={value!r}"
-        for name, value in bound.arguments.items()
-        if name in _TELLING or not _equal(value, signature.parameters[name].default)
+        for name, value in arguments.items()
+        if name in _TELLING or name not in signature.parameters or not _equal(value, signature.parameters[name].default)
     ]
     return f"{recipe.__name__}({', '.join(shown)})"
 

@@ -65,7 +65,8 @@ def test_a_recipe_may_take_any_options() -> None:
         def __init__(self, **options: Any) -> None:
             super().__init__(**{"density": 0.5, **options})
 
-    assert "float16" in str(denser(values="float16").syncs)
+    assert "Float16" in str(denser(values="float16").syncs)
+    assert repr(denser(values="float16")) == "denser(values='float16')"
     with pytest.raises(TypeError, match="'value'"):
         denser(value="float16")
 
