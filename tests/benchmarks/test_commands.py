@@ -61,6 +61,7 @@ def test_methods_learn_real_digits(tmp_path: Path) -> None:
     assert len([line for line in output.splitlines() if line.startswith("| ")]) == 1 + len(runs)
 
 
+@pytest.mark.slow
 def test_training_on_a_slow_network(tmp_path: Path) -> None:
     """Shortened: two of 17 rows, on one of four networks."""
     arguments = ["--models=gpt", "--ranks=2", "--rates=1gbit", "--steps=2", "--batch-size=1", "--output=out"]

@@ -160,7 +160,13 @@ def outcomes(tmp_path: Path, name: str, seeds: range) -> Counter[str]:
     return Counter(outcome_of(tmp_path, name, seed) for seed in seeds)
 
 
-@pytest.mark.parametrize("name", METHODS)
+# One for each kind of exchange: payloads, sums, sketches, blocks, weights. All others are slow ones.
+_QUICK = {"dgc", "dense", "sketched_sgd", "s2_reducer", "sbc"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in _QUICK else pytest.mark.slow) for name in METHODS]
+)
 def test_altered_collectives_stop_the_training(tmp_path: Path, name: str) -> None:
     found = outcomes(tmp_path, name, range(6))
     assert set(found) <= {"stopped", "no effect"}, found

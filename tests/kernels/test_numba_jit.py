@@ -64,6 +64,7 @@ for kind in map(int, sys.argv[2]):
 """
 
 
+@pytest.mark.slow
 def test_kernels_of_several_processes_are_not_taken_for_one_another(tmp_path: Path) -> None:
     """Each process compiles another kind first, so numba gives it the same number; a later one links them."""
 
