@@ -161,7 +161,7 @@ def outcomes(tmp_path: Path, name: str, seeds: range) -> Counter[str]:
 
 
 # One for each kind of exchange: payloads, sums, sketches, blocks, weights. All others are slow ones.
-_QUICK = {"dgc", "dense", "sketched_sgd", "s2_reducer", "sbc"}
+_QUICK = {"dgc", "federated_averaging", "sketched_sgd", "s2_reducer", "sbc"}
 
 
 @pytest.mark.parametrize(
