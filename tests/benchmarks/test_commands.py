@@ -45,6 +45,7 @@ def run_in_lab(script: str, *arguments: str, folder: Path) -> str | None:
     return None
 
 
+@pytest.mark.slow
 def test_methods_learn_real_digits(tmp_path: Path) -> None:
     """Shortened: seconds of training instead of hours."""
     arguments = ["--task=digits", "--processes=2", "--seeds=1", "--steps=400", "--density=0.01", "--output=out"]

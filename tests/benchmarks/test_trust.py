@@ -11,6 +11,7 @@ from tests.benchmarks.test_commands import run
 pytestmark = pytest.mark.timeout(600)
 
 
+@pytest.mark.slow
 def test_attacks_are_counted(tmp_path: Path) -> None:
     """Shortened: 2 attacks of 1,000, on one method of ten."""
     output = run("trust.py", "collectives", "--count=2", "--names", "sbc", "ddp", "--output=out", folder=tmp_path)

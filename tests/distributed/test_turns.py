@@ -479,6 +479,7 @@ def _train_twice(rank: int) -> None:
             run.engine.close()
 
 
+@pytest.mark.slow
 def test_trainings_leave_a_method_as_it_is(tmp_path: Path) -> None:
     """So one method serves several trainings, even at the same time."""
     run_ranks(tmp_path, 2, _train_twice, timeout=110)
