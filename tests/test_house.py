@@ -24,6 +24,7 @@ ROOMS = [
     "sharing",
     "run",
     "methods",
+    "planning",
     "report",
     "frontends",
     "strategies",

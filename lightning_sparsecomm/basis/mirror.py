@@ -1,29 +1,42 @@
-"""A wire without a network: as if another rank did exactly the same."""
+"""A wire without a network: as if all other ranks did exactly the same."""
 
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from lightning_sparsecomm.basis.ledger import GRADIENTS, Ledger
+from lightning_sparsecomm.basis.ledger import GRADIENTS, Collective, Ledger
 from lightning_sparsecomm.basis.peers import Peers
-from lightning_sparsecomm.basis.wire import Wire
+from lightning_sparsecomm.basis.wire import Waiting, Wire
 
 
 class MirrorWire(Wire):
-    """Every collective returns what it would if both of two ranks had called it with the same tensor."""
+    """Every collective returns what it would if all ranks had called it with the same tensor.
 
-    def __init__(self) -> None:
+    Args:
+        world_size: Number of ranks to play.
+
+    Attributes:
+        calls: Each collective, and the bytes that this rank handed over.
+    """
+
+    def __init__(self, world_size: int = 2) -> None:
         self.group = None
         self.row = GRADIENTS
         self.backend = "gloo"  # type: ignore[assignment]
-        self.rank, self.world_size = 0, 2
+        self.rank, self.world_size = 0, world_size
+        self.calls: list[tuple[Collective, int]] = []
         self.ledger = Ledger(self.world_size)
         self.step = None
         self.failures = []
         self.peers = Peers(self.rank, self.world_size)
 
+    def calling(self, collective: Collective, handed_bytes: int, row: str | None = None) -> Waiting:
+        self.calls.append((collective, handed_bytes))
+        return super().calling(collective, handed_bytes, row)
+
     def all_reduce_(self, tensor: Tensor, row: str | None = None) -> Tensor:
+        self._calling("all_reduce", tensor, row)
         return tensor.mul_(self.world_size)
 
     def all_reduce_later_(self, tensor: Tensor, row: str | None = None) -> Callable[[], None]:
@@ -31,7 +44,9 @@ class MirrorWire(Wire):
         return lambda: None
 
     def all_reduce_or_(self, tensor: Tensor, row: str | None = None) -> Tensor:
+        self._calling("all_reduce", tensor, row)
         return tensor
 
     def all_gather(self, tensor: Tensor, row: str | None = None) -> Tensor:
+        self._calling("all_gather", tensor, row)
         return torch.stack([tensor] * self.world_size)

@@ -82,7 +82,7 @@ def _take_steps(method: Method, kinds: Sequence[tuple[Optimizer, NamedParameters
         stand_ins = _stand_ins(parameters)
         engine.registry.known |= {id(parameter): (name, parameter) for name, parameter in stand_ins}
         weights = [parameter for _, parameter in stand_ins]
-        optimizers.append(_alike(optimizer, weights))
+        optimizers.append(alike(optimizer, weights))
     engine.expect(math.inf)
     for _ in range(3):
         for optimizer in optimizers:
@@ -96,7 +96,8 @@ def _take_steps(method: Method, kinds: Sequence[tuple[Optimizer, NamedParameters
     engine.guards.close()
 
 
-def _alike(optimizer: Optimizer, weights: list[Parameter]) -> Optimizer:
+def alike(optimizer: Optimizer, weights: list[Parameter]) -> Optimizer:
+    """An optimizer of the same kind and settings for other weights; RMSprop where its settings do not matter here."""
     kind = type(optimizer)
     if kind not in _KNOWN:
         return torch.optim.RMSprop(weights)

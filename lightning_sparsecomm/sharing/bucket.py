@@ -38,6 +38,10 @@ class BucketSync(Sync):
         check_wire_dtype(wire_dtype)
         self.wire_dtype = wire_dtype
 
+    def dtype(self, tensor: Tensor) -> torch.dtype:
+        """The dtype on the wire for a gradient such as this."""
+        return WIRE_DTYPES[self.wire_dtype] or tensor.dtype
+
     def limited(self, inside: Sequence[str] = ("*",), outside: Sequence[str] = ()) -> Sync:
         """At the step instead of in DDP's buckets, which hold all parameters."""
         return self._at_step().limited(inside, outside)
@@ -72,7 +76,7 @@ class BucketHook:
     def hook(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """DDP communication hook: the mean of one bucket over ranks."""
         ledger, buffer = self._wire.ledger, bucket.buffer()
-        dtype = WIRE_DTYPES[self._sync.wire_dtype] or buffer.dtype
+        dtype = self._sync.dtype(buffer)
         ledger.ddp_bytes += buffer.nbytes
         ledger.elements += buffer.numel()
         ledger.sent_elements += buffer.numel()

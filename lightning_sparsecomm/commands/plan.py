@@ -1,0 +1,45 @@
+"""`sparsecomm plan`: what a step would take with ddp and with each method, over a network that you describe."""
+
+import argparse
+import json
+import math
+from typing import Any, get_args
+
+from lightning_sparsecomm.planning import Network, Work, plan, square_layers
+from lightning_sparsecomm.planning.planner import Quality, optimizer_for
+from lightning_sparsecomm.planning.quantities import bits_per_second, count, seconds
+
+
+def add_to(subparsers: Any) -> None:
+    """Adds the command to a parser."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "plan",
+        help="predict a step with each method, and choose",
+        description=f"{__doc__} Coding is rehearsed on this processor, so run it on one like those that will train.",
+    )
+    add = parser.add_argument
+    add("--parameters", required=True, metavar="N", help="of the model: 11000000, 11M, 1.5B")
+    add("--ranks", required=True, type=int, metavar="N", help="processes that train together")
+    add("--bandwidth", required=True, metavar="RATE", help="that each rank can send: 100mbit, 1gbit, unlimited")
+    add("--compute", required=True, metavar="TIME", help="of a step on one rank without exchange: 300ms")
+    add("--rtt", default="0", metavar="TIME", help="round-trip time between ranks, as ping shows: 20ms; 0 by default")
+    add("--optimizer", choices=("sgd", "adam", "adamw"), default="sgd", help="sgd has momentum 0.9; the default")
+    add("--steps", metavar="N", help="of the whole run, which the default's density follows; unknown by default")
+    add("--straggler", type=float, default=1.0, metavar="X", help="how much slower the slowest rank computes; 1")
+    add("--quality", choices=get_args(Quality), default="trained", help="what may be chosen; trained by default")
+    add("--json", action="store_true", help="print JSON instead of a table")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Prints the plan."""
+    parameters = square_layers(count("--parameters", options.parameters))
+    network = Network(bits_per_second("--bandwidth", options.bandwidth), seconds("--rtt", options.rtt))
+    work = Work(seconds("--compute", options.compute), straggler=options.straggler)
+    length = math.inf if options.steps is None else float(count("--steps", options.steps))
+    optimizer = optimizer_for(options.optimizer, parameters)
+    result = plan([(optimizer, parameters)], options.ranks, network, work, length, options.quality)
+    print(json.dumps(result.as_dict(), indent=1) if options.json else result.table())
+    if not options.json:
+        for name, reason in result.refused.items():
+            print(f"Left out: {name}. {reason}")

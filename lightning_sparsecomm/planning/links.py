@@ -1,0 +1,117 @@
+"""What a collective takes: from a network's rate and round-trip time, or from collectives that were measured."""
+
+import bisect
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from lightning_sparsecomm.basis.ledger import Collective, link_bytes
+
+# A TCP connection that was idle begins with ten segments in flight, and doubles them in each round trip (RFC 6928).
+_FIRST_WINDOW_BYTES = 10 * 1448
+
+# Headers of TCP, IP and Ethernet for each full packet.
+_ON_THE_CABLE = 1538 / 1448
+
+
+class Link(ABC):
+    """The network as one rank sees it."""
+
+    @abstractmethod
+    def seconds(self, collective: Collective, handed_bytes: float, ranks: int) -> float:
+        """What a collective takes, from its start until the slowest rank has its result.
+
+        Args:
+            collective: Which one.
+            handed_bytes: Bytes that each rank hands over.
+            ranks: Number of ranks.
+        """
+
+
+@dataclass(frozen=True)
+class Network(Link):
+    """A network of equal cables between ranks and a switch, by its figures. Collectives work in rings, as Gloo's do.
+
+    Args:
+        bandwidth: Bits per second that each rank sends, and receives at the same time; infinite for no limit.
+        rtt: Round-trip time between two ranks, in seconds.
+        call: Seconds of software in each message.
+        copying: Seconds of processor time for each byte on the link.
+    """
+
+    bandwidth: float
+    rtt: float = 0.0
+    call: float = 1e-4
+    copying: float = 5e-10
+
+    def __post_init__(self) -> None:
+        if not self.bandwidth > 0:
+            raise ValueError(f"bandwidth must be positive, in bits per second; got {self.bandwidth!r}. Use 1e8.")
+        if not 0 <= self.rtt < math.inf:
+            raise ValueError(f"rtt must be 0 or more seconds; got {self.rtt!r}. Use 0.02 for 20 ms.")
+
+    def seconds(self, collective: Collective, handed_bytes: float, ranks: int) -> float:
+        if ranks == 1:
+            return 0.0
+        sent = link_bytes(collective, handed_bytes, ranks)
+        byte_seconds = max(8 * _ON_THE_CABLE / self.bandwidth, self.copying)
+        return hops(collective, ranks) * (self.rtt / 2 + self.call) + sent * byte_seconds + self._ramp(sent)
+
+    def _ramp(self, sent: float) -> float:
+        """Round trips in which TCP's window is still smaller than what the link could hold."""
+        if not self.rtt:
+            return 0.0
+        in_flight = self.bandwidth / 8 * self.rtt
+        window = min(sent, in_flight)
+        return self.rtt * math.log2(window / _FIRST_WINDOW_BYTES) if window > _FIRST_WINDOW_BYTES else 0.0
+
+
+@dataclass(frozen=True)
+class MeasuredLink(Link):
+    """A network by collectives that were measured between these very ranks.
+
+    Between two measured sizes, time is on a straight line; above the largest, the last line goes on.
+
+    Args:
+        ranks: Number of ranks that measured.
+        points: For each collective, pairs of bytes handed over, in rising order, and seconds. At least two.
+
+    Raises:
+        ValueError: Another number of ranks is asked for, or a collective that was not measured.
+    """
+
+    ranks: int
+    points: Mapping[Collective, Sequence[tuple[float, float]]]
+
+    def seconds(self, collective: Collective, handed_bytes: float, ranks: int) -> float:
+        if ranks == 1:
+            return 0.0
+        if ranks != self.ranks or collective not in self.points:
+            raise ValueError(
+                f"the link was measured with {self.ranks} ranks and {', '.join(self.points)}; got {ranks} ranks and"
+                f" {collective!r}. Measure again, or use planning.Network."
+            )
+        points = self.points[collective]
+        at = min(max(bisect.bisect_left(points, (handed_bytes, 0.0)), 1), len(points) - 1)
+        (x0, y0), (x1, y1) = points[at - 1], points[at]
+        # Noise can make a larger size look faster.
+        slope = max(0.0, (y1 - y0) / (x1 - x0))
+        return max(y0 + slope * (handed_bytes - x0), min(y for _, y in points))
+
+    @property
+    def latency(self) -> float:
+        """Seconds of a sum of the smallest size, for each of its hops."""
+        return self.points["all_reduce"][0][1] / max(1, hops("all_reduce", self.ranks))
+
+    @property
+    def bandwidth(self) -> float:
+        """Bits per second on the link that a sum reaches from its two largest sizes."""
+        (x0, y0), (x1, y1) = self.points["all_reduce"][-2:]
+        sent = link_bytes("all_reduce", x1 - x0, self.ranks)
+        return 8 * sent / (y1 - y0) if y1 > y0 else math.inf
+
+
+def hops(collective: Collective, ranks: int) -> int:
+    """Messages that wait for each other, in a ring such as Gloo's."""
+    return 2 * (ranks - 1) if collective == "all_reduce" else ranks - 1

@@ -1,0 +1,97 @@
+"""Rates, times and counts as people write them: 100mbit, 20ms, 124M."""
+
+import math
+import re
+
+_RATES = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+_TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+_COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9}
+
+_QUANTITY = re.compile(r"\s*(\d+(?:[.,]?\d+)*)\s*([a-z]*)\s*", re.IGNORECASE)
+
+
+def bits_per_second(name: str, text: str) -> float:
+    """A rate: 50mbit, 1gbit, or unlimited.
+
+    >>> bits_per_second("bandwidth", "100mbit")
+    100000000.0
+
+    Raises:
+        ValueError: Not a positive number with a unit.
+    """
+    if text.strip().lower() == "unlimited":
+        return math.inf
+    return _parsed(name, text, _RATES, "a rate with its unit, kbit, mbit or gbit (per second), or unlimited", "100mbit")
+
+
+def seconds(name: str, text: str) -> float:
+    """A time: 20ms, 1.5s, 300us. 0 needs no unit.
+
+    >>> seconds("rtt", "20ms")
+    0.02
+
+    Raises:
+        ValueError: Not a number with a unit.
+    """
+    if text.strip() in ("0", "0.0"):
+        return 0.0
+    return _parsed(name, text, _TIMES, "a time with its unit, us, ms or s", "20ms", least=0.0)
+
+
+def count(name: str, text: str) -> int:
+    """A count: 11000000, 11M, 1.5B.
+
+    >>> count("parameters", "124M")
+    124000000
+
+    Raises:
+        ValueError: Not a whole number of at least 1.
+    """
+    number = _parsed(name, text, _COUNTS, "a whole number, or one with k, M or B behind it", "124M")
+    if number < 1 or number != round(number):
+        raise ValueError(f"{name} must be a whole number of at least 1; got {text!r}. Write {name}=124M, for example.")
+    return round(number)
+
+
+def _parsed(
+    name: str, text: str, units: dict[str, float], rule: str, example: str, least: float = math.ulp(0.0)
+) -> float:
+    match = _QUANTITY.fullmatch(text)
+    unit = match[2].lower() if match else ""
+    if match is None or unit not in units:
+        raise ValueError(f"{name} must be {rule}; got {text!r}. Write {example}, for example.")
+    digits = match[1].replace(",", "")
+    try:
+        number = float(digits) * units[unit]
+    except ValueError:
+        number = -1.0
+    if number < least:
+        raise ValueError(f"{name} must be positive, {rule}; got {text!r}. Write {example}, for example.")
+    return number
+
+
+def as_rate(bits: float) -> str:
+    """A rate in words: 100 Mbit/s."""
+    if math.isinf(bits):
+        return "unlimited"
+    for size, unit in ((1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s")):
+        if bits >= size:
+            return f"{bits / size:.3g} {unit}"
+    return f"{bits:.3g} bit/s"
+
+
+def as_time(seconds: float) -> str:
+    """A time in words: 12.3 ms."""
+    if seconds >= 100:
+        return f"{seconds:,.0f} s"
+    if seconds >= 1:
+        return f"{seconds:.3g} s"
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 or seconds == 0 else f"{seconds * 1e6:.3g} us"
+
+
+def as_bytes(size: float) -> str:
+    """A size in words: 44 MB."""
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if size >= unit:
+            return f"{size / unit:.3g} {name}"
+    return f"{size:.0f} B"

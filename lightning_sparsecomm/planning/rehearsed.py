@@ -1,0 +1,235 @@
+"""What a method costs a rank besides the network: one process plays a few steps on a small model of the same shape."""
+
+import copy
+import itertools
+import math
+import statistics
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_sparsecomm.basis.ledger import Collective, link_bytes
+from lightning_sparsecomm.basis.mirror import MirrorWire
+from lightning_sparsecomm.basis.parts import parts_in
+from lightning_sparsecomm.basis.phases import PHASES
+from lightning_sparsecomm.basis.schedules import least_every
+from lightning_sparsecomm.run.engine import Engine
+from lightning_sparsecomm.run.rehearsal import alike
+from lightning_sparsecomm.sharing.bucket import BucketSync
+from lightning_sparsecomm.sharing.delta import DeltaShare, DeltaSync
+from lightning_sparsecomm.sharing.gradients import NamedParameters
+from lightning_sparsecomm.sharing.method import Method
+
+# Elements of the small model: enough that fixed costs do not count, and a few milliseconds for each method.
+_ELEMENTS = 1_000_000
+
+# In the first step buffers are touched for the first time; only from the second on does a residual hold something.
+_WARM_UP_STEPS, _STEPS = 2, 3
+
+# Finished steps at which methods are rehearsed: no warm-up takes so long.
+_LATE = 10**7
+
+# DDP's buckets, in bytes; the first is smaller.
+_FIRST_BUCKET, _BUCKET = 2**20, 25 * 2**20
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """One step of a method on one rank, without the network; all figures are means per optimizer step.
+
+    Attributes:
+        name: The method, as it was called.
+        ranks: Number of ranks that it was rehearsed for.
+        seconds: Of this processor, by phase.
+        calls: Collectives, each with the bytes that this rank hands over, and how often it takes place per step.
+        held_bytes: What the method keeps from step to step.
+        overlaps: Whether communication takes place during the backward pass, in DDP's buckets.
+    """
+
+    name: str
+    ranks: int
+    seconds: dict[str, float]
+    calls: tuple[tuple[Collective, float, float], ...]
+    held_bytes: float
+    overlaps: bool
+
+    @property
+    def computing(self) -> float:
+        """Seconds of this processor."""
+        return sum(self.seconds.values())
+
+    @property
+    def link_bytes(self) -> float:
+        """Bytes that a rank puts on the link."""
+        return sum(often * link_bytes(kind, size, self.ranks) for kind, size, often in self.calls)
+
+
+def rehearse(
+    method: Method,
+    kinds: Sequence[tuple[Optimizer, NamedParameters]],
+    ranks: int,
+    length: float = math.inf,
+    elements: int = _ELEMENTS,
+) -> Rehearsed:
+    """Plays steps of a method on small stand-ins of parameters, as if all ranks sent what this one does.
+
+    Bytes and seconds are scaled to the size of the parameters. Ranks' payloads are taken to be alike, so what depends
+    on how far their choices differ, such as the union of S2 Reducer's blocks, is underestimated.
+
+    Args:
+        method: The method; it stays as it is.
+        kinds: Optimizers, with the parameters that each trains.
+        ranks: Number of ranks to play.
+        length: Optimizer steps of the run, which densities may follow; infinite where unknown.
+        elements: Most elements of the stand-ins.
+
+    Raises:
+        TypeError: The method is not defined for one of the optimizers.
+    """
+    sizes = [parameter.numel() for _, parameters in kinds for _, parameter in parameters]
+    total = sum(sizes)
+    if isinstance(method.syncs[0], BucketSync):
+        return _rehearse_buckets(method, [p for _, named in kinds for _, p in named], ranks)
+    every = _every(method)
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(0)
+        stage = _Stage(method, kinds, ranks, length, min(1.0, elements / total))
+        between = stage.play(0) if every > 1 else None
+        due = stage.play(every - 1)
+        scale = total / stage.elements
+        result = due if between is None else _mixed(between, due, every)
+        held = stage.held_bytes()
+        stage.close()
+    scaled_calls = tuple((kind, _scaled(size, scale), often) for kind, size, often in result.calls)
+    seconds = {name: value * scale for name, value in result.seconds.items()}
+    return replace(result, name=repr(method), seconds=seconds, calls=scaled_calls, held_bytes=held * scale)
+
+
+def _scaled(size: float, scale: float) -> float:
+    # Lengths and statuses do not grow with the model.
+    return size * scale if size > 256 else size
+
+
+class _Stage:
+    """An engine on a wire without a network, with stand-ins for the parameters."""
+
+    def __init__(
+        self,
+        method: Method,
+        kinds: Sequence[tuple[Optimizer, NamedParameters]],
+        ranks: int,
+        length: float,
+        fraction: float,
+    ) -> None:
+        self.ranks = ranks
+        self.wire = MirrorWire(ranks)
+        self.engine = Engine(copy.deepcopy(method), self.wire)
+        self.optimizers: list[Optimizer] = []
+        for optimizer, parameters in kinds:
+            stand_ins = [(name, _stand_in(parameter, fraction)) for name, parameter in parameters]
+            self.engine.registry.known |= {id(parameter): (name, parameter) for name, parameter in stand_ins}
+            weights = [parameter for _, parameter in stand_ins]
+            self.optimizers.append(alike(optimizer, weights))
+        self.weights = [weight for each in self.optimizers for group in each.param_groups for weight in group["params"]]
+        self.elements = sum(weight.numel() for weight in self.weights)
+        self.engine.length = length
+        self._gradients = itertools.cycle([[_gradient_like(weight) for weight in self.weights] for _ in range(3)])
+
+    def play(self, local: int) -> Rehearsed:
+        """Some repetitions of a late step, so many steps after an exchange of weights."""
+        times: list[dict[str, float]] = []
+        for repetition in range(_WARM_UP_STEPS + _STEPS):
+            clock = self.wire.ledger.clock
+            clock.seconds = dict.fromkeys(PHASES, 0.0)
+            self.wire.calls.clear()
+            for weight, gradient in zip(self.weights, next(self._gradients)):
+                weight.grad = gradient.clone()
+            for optimizer in self.optimizers:
+                tracked = self.engine.register(optimizer)
+                tracked.steps = _LATE
+                for share in tracked.shares.values():
+                    if isinstance(share, DeltaShare):
+                        share.steps = local
+                with self.engine.stepping(optimizer):
+                    self.engine.closure(optimizer, lambda: None)()
+                    optimizer.step()
+            if repetition >= _WARM_UP_STEPS:
+                times.append(clock.seconds)
+        seconds = {name: statistics.median(each[name] for each in times) for name in PHASES}
+        calls = tuple((kind, float(size), 1.0) for kind, size in self.wire.calls)
+        return Rehearsed("", self.ranks, seconds, calls, 0.0, overlaps=False)
+
+    def held_bytes(self) -> float:
+        """Bytes of all state that the shares hold."""
+        shares = (share for tracked in self.engine.registry.optimizers for share in tracked.shares.values())
+        kinds = (parts for share in shares for parts in share.state_dict().values())
+        return float(sum(held.nbytes for parts in kinds for held in parts.values() if isinstance(held, Tensor)))
+
+    def close(self) -> None:
+        self.engine.guards.close()
+        for tracked in self.engine.registry.optimizers:
+            if tracked.takeover is not None:
+                tracked.takeover.close()
+
+
+def _every(method: Method) -> int:
+    """Steps between two exchanges of weights; 1 where gradients are exchanged."""
+    periods = [least_every(sync.every) for sync in parts_in(method, DeltaSync)]
+    return max(periods, default=1)
+
+
+def _mixed(between: Rehearsed, due: Rehearsed, every: int) -> Rehearsed:
+    """Means per step, of `every` - 1 steps without exchange and one with it."""
+    share = 1 / every
+    seconds = {name: (1 - share) * between.seconds[name] + share * due.seconds[name] for name in PHASES}
+    calls = tuple((kind, size, often * (1 - share)) for kind, size, often in between.calls)
+    calls += tuple((kind, size, often * share) for kind, size, often in due.calls)
+    return replace(due, seconds=seconds, calls=calls)
+
+
+def _rehearse_buckets(method: Method, parameters: Sequence[Parameter], ranks: int) -> Rehearsed:
+    """DDP's buckets: what its hook computes on each, besides the sum."""
+    sync = method.syncs[0]
+    assert isinstance(sync, BucketSync)
+    calls: list[tuple[Collective, float, float]] = []
+    computing, most = 0.0, _FIRST_BUCKET
+    bucket, elements = 0, 0
+    for parameter in reversed(parameters):
+        bucket, elements = bucket + parameter.nbytes, elements + parameter.numel()
+        if bucket >= most:
+            calls.append(("all_reduce", float(elements * _width(sync, parameter)), 1.0))
+            bucket, elements, most = 0, 0, _BUCKET
+    if elements:
+        calls.append(("all_reduce", float(elements * _width(sync, parameters[0])), 1.0))
+    if sync.wire_dtype != "same":
+        sample = torch.zeros(_ELEMENTS)
+        begin = time.perf_counter()
+        sample.copy_(sample.to(sync.dtype(sample)))
+        computing = (time.perf_counter() - begin) * sum(p.numel() for p in parameters) / _ELEMENTS
+    seconds = dict.fromkeys(PHASES, 0.0) | {"update": computing}
+    return Rehearsed(repr(method), ranks, seconds, tuple(calls), 0.0, overlaps=True)
+
+
+def _width(sync: BucketSync, parameter: Parameter) -> int:
+    return sync.dtype(parameter).itemsize
+
+
+def _stand_in(parameter: Parameter, fraction: float) -> Parameter:
+    """A parameter with fewer rows; biases and norms keep at least a few elements."""
+    shape = list(parameter.shape)
+    if shape:
+        shape[0] = max(1, round(shape[0] * fraction))
+    return Parameter(torch.randn(shape, device=parameter.device).to(parameter.dtype))
+
+
+def _gradient_like(weight: Tensor) -> Tensor:
+    """Random values with the heavy tails that gradients have."""
+    normal = torch.randn(weight.shape, device=weight.device)
+    return (normal * normal.abs() * 1e-3).to(weight.dtype)

@@ -1,0 +1,70 @@
+"""What collectives take."""
+
+import math
+
+import pytest
+
+from lightning_sparsecomm.basis.ledger import link_bytes
+from lightning_sparsecomm.planning import MeasuredLink, Network
+
+EXACT = {"call": 0.0, "copying": 0.0}
+
+
+def test_a_large_sum_takes_its_bytes_by_the_rate() -> None:
+    network = Network(100e6, **EXACT)
+    taken = network.seconds("all_reduce", 44e6, 4)
+    assert taken == pytest.approx(8 * link_bytes("all_reduce", 44e6, 4) / 100e6, rel=0.07)
+    # Headers: 90 bytes in each packet of 1,448.
+    assert taken > 8 * link_bytes("all_reduce", 44e6, 4) / 100e6
+
+
+def test_a_small_collective_takes_its_hops() -> None:
+    network = Network(1e12, rtt=0.1, **EXACT)
+    assert network.seconds("all_reduce", 8, 4) == pytest.approx(6 * 0.05)
+    assert network.seconds("all_gather", 8, 4) == pytest.approx(3 * 0.05)
+
+
+def test_nothing_is_sent_on_one_rank() -> None:
+    assert Network(1e6, rtt=1.0).seconds("all_reduce", 1e9, 1) == 0
+
+
+def test_length_costs_more_than_its_hops_while_tcp_opens_its_window() -> None:
+    near, far = Network(100e6, **EXACT), Network(100e6, rtt=0.1, **EXACT)
+    more = far.seconds("all_gather", 1e6, 2) - near.seconds("all_gather", 1e6, 2)
+    # One hop, and six doublings from 14 kB to 1 MB.
+    assert more == pytest.approx(0.05 + 0.1 * math.log2(1e6 / 14480))
+    small = far.seconds("all_gather", 1e4, 2) - near.seconds("all_gather", 1e4, 2)
+    assert small == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize("figures", [{"bandwidth": 0.0}, {"bandwidth": 1e8, "rtt": -1.0}, {"bandwidth": math.nan}])
+def test_impossible_networks_are_refused(figures: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=r"must be .*; got"):
+        Network(**figures)
+
+
+POINTS = {
+    "all_reduce": [(8.0, 0.006), (1e5, 0.02), (1e6, 0.12)],
+    "all_gather": [(8.0, 0.003), (1e6, 0.25)],
+}
+
+
+def test_a_measured_link_is_straight_between_its_points() -> None:
+    link = MeasuredLink(4, POINTS)
+    assert link.seconds("all_reduce", 1e5, 4) == pytest.approx(0.02)
+    assert link.seconds("all_reduce", 5.5e5, 4) == pytest.approx(0.07)
+    # The last line goes on.
+    assert link.seconds("all_reduce", 1e7, 4) == pytest.approx(0.02 + 0.1 * (1e7 - 1e5) / 9e5)
+    assert link.latency == pytest.approx(0.001)
+    assert link.bandwidth == pytest.approx(8 * 9e5 * 1.5 / 0.1)
+
+
+def test_noise_never_makes_more_bytes_cheaper() -> None:
+    link = MeasuredLink(2, {"all_reduce": [(8.0, 0.01), (1000.0, 0.005)], "all_gather": POINTS["all_gather"]})
+    assert link.seconds("all_reduce", 1e9, 2) >= 0.005
+    assert link.bandwidth == math.inf
+
+
+def test_a_link_measured_with_other_ranks_is_refused() -> None:
+    with pytest.raises(ValueError, match="measured with 4 ranks and all_reduce, all_gather; got 8 ranks"):
+        MeasuredLink(4, POINTS).seconds("all_reduce", 1, 8)

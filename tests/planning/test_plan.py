@@ -1,0 +1,111 @@
+"""The cost model and the choice that follows from it."""
+
+import json
+import re
+
+import pytest
+
+from lightning_sparsecomm import methods
+from lightning_sparsecomm.commands import main
+from lightning_sparsecomm.planning import Network, Plan, Rehearsed, Work, plan, predict, square_layers
+from lightning_sparsecomm.planning.planner import optimizer_for
+
+EXACT = {"call": 0.0, "copying": 0.0}
+
+
+def buckets(*sizes: float) -> Rehearsed:
+    calls = tuple(("all_reduce", size, 1.0) for size in sizes)
+    return Rehearsed("dense()", 2, {"update": 0.0}, calls, 0.0, overlaps=True)  # type: ignore[arg-type]
+
+
+def gathered(size: float, computing: float = 0.0) -> Rehearsed:
+    return Rehearsed("dgc()", 2, {"select": computing}, (("all_gather", size, 1.0),), 0.0, overlaps=False)
+
+
+def test_buckets_hide_behind_the_backward_pass() -> None:
+    fast = Network(8e9, **EXACT)
+    row = predict(buckets(25e6, 25e6, 25e6), fast, Work(3.0))
+    # Only the last bucket is waited for.
+    assert row.exposed == pytest.approx(fast.seconds("all_reduce", 25e6, 2))
+    assert row.bound == "compute"
+    slow = Network(80e6, **EXACT)
+    row = predict(buckets(25e6, 25e6, 25e6), slow, Work(3.0, overlapped=2.0))
+    assert row.exposed == pytest.approx(slow.seconds("all_reduce", 75e6, 2) - 2.0)
+    assert row.bound == "network"
+    assert row.seconds == pytest.approx(3.0 + row.exposed)
+
+
+def test_an_exchange_at_the_step_is_waited_for() -> None:
+    network = Network(8e6, **EXACT)
+    row = predict(gathered(1e6, computing=0.5), network, Work(3.0, straggler=1.2))
+    assert row.seconds == pytest.approx(3.6 + 0.5 + network.seconds("all_gather", 1e6, 2))
+
+
+def planned(bandwidth: float, rtt: float = 0.0, compute: float = 0.1, **options: object) -> Plan:
+    parameters = square_layers(2_000_000)
+    kinds = [(optimizer_for("sgd", parameters), parameters)]
+    candidates = {"sbc": methods.sbc(), "local_adam": methods.local_adam()}
+    network = Network(bandwidth, rtt)
+    return plan(kinds, 4, network, Work(compute), 1000, candidates=candidates, **options)  # type: ignore[arg-type]
+
+
+def test_a_fast_network_needs_no_compression() -> None:
+    result = planned(40e9)
+    assert result.choice == "ddp"
+    assert result.reason().startswith("Use ddp")
+
+
+def test_a_slow_network_does() -> None:
+    result = planned(20e6)
+    assert result.choice == "sparsecomm"
+    assert "times fewer bytes" in result.reason()
+    assert list(result.rows) == sorted(result.rows, key=lambda name: result.rows[name].seconds)
+    assert result.refused.keys() == {"local_adam"}
+
+
+@pytest.mark.parametrize(("quality", "choice"), [("exact", "ddp"), ("rounded", "ddp, bfloat16")])
+def test_quality_limits_the_choice(quality: str, choice: str) -> None:
+    result = planned(20e6, quality=quality)
+    assert result.choice == choice
+    # Faster ones are shown, and not chosen.
+    assert result.rows["sbc"].seconds < result.rows[choice].seconds
+
+
+def test_an_unknown_quality_is_refused() -> None:
+    with pytest.raises(ValueError, match="quality must be one of exact, rounded, trained; got 'good'"):
+        planned(20e6, quality="good")
+
+
+COMMAND = ["plan", "--parameters", "1M", "--ranks", "4", "--bandwidth", "20mbit", "--compute", "50ms"]
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    main([*COMMAND, "--rtt", "20ms", "--steps", "1k"])
+    shown = capsys.readouterr().out
+    assert "* sparsecomm" in shown
+    assert "Use sparsecomm: a step of" in shown
+    assert "Left out: local_adam" in shown
+
+
+def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
+    main([*COMMAND, "--optimizer", "adamw", "--json"])
+    result = json.loads(capsys.readouterr().out)
+    assert result["choice"] in result["rows"]
+    assert result["rows"]["ddp"]["link_bytes"] == pytest.approx(1.5 * 4e6, rel=0.02)
+    assert result["refused"].keys() == {"dgc", "sketched_sgd"}
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("--bandwidth", "20", "--bandwidth must be .*got '20'. Write 100mbit"),
+        ("--rtt", "20", "--rtt must be .*got '20'. Write 20ms"),
+        ("--ranks", "0", "ranks must be at least 1; got 0"),
+        ("--straggler", "0.5", "straggler must be at least 1; got 0.5"),
+    ],
+)
+def test_the_command_refuses(option: str, value: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*COMMAND, option, value])
+    error = capsys.readouterr().err
+    assert re.search(words, error)

@@ -1,0 +1,86 @@
+"""A rehearsal's bytes are those of a real training, and no figure comes from a formula of its own."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_sparsecomm import Method, methods
+from lightning_sparsecomm.planning import rehearse, square_layers
+from lightning_sparsecomm.planning.planner import optimizer_for
+from lightning_sparsecomm.planning.rehearsed import Rehearsed
+
+
+def rehearsed(method: Method, size: int = 200_000, optimizer: str = "sgd", **options: Any) -> Rehearsed:
+    parameters = square_layers(size)
+    return rehearse(method, [(optimizer_for(optimizer, parameters), parameters)], 4, **options)
+
+
+def test_bytes_do_not_depend_on_the_size_of_the_stand_ins() -> None:
+    method = methods.gradient_dropping(0.01)
+    whole, small = rehearsed(method, 400_000), rehearsed(method, 400_000, elements=50_000)
+    assert small.link_bytes == pytest.approx(whole.link_bytes, rel=0.1)
+    assert small.held_bytes == pytest.approx(whole.held_bytes, rel=0.05)
+
+
+def test_gradient_dropping_sends_what_its_docstring_says() -> None:
+    elements = 400_000
+    sent = rehearsed(methods.gradient_dropping(0.01), elements).link_bytes / 3
+    assert sent == pytest.approx(6 * 0.01 * elements, rel=0.15)
+
+
+def test_ddp_sends_all_in_its_buckets() -> None:
+    # 22 M float32: a first bucket above 1 MB, and the others above 25 MB, of layers of 11 MB.
+    dense, rounded = rehearsed(methods.dense(), 22_000_000), rehearsed(methods.dense("bfloat16"), 22_000_000)
+    sizes = [size for _, size, _ in dense.calls]
+    assert dense.overlaps and len(sizes) > 2
+    assert sum(sizes) == pytest.approx(88e6, rel=0.01)
+    assert rounded.link_bytes == pytest.approx(dense.link_bytes / 2)
+    assert dense.computing == 0 < rounded.computing
+
+
+def test_weights_exchanged_every_few_steps_count_by_the_step() -> None:
+    each = rehearsed(methods.federated_averaging(every=1)).link_bytes
+    assert each == pytest.approx(4 * 200_000 * 1.5, rel=0.02)
+    assert rehearsed(methods.federated_averaging(every=100)).link_bytes == pytest.approx(each / 100, rel=0.01)
+
+
+def test_a_warm_up_is_over() -> None:
+    assert rehearsed(methods.dgc(0.001)).link_bytes < rehearsed(methods.dgc(0.01, warmup_steps=0)).link_bytes
+
+
+def test_densities_follow_the_length() -> None:
+    sent = [rehearsed(methods.default(), length=length).link_bytes for length in (300, 10_000, math.inf)]
+    assert sent[0] > 2 * sent[1]
+
+
+@pytest.mark.parametrize("make", methods.RECIPES.values(), ids=methods.RECIPES)
+def test_every_recipe_can_be_rehearsed(make: Callable[[], Method]) -> None:
+    optimizer = "adamw" if make is methods.local_adam else "sgd"
+    seen = rehearsed(make(), 20_000, optimizer)
+    assert seen.link_bytes > 0
+    assert seen.computing >= 0
+    assert seen.name == repr(make())
+
+
+def test_a_method_that_is_not_defined_says_so() -> None:
+    with pytest.raises(TypeError, match="momentum correction takes over"):
+        rehearsed(methods.dgc(), 20_000, "adamw")
+
+
+def test_it_leaves_no_trace() -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    parameters = square_layers(20_000)
+    optimizer = optimizer_for("sgd", parameters)
+    rehearse(methods.dgc(), [(optimizer, parameters)], 4)
+    assert torch.equal(torch.rand(4), expected)
+    assert all(weight.grad is None for _, weight in parameters)
+    # No hook refuses steps of optimizers elsewhere.
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    torch.optim.SGD([weight], lr=1.0).step()
+    assert torch.equal(weight.detach(), torch.zeros(2))
