@@ -1,46 +1,62 @@
 """A slow network on one machine: each rank has its own host, and all hosts are on one switch.
 
 Runs a command once per rank, with torchrun's environment variables. A Lightning script needs
-`Trainer(devices=1, num_nodes=int(os.environ["WORLD_SIZE"]))`. Hosts are network namespaces: nothing outside them
-changes, and the kernel removes them with the last process in them, however it ends. Needs Linux, root, and the
-commands ip, tc and unshare (packages iproute2 and util-linux).
+`Trainer(devices=int(os.environ["LOCAL_WORLD_SIZE"]), num_nodes=int(os.environ["GROUP_WORLD_SIZE"]))`. Hosts are network
+namespaces: nothing outside them changes, and the kernel removes them with the last process in them, however it ends.
+Needs Linux, the commands ip, tc and unshare (packages iproute2 and util-linux), and for a network with length or losses
+/dev/net/tun. Root is not needed where user namespaces are allowed.
 
-`--check` runs no command: it measures how fast the lab's network is, beside the rate that was asked for.
+    --rate 50mbit --rtt 100ms --jitter 10ms --loss 0.1%          the internet
+    --up 20mbit --down 200mbit --rtt 20ms                        cables that are slower from the hosts than to them
+    --ranks 4 --rate 1gbit --rank 3:rate=10mbit,rtt=200ms        one slow rank of four
+    --nodes 2x2 --rate 100mbit --rtt 20ms                        two hosts of two ranks: fast inside, slow between
+
+Between two hosts, the worse of their two cables counts: the slower rate, the longer round-trip time (rtt), the larger
+jitter, the larger loss.
+
+`--check` runs no command: it measures the lab's rates, round-trip times, jitter and losses through sockets, and fails
+where they are not those that were asked for.
 """
 
 import argparse
-import ctypes
-import multiprocessing
+import array
+import contextlib
+import fcntl
 import multiprocessing.connection
 import os
 import queue
 import re
-import shlex
 import shutil
-import signal
 import socket
-import subprocess
+import struct
 import sys
-import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-FORK = multiprocessing.get_context("fork")
+# Its neighbours, also where this is imported as benchmarks.network.
+sys.path.append(str(Path(__file__).resolve().parent))
+from cable import UNLIMITED as UNLIMITED
+from cable import Cable, exception
+from cable import bits_per_second as bits_per_second
+from namespaces import FORK as FORK
+from namespaces import LabError as LabError
+from namespaces import Namespaces, die_with_parent, enter_network, make, remedy, run_commands
+from switch import Report, Switch, Trip, open_device
 
-UNLIMITED = "unlimited"
 DEVICE = "eth0"  # of each host
 _PORT = 4000  # free on each host, which is new
+_HARDWARE_ADDRESS = "02:00:00:00:00:01"
+_ETHTOOL, _SET_RECEIVE_OFFLOAD = 0x8946, 0x2C  # SIOCETHTOOL, ETHTOOL_SGRO
+_LARGEST_BYTES = 2**16  # of a packet between kernel and device
 
 # The token bucket holds what the rate carries in this time. A smaller bucket is refilled too rarely to reach the rate,
 # and a larger one lets short messages pass at once.
 BURST_SECONDS = 0.002
-
-SLOWEST, FASTEST = 10**5, 10**11  # bits a second
 
 # A packet that would wait longer is dropped, as by a switch with a full buffer. All flows share one queue, first come,
 # first served: beside a large message, a small one waits about 15 ms at each cable of 100 Mbit instead of 1 ms. Fair
@@ -53,18 +69,9 @@ HEADER_BYTES = 66
 # What Gloo adds to each message: about 185 bytes in an all-reduce or an all-gather, 90 to 150 in a broadcast.
 MESSAGE_BYTES = 185
 
-# What --check sends: a second's worth, of which the token bucket is a small part, but no more than this.
-MOST_CHECKED_BYTES = 200_000_000
-TOLERANCE = 0.25
-
-_NEW_NETWORK = 0x40000000  # CLONE_NEWNET
-_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
-_UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
-_PRIVILEGES = "Run it with sudo, or as root in a container that is started with --privileged."
-
-
-class LabError(RuntimeError):
-    """The lab cannot be set up here; the message says what is missing."""
+# A switch in user space is always a little late. These are what the lab lets pass: as a share of a trip, half the
+# round-trip time, or in seconds where the trip is short.
+LATE_SHARE, LATE_SECONDS = 0.05, 0.00025
 
 
 class Counters(NamedTuple):
@@ -97,25 +104,6 @@ class Counters(NamedTuple):
         return Counters(*(now - then for now, then in zip(self, earlier)))
 
 
-def bits_per_second(rate: str) -> int | None:
-    """The number for a rate such as `100mbit`; None for `unlimited`.
-
-    Raises:
-        ValueError: Not a rate, or one that cannot be shaped.
-    """
-    if rate == UNLIMITED:
-        return None
-    match = re.fullmatch(r"([0-9]+)(kbit|mbit|gbit)", rate)
-    if match is None or not int(match[1]):
-        raise ValueError(
-            f"a rate must be a number of kbit, mbit or gbit a second, or {UNLIMITED}; got {rate!r}. Try 100mbit."
-        )
-    bits = int(match[1]) * _UNITS[match[2]]
-    if not SLOWEST <= bits <= FASTEST:
-        raise ValueError(f"a rate must be from 100kbit to 100gbit: no other can be shaped; got {rate}.")
-    return bits
-
-
 def machine() -> dict[str, int | str]:
     """What all hosts share: processors, and TCP's congestion control, which a namespace cannot choose freely."""
     file = Path("/proc/sys/net/ipv4/tcp_congestion_control")
@@ -137,35 +125,63 @@ def patience_seconds(exchanges: int, floats: int, rate: str, computing_seconds: 
     Args:
         exchanges: Exchanges of gradients, warm-up included.
         floats: Elements of a gradient. A rank sends nearly two gradients in a ring all-reduce; six are allowed for.
-        rate: Rate of each cable.
+        rate: Rate of each cable, or the cable's text.
         computing_seconds: The most that a rank computes between two exchanges.
     """
-    bits = bits_per_second(rate)
-    sending_seconds = 0.0 if bits is None else 6 * 32 * floats / bits
+    cable = Cable.of(rate)
+    rates = [bits for bits in (cable.up_bits, cable.down_bits) if bits is not None]
+    sending_seconds = 6 * 32 * floats / min(rates) if rates else 0.0
+    if cable.needs_switch:
+        # Some messages, of which each may wait for the windows of TCP to open, and for what was lost.
+        sending_seconds = 2 * sending_seconds + 100 * (cable.rtt_seconds + cable.jitter_seconds)
     # Ten minutes to import, compile, read data and connect.
     return 600 + exchanges * (computing_seconds + sending_seconds)
 
 
 class Lab:
-    """Hosts on a switch, each with a cable of `rate` in both directions. Use it in a `with` statement: that makes the
-    hosts, and the constructor only checks its arguments.
+    """Hosts on a switch, each with a cable. Use it in a `with` statement: that makes the hosts, and the constructor
+    only checks its arguments.
 
     Args:
-        ranks: Number of hosts; one rank runs on each.
-        rate: Rate of each cable: `100mbit`, `1gbit`, ..., or `unlimited`.
+        ranks: Number of ranks; one runs on each host, or `ranks_per_node`.
+        rate: Rate of each cable in both directions: `100mbit`, `1gbit`, ..., or `unlimited`. Or all that a cable is, as
+            a `Cable` or as its text: `100mbit, rtt 20ms, loss 0.1%`.
+        exceptions: Cables that differ, by host.
+        ranks_per_node: Ranks on each host. They share its cable, and talk to each other over its loopback.
+        inside: Rate of the loopback.
+        seed: Of jitter and losses.
 
     Raises:
         ValueError: Too many or too few ranks, or not a rate.
-        LabError: Not Linux, not root, or a command is missing.
+        LabError: Not Linux, namespaces or /dev/net/tun are not allowed, or a command is missing.
     """
 
-    def __init__(self, ranks: int, rate: str) -> None:
+    def __init__(
+        self,
+        ranks: int,
+        rate: str | Cable,
+        exceptions: Mapping[int, Cable] | None = None,
+        ranks_per_node: int = 1,
+        inside: str = UNLIMITED,
+        seed: int = 0,
+    ) -> None:
+        if ranks_per_node < 1 or ranks % ranks_per_node:
+            raise ValueError(f"ranks must be a multiple of ranks_per_node, {ranks_per_node}; got {ranks}.")
         if not 1 <= ranks <= 250:
             raise ValueError(f"ranks must be from 1 to 250; got {ranks}.")
-        self.ranks = ranks
-        self.rate = rate
-        self._shaping = _shaping(rate)
-        self._namespaces: list[int] = []
+        self.ranks, self.ranks_per_node, self.hosts = ranks, ranks_per_node, ranks // ranks_per_node
+        cable = rate if isinstance(rate, Cable) else Cable.of(rate)
+        self.cables = [(exceptions or {}).get(host, cable) for host in range(self.hosts)]
+        self.inside = inside
+        self._inside = _shaping("lo", bits_per_second(inside, "inside"))
+        # One cable with length takes all through the switch.
+        self.has_length = any(each.needs_switch for each in self.cables)
+        for each in self.cables:
+            if self.has_length:
+                each.require_slow()
+        self._seed = seed
+        self._namespaces: Namespaces | None = None
+        self._switch: BaseProcess | None = None
 
     def __enter__(self) -> "Lab":
         if not sys.platform.startswith("linux"):
@@ -173,60 +189,155 @@ class Lab:
         missing = [command for command in ("ip", "tc", "unshare") if shutil.which(command) is None]
         if missing:
             raise LabError(f"commands are missing: {', '.join(missing)}. Install the packages iproute2 and util-linux.")
-        try:
+        if self.has_length:
+            self._namespaces = make(self.hosts, self._build_devices)
+            self._start_switch()
+        else:
             # The switch is the last. Its namespace is kept open too, or the kernel would remove it with all cables.
-            self._namespaces = [_new_namespace() for _ in range(self.ranks + 1)]
-        except PermissionError as error:
-            raise LabError(f"network namespaces need root: {error}. {_PRIVILEGES}") from error
-        *hosts, switch = self._namespaces
-        try:
-            _run_in(switch, "ip link add switch type bridge", "ip link set switch addrgenmode none up")
-            for rank, host in enumerate(hosts):
-                self._connect(switch, rank, host)
-        except BaseException:
-            self._close()
-            raise
+            self._namespaces = make(self.hosts + 1, self._build_bridge)
         return self
 
-    def _connect(self, switch: int, rank: int, host: int) -> None:
-        port = f"port{rank}"
-        # `_run_in` starts the command in a thread; its file descriptors are this process's, the command's parent.
-        _run_in(
-            switch,
-            f"ip link add {port} type veth peer name {DEVICE} netns /proc/{os.getpid()}/fd/{host}",
-            f"ip link set {port} master switch addrgenmode none up",
-            _in_order(port),
-            *(f"tc qdisc add dev {port} {shaping}" for shaping in self._shaping),
-        )
-        _run_in(
-            host,
+    def _build_bridge(self, networks: list[int]) -> list[int]:
+        """Without length, the kernel carries everything."""
+        *hosts, switch = networks
+        enter_network(switch)
+        run_commands(["ip link add switch type bridge", "ip link set switch addrgenmode none up"])
+        for number, (host, cable) in enumerate(zip(hosts, self.cables)):
+            port = f"port{number}"
+            enter_network(switch)
+            run_commands(
+                [
+                    f"ip link add {port} type veth peer name {DEVICE} netns /proc/self/fd/{host}",
+                    f"ip link set {port} master switch addrgenmode none up",
+                    *_shaping(port, cable.down_bits),
+                ],
+                [host],
+            )
+            _keep_order(port)
+            enter_network(host)
+            run_commands([*self._host_commands(number), *_shaping(DEVICE, cable.up_bits)])
+            _keep_order(DEVICE)
+        return []
+
+    def _build_devices(self, networks: list[int]) -> list[int]:
+        devices = []
+        for number, (host, cable) in enumerate(zip(networks, self.cables)):
+            enter_network(host)
+            try:
+                devices.append(open_device(DEVICE))
+            except OSError as error:
+                raise LabError(f"a network with rtt or loss needs TAP devices, but {_why_no_device(error)}") from None
+            # No packet is larger than what the token bucket holds, or tbf would cut it, and the switch had all pieces.
+            largest = min(_LARGEST_BYTES, _burst_bytes(cable.up_bits or 0))
+            run_commands(
+                [
+                    # All have the same address, and ask nobody for another's: the switch goes by IP addresses.
+                    f"ip link set {DEVICE} address {_HARDWARE_ADDRESS} arp off gso_max_size {largest}",
+                    *self._host_commands(number),
+                    *_shaping(DEVICE, cable.up_bits),
+                ]
+            )
+        return devices
+
+    def _host_commands(self, host: int) -> list[str]:
+        return [
             # IPv6 would look for routers, and add to the ranks' own traffic.
             f"ip link set {DEVICE} addrgenmode none",
             "ip link set lo up",
-            f"ip address add {address(rank)}/16 dev {DEVICE}",
-            _in_order(DEVICE),
+            *self._inside,
+            f"ip address add {address(host)}/16 dev {DEVICE}",
             f"ip link set {DEVICE} up",
-            *(f"tc qdisc add dev {DEVICE} {shaping}" for shaping in self._shaping),
+        ]
+
+    def _start_switch(self) -> None:
+        assert self._namespaces is not None
+        self._control, there = FORK.Pipe()
+        self._switch = FORK.Process(target=self._carry, args=(there,), daemon=True)
+        self._switch.start()
+        there.close()
+
+    def _carry(self, control: multiprocessing.connection.Connection) -> None:
+        assert self._namespaces is not None
+        die_with_parent()
+        with contextlib.suppress(PermissionError):
+            # Before the ranks, which compute on the same processors; it needs little of them.
+            os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+        Switch(
+            self._namespaces.devices,
+            [socket.inet_aton(address(host)) for host in range(self.hosts)],
+            {(a, b): self.trip(a, b) for a in range(self.hosts) for b in range(self.hosts) if a != b},
+            [cable.up_bits for cable in self.cables],
+            [cable.down_bits for cable in self.cables],
+            QUEUE_SECONDS,
+            self._seed,
+        ).carry(control)
+
+    def trip(self, sender: int, receiver: int) -> Trip:
+        """What packets from one host to another meet."""
+        cables = [self.cables[sender], self.cables[receiver]]
+        return Trip(
+            max(cable.rtt_seconds for cable in cables) / 2,
+            max(cable.jitter_seconds for cable in cables),
+            max(cable.loss_fraction for cable in cables),
         )
+
+    def rates(self, sender: int, receiver: int) -> tuple[int | None, int | None]:
+        """Bits a second from the sender, and to the receiver; None where unlimited."""
+        return self.cables[sender].up_bits, self.cables[receiver].down_bits
+
+    def _judge(self) -> None:
+        """Raises a LabError where the switch was too slow in what has run."""
+        if self._switch is None:
+            return
+        report = self.report()
+        most = LATE_SECONDS
+        delays = [self.trip(a, b).delay_seconds for a in range(self.hosts) for b in range(a)]
+        if delays:
+            most = max(most, LATE_SHARE * min(delays))
+        if report.late_by > most:
+            raise LabError(
+                f"the switch could not keep up: its {report.writes:,} packets were {1000 * report.late_by:.2f} ms late"
+                f" on average, at most {1000 * report.worst_seconds:.1f} ms; {1000 * most:.2f} ms on average are"
+                " allowed. Take fewer ranks, a lower rate or a longer rtt, or a machine that is less busy."
+            )
+
+    def report(self) -> Report:
+        """What the switch has done since it was asked last.
+
+        Raises:
+            LabError: It has ended, or there is none in a network without rtt and loss.
+        """
+        if self._switch is None:
+            raise LabError("a network without rtt and loss has no switch that could report.")
+        try:
+            self._control.send_bytes(b"report")
+            report = self._control.recv()
+        except (EOFError, OSError):
+            raise LabError("the switch has ended: its error is above.") from None
+        assert isinstance(report, Report)
+        return report
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._close()
-
-    def _close(self) -> None:
-        for namespace in self._namespaces:
-            os.close(namespace)
-        self._namespaces = []
+        if self._switch is not None:
+            self._switch.kill()
+            self._switch.join()
+            self._control.close()
+            self._switch = None
+        if self._namespaces is not None:
+            self._namespaces.close()
+            self._namespaces = None
 
     def environment(self, rank: int) -> dict[str, str]:
         """The variables that torchrun would set for this rank if each host were a machine."""
         return {
             "RANK": str(rank),
-            "GROUP_RANK": str(rank),
-            "LOCAL_RANK": "0",
+            "GROUP_RANK": str(rank // self.ranks_per_node),
+            "LOCAL_RANK": str(rank % self.ranks_per_node),
             "WORLD_SIZE": str(self.ranks),
-            "LOCAL_WORLD_SIZE": "1",
+            "GROUP_WORLD_SIZE": str(self.hosts),
+            "LOCAL_WORLD_SIZE": str(self.ranks_per_node),
             "MASTER_ADDR": address(0),
             "MASTER_PORT": "29500",  # free: the host is new
             "TORCHELASTIC_RUN_ID": "lab",
@@ -237,9 +348,14 @@ class Lab:
 
     def move_to(self, rank: int) -> None:
         """Moves this process, which must have a single thread, to a rank's host. It then dies with its parent."""
-        _die_with_parent()
-        _system_call("setns", self._namespaces[rank], _NEW_NETWORK)
+        assert self._namespaces is not None
+        self._namespaces.enter(rank // self.ranks_per_node)
+        die_with_parent()
         os.environ.update(self.environment(rank))
+
+    def _mount_proc(self) -> list[str]:
+        assert self._namespaces is not None
+        return ["--mount-proc"] if self._namespaces.own_processes else []
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float) -> list[Any]:
         """Runs `function(rank, *args)` on each host, in a forked process.
@@ -250,6 +366,7 @@ class Lab:
         Raises:
             RuntimeError: A rank failed (the message has its traceback), died, or was not done within `timeout`
                 seconds. All ranks are killed.
+            LabError: The switch could not keep up, so what was measured is not of the network that was asked for.
         """
         results = FORK.Queue()
         processes = [
@@ -283,6 +400,7 @@ class Lab:
                 if process.is_alive():
                     process.kill()
                 process.join()
+        self._judge()
         return [values[rank] for rank in range(self.ranks)]
 
     def _rank_main(self, results: Any, rank: int, function: Callable[..., Any], args: Sequence[Any]) -> None:
@@ -302,11 +420,14 @@ class Lab:
         Returns:
             The first exit code that is not 0. 124, as with the command timeout, where some had not ended within
             `timeout` seconds.
+
+        Raises:
+            LabError: The switch could not keep up.
         """
         # Each runs in a PID namespace whose first process is a shell. When the shell ends, or is killed because this
         # process is gone, the kernel kills all others in the namespace. The command itself gets signals as usual.
         shell = ["sh", "-c", '"$@"; exit $?', "sh"]
-        command = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", *shell, *command]
+        command = ["unshare", "--pid", "--fork", "--kill-child", *self._mount_proc(), *shell, *command]
         processes = [FORK.Process(target=self._execute, args=(rank, command)) for rank in range(self.ranks)]
         for process in processes:
             process.start()
@@ -321,6 +442,7 @@ class Lab:
                     return code if code > 0 else 128 - code
                 running = [rank for rank, code in enumerate(codes) if code is None]
                 if not running:
+                    self._judge()
                     return 0
                 left = None if deadline is None else max(0.0, deadline - time.monotonic())
                 if not _wait_for_end_of_any([processes[rank] for rank in running], left):
@@ -352,90 +474,49 @@ def _not_done(ranks: Sequence[int], timeout: float) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {numbers} not done after {timeout:g} s, and killed"
 
 
-def address(rank: int) -> str:
-    """The address of a rank's host."""
-    return f"10.99.0.{rank + 1}"
+def address(host: int) -> str:
+    """The address of a host: of a rank's, where each rank has one."""
+    return f"10.99.0.{host + 1}"
 
 
-def _shaping(rate: str) -> list[str]:
-    bits = bits_per_second(rate)
+def _why_no_device(error: OSError) -> str:
+    if isinstance(error, FileNotFoundError):
+        return (
+            "/dev/net/tun is missing. Load the kernel's module (sudo modprobe tun), or start a container with the"
+            " option --device /dev/net/tun."
+        )
+    return f"/dev/net/tun cannot be used: {error}. {remedy()}"
+
+
+def _burst_bytes(bits: int) -> int:
+    return max(3000, int(bits / 8 * BURST_SECONDS))
+
+
+def _shaping(device: str, bits: int | None) -> list[str]:
+    """The commands that shape a device."""
     if bits is None:
         return []
-    burst_bytes = max(3000, int(bits / 8 * BURST_SECONDS))
-    return [f"root tbf rate {bits}bit burst {burst_bytes} latency {QUEUE_SECONDS * 1000:.0f}ms"]
+    latency = f"{QUEUE_SECONDS * 1000:.0f}ms"
+    return [f"tc qdisc add dev {device} root tbf rate {bits}bit burst {_burst_bytes(bits)} latency {latency}"]
 
 
-def _in_order(device: str) -> str:
-    """The command, for the device's namespace, that makes one processor receive all packets of a flow.
+def _keep_order(device: str) -> None:
+    """Makes one processor receive all packets of a flow, in this process's namespace.
 
     Otherwise the sender's processor receives them. When the sender moves to another, packets overtake each other, and
     TCP takes the late ones for lost.
     """
     status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
     steer = f"echo {status['Cpus_allowed'].strip()} > /sys/class/net/{device}/queues/rx-0/rps_cpus"
-    # Only a new mount shows the namespace's own devices.
-    return f"unshare --mount sh -c 'mount -t sysfs sysfs /sys && {steer}'"
-
-
-def _system_call(name: str, *arguments: int) -> None:
-    library = ctypes.CDLL(None, use_errno=True)
-    if getattr(library, name)(*arguments) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{name}: {os.strerror(number)}")
-
-
-def _die_with_parent() -> None:
-    parent = os.getppid()
-    _system_call("prctl", _PARENT_DEATH_SIGNAL, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
-def _in_thread(function: Callable[[], Any]) -> Any:
-    """Runs a function in a new thread: it may enter a namespace, and so do only it and the commands that it starts."""
-    outcome: list[Any] = []
-    failures: list[BaseException] = []
-
-    def body() -> None:
-        try:
-            outcome.append(function())
-        except BaseException as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=body)
-    thread.start()
-    thread.join()
-    if failures:
-        raise failures[0]
-    return outcome[0]
-
-
-def _new_namespace() -> int:
-    """An empty network namespace, as a file descriptor that keeps it alive."""
-
-    def enter() -> int:
-        _system_call("unshare", _NEW_NETWORK)
-        return os.open("/proc/thread-self/ns/net", os.O_RDONLY)
-
-    return int(_in_thread(enter))
-
-
-def _run_in(namespace: int, *commands: str) -> None:
-    """Runs commands in a network namespace, one after another.
-
-    Raises:
-        LabError: A command failed.
-    """
-
-    def enter() -> None:
-        _system_call("setns", namespace, _NEW_NETWORK)
-        for command in commands:
-            done = subprocess.run(shlex.split(command), capture_output=True, text=True)
-            if done.returncode:
-                refused = f" {_PRIVILEGES}" if "not permitted" in done.stderr else ""
-                raise LabError(f"{command!r} failed: {done.stderr.strip()}.{refused}")
-
-    _in_thread(enter)
+    try:
+        # Only a new mount shows the namespace's own devices.
+        run_commands([f"unshare --mount sh -c 'mount -t sysfs sysfs /sys && {steer}'"])
+    except LabError:
+        # Root of a user namespace may not steer. With receive offload, all packets of a device go through one queue.
+        value = array.array("I", [_SET_RECEIVE_OFFLOAD, 1])
+        request = struct.pack("16sP16x", device.encode(), value.buffer_info()[0])
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+            fcntl.ioctl(any_socket, _ETHTOOL, request)
 
 
 def transfer(rank: int, count: int) -> tuple[float, Counters]:
@@ -470,43 +551,36 @@ def connected() -> socket.socket:
     raise TimeoutError("rank 0 does not listen")
 
 
-def check(rate: str) -> bool:
-    """Sends bytes between two hosts and prints the rate that they measure; whether it is the one asked for.
-
-    Raises:
-        LabError: The lab cannot be set up here.
-    """
-    bits = bits_per_second(rate)
-    count = MOST_CHECKED_BYTES if bits is None else min(MOST_CHECKED_BYTES, bits // 8)
-    with Lab(2, rate) as lab:
-        (seconds, counters), _ = lab.run(transfer, count, timeout=patience_seconds(1, count // 4, rate, 60))
-    measured = 8 * count / seconds
-    print(f"asked {rate}; measured {measured / 1e6:,.1f} Mbit/s: {count / 1e6:,.2f} MB in {seconds:.3f} s")
-    payload_bytes = counters.sent_bytes - HEADER_BYTES * counters.packets
-    print(f"counted {payload_bytes / 1e6:,.2f} MB without headers; {counters.repeated} segments were sent again")
-    return bits is None or abs(measured / bits - 1) <= TOLERANCE
-
-
 def _sent(rank: int) -> Counters:
     return Counters.read(DEVICE)
 
 
-def main() -> None:
+def parse() -> tuple[argparse.Namespace, list[str], Lab]:
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="%(prog)s [--ranks N] [--rate RATE] [--timeout SECONDS] (-- command ... | --check)",
+        usage="%(prog)s [options] (-- command ... | --check)",
     )
-    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="hosts, with one rank on each (default: 2)")
-    rate = f"rate of each host's cable: 100mbit, 1gbit, or {UNLIMITED} (default: 100mbit)"
-    parser.add_argument("--rate", default="100mbit", help=rate)
+    add = parser.add_argument
+    add("--ranks", type=int, metavar="N", help="hosts, with one rank on each (default: 2)")
+    add("--nodes", metavar="NxM", help="instead of --ranks: N hosts with M ranks on each, such as 2x2")
+    rate = f"rate of each host's cable, in both directions: 100mbit, 1gbit, or {UNLIMITED} (default: 100mbit)"
+    add("--rate", default="100mbit", help=rate)
+    add("--up", metavar="RATE", help="rate from each host, where it differs")
+    add("--down", metavar="RATE", help="rate to each host, where it differs")
+    add("--rtt", default="0ms", metavar="TIME", help="round-trip time between two hosts, such as 100ms (default: 0ms)")
+    add("--jitter", default="0ms", metavar="TIME", help="the rtt wanders by so much, up and down (default: 0ms)")
+    add("--loss", default="0%", metavar="PERCENT", help="packets lost in each direction (default: 0%%)")
+    differs = "a rank's host with a cable that differs, such as 3:rate=10mbit,rtt=200ms; may be repeated"
+    add("--rank", action="append", default=[], metavar="N:NAME=VALUE,...", help=differs)
+    add("--node", action="append", default=[], metavar="N:NAME=VALUE,...", help="the same, with --nodes")
+    add("--inside", metavar="RATE", help=f"rate between the ranks of a node (default: {UNLIMITED})")
+    add("--seed", type=int, default=0, metavar="N", help="of jitter and losses (default: 0)")
     limit = "kill ranks that have not ended after this time, with exit code 124 (default: wait for ever)"
-    parser.add_argument("--timeout", type=float, default=None, metavar="SECONDS", help=limit)
-    rule = (
-        f"send bytes between two hosts and print the rate measured; exit code 1 where it is off by over {TOLERANCE:.0%}"
-    )
-    parser.add_argument("--check", action="store_true", help=rule.replace("%", "%%"))
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="what each rank runs")
+    add("--timeout", type=float, default=None, metavar="SECONDS", help=limit)
+    rule = "measure the network; exit code 1 where it is not what was asked for"
+    add("--check", action="store_true", help=rule)
+    add("command", nargs=argparse.REMAINDER, help="what each rank runs")
     options = parser.parse_args()
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if options.check and command:
@@ -516,23 +590,58 @@ def main() -> None:
     if options.timeout is not None and not 0 < options.timeout < float("inf"):
         parser.error(f"--timeout must be positive and finite; got {options.timeout:g}. Leave it out to wait for ever.")
     try:
-        lab = Lab(options.ranks, options.rate)
+        return options, command, lab_of(options)
     except ValueError as error:
         parser.error(str(error))
+
+
+def lab_of(options: argparse.Namespace) -> Lab:
+    """The lab that the command line asks for.
+
+    Raises:
+        ValueError: Options that do not fit together, or not a cable.
+    """
+    hosts, each = 2 if options.ranks is None else options.ranks, 1
+    if options.nodes is not None:
+        if options.ranks is not None:
+            raise ValueError(f"--nodes says how many ranks there are; got --ranks {options.ranks} too. Leave it out.")
+        match = re.fullmatch("([1-9][0-9]*)x([1-9][0-9]*)", options.nodes)
+        if match is None:
+            raise ValueError(f"--nodes must be hosts x ranks on each; got {options.nodes!r}. Try 2x2.")
+        hosts, each = int(match[1]), int(match[2])
+    name, other = ("rank", "node") if options.nodes is None else ("node", "rank")
+    if getattr(options, other):
+        wrong = f"--{other} {getattr(options, other)[0]}"
+        because = "needs --nodes" if other == "node" else "is for hosts with one rank: those of a node share a cable"
+        raise ValueError(f"{wrong} {because}. Try --{name} {getattr(options, other)[0]}.")
+    if options.inside is not None and options.nodes is None:
+        raise ValueError(f"--inside {options.inside} needs --nodes, since it is between the ranks of a node. Try 2x2.")
+    cable = Cable(options.rate, options.up, options.down, options.rtt, options.jitter, options.loss)
+    exceptions = dict(exception(text, cable, hosts, name) for text in getattr(options, name))
+    return Lab(hosts * each, cable, exceptions, each, options.inside or UNLIMITED, options.seed)
+
+
+def main() -> None:
+    options, command, lab = parse()
     try:
         if options.check:
-            sys.exit(not check(options.rate))
+            # It is written with this module.
+            from network_check import check
+
+            sys.exit(not check(lab))
         with lab:
             begin = time.monotonic()
             code = lab.run_command(command, options.timeout)
             seconds = time.monotonic() - begin
-            sent = [counters.sent_bytes / 1e6 for counters in lab.run(_sent, timeout=60)]
+            sent = lab.run(_sent, timeout=60)[:: lab.ranks_per_node]
     except LabError as error:
         sys.exit(str(error))
     except KeyboardInterrupt:
         sys.exit(130)
-    each = ", ".join(f"{megabytes:,.2f}" for megabytes in sent)
-    print(f"{options.rate}: {seconds:.1f} s; MB sent by each rank, by its network device: {each}", file=sys.stderr)
+    each = ", ".join(f"{counters.sent_bytes / 1e6:,.2f}" for counters in sent)
+    cables = "; ".join(dict.fromkeys(map(str, lab.cables)))
+    what = "rank" if lab.ranks_per_node == 1 else "node"
+    print(f"{cables}: {seconds:.1f} s; MB sent by each {what}, by its network device: {each}", file=sys.stderr)
     sys.exit(code)
 
 

@@ -1,7 +1,7 @@
 """Profiles one step of training.py by function: time of its own, and with what it calls.
 
 Python's profiler runs in the first rank's main thread. It does not see Gloo's threads, and overstates functions that
-are called often. Needs Linux and root, as training.py does.
+are called often. Needs Linux, as training.py does.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """What one exchange costs each rank, by the number of ranks: measured for a few ranks, and modelled for more.
 
-A few processes on this machine are measured, in the lab of network.py (Linux, root) or on loopback. The model adds up
+A few processes on this machine are measured, in the lab of network.py (Linux) or on loopback. The model adds up
 two parts. One is what a rank computes: one process rehearses it with the payloads of as many ranks. The other is what
 its collectives take: hops and bytes, with constants that are measured in the same call. Prints a Markdown table with
 measurement and model side by side.

@@ -1,6 +1,6 @@
 """Seconds of training until an accuracy is reached over a slow network, with ddp and with each method.
 
-Each rank runs on its own host in the lab of network.py, behind a cable of `--rate`; needs Linux and root. All runs of a
+Each rank runs on its own host in the lab of network.py, behind a cable of `--rate`; needs Linux. All runs of a
 seed start from the same weights and see the same batches, with the same optimizer at a constant learning rate. Rank 0
 measures accuracy on the test images every `--measure-every` steps, while the clock stands still and nothing is counted.
 Each run is written to a JSON file as it ends; `--resume` skips the runs in that file. Prints a Markdown table, and

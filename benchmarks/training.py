@@ -1,6 +1,6 @@
 """Times a training step with ddp, with ddp and torch's own compression, and with each method, at several network rates.
 
-Each rank runs on its own host in the lab of network.py, which needs Linux and root. All rows train the same model on
+Each rank runs on its own host in the lab of network.py, which needs Linux. All rows train the same model on
 the same batches for the same number of steps, through Lightning's Trainer. Each run is written to a JSON file as it
 ends; `--resume` skips the runs in that file. Prints a Markdown table and draws a plot.
 
@@ -32,6 +32,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import pytorch_lightning as pl
 import torch
+from cable import Cable
 from hooks import bf16_hook
 from matplotlib import colormaps
 from matplotlib.figure import Figure
@@ -46,7 +47,6 @@ from network import (
     Counters,
     Lab,
     LabError,
-    bits_per_second,
     machine,
     messages_of,
     patience_seconds,
@@ -342,7 +342,7 @@ class Run(NamedTuple):
     """One row's training run in one setting.
 
     Attributes:
-        model, ranks, rate: The setting.
+        model, ranks, rate: The setting; the rate is all that a cable is, such as `100mbit, rtt 20ms`.
         row: Its name in STRATEGIES.
         repetition: Its number, from 0.
         parameters: How many the model has.
@@ -557,7 +557,7 @@ def draw(runs: list[Run], path: Path) -> None:
     """Draws seconds per step against the rate: a column of panels for each model, a line for each number of ranks."""
     models = list(dict.fromkeys(run.model for run in runs))
     worlds = sorted({run.ranks for run in runs}, reverse=True)
-    rates = sorted({run.rate for run in runs}, key=lambda rate: bits_per_second(rate) or math.inf)
+    rates = sorted({run.rate for run in runs}, key=lambda rate: (Cable.of(rate).up_bits or math.inf, rate))
     rows = list(dict.fromkeys(run.row for run in runs))
     figure = Figure(figsize=(max(8, 3 * len(models)), 3.2 * len(worlds) + 1.2), layout="constrained")
     panels = figure.subplots(len(worlds), len(models), sharex=True, sharey=True, squeeze=False)
@@ -599,6 +599,9 @@ def parse() -> Options:
     add("--ranks", nargs="+", type=int, default=[2, 4], metavar="N", help="numbers of processes, one thread each")
     rates = ["100mbit", "1gbit", "10gbit", UNLIMITED]
     add("--rates", nargs="+", default=rates, metavar="RATE", help="rates of each rank's cable, in both directions")
+    add("--rtt", default="0ms", metavar="TIME", help="round-trip time between two ranks, such as 20ms")
+    add("--jitter", default="0ms", metavar="TIME", help="the round-trip time wanders by so much, up and down")
+    add("--loss", default="0%", metavar="PERCENT", help="packets lost in each direction, such as 0.1%%")
     add("--rows", nargs="+", default=list(STRATEGIES), metavar="NAME", help="rows of the table")
     add("--steps", type=int, default=10, metavar="N", help=f"measured steps, after {WARM_UP_STEPS} warm-up steps")
     add("--repetitions", type=int, default=1, metavar="N", help="runs of each row, in turns")
@@ -619,6 +622,11 @@ def parse() -> Options:
         packages = packages_of(arguments.pop("package", []))
     except ValueError as error:
         parser.error(f"--package: {error}")
+    length = {name: arguments.pop(name) for name in ("rtt", "jitter", "loss")}
+    try:
+        arguments["rates"] = [str(Cable(rate, **length)) for rate in arguments["rates"]]
+    except ValueError as error:
+        parser.error(str(error))
     options = Options(packages, **{"batch_size": None, **arguments})
     if min(options.repetitions, options.batch_size or 1) < 1 or options.steps < 2:
         parser.error("--repetitions and --batch-size must be at least 1, and --steps at least 2")

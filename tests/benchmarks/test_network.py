@@ -4,6 +4,9 @@ Where the machine permits no network namespaces, a warning says so, and only ref
 itself has no deadline here: pytest's timeout ends the test otherwise.
 """
 
+import ctypes
+import encodings.idna  # noqa: F401  # addresses need it, and an ordinary user may not be allowed to read Python's files
+import multiprocessing
 import os
 import re
 import signal
@@ -17,7 +20,20 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.network import DEVICE, HEADER_BYTES, Lab, LabError, address, connected, transfer
+from benchmarks import network
+from benchmarks.network import (
+    DEVICE,
+    FORK,
+    HEADER_BYTES,
+    Cable,
+    Counters,
+    Lab,
+    LabError,
+    address,
+    connected,
+    remedy,
+    transfer,
+)
 
 pytestmark = pytest.mark.filterwarnings("default:the network lab")
 
@@ -42,7 +58,8 @@ def test_every_cable_has_the_rate_in_both_directions(permitted: bool, rate: str,
         return
     with Lab(2, rate) as lab:
         found = []
-        for namespace in lab._namespaces:
+        assert lab._namespaces is not None
+        for namespace in lab._namespaces.networks:
             enter = ["nsenter", f"--net=/proc/{os.getpid()}/fd/{namespace}", "tc", "qdisc", "show"]
             shown = subprocess.run(enter, capture_output=True, text=True, check=True).stdout
             found += re.findall(r"qdisc tbf \S+ dev (\S+) root .* rate (\S+) .* lat 400ms", shown)
@@ -68,7 +85,7 @@ def test_check(permitted: bool) -> None:
         return
     done = subprocess.run([sys.executable, SCRIPT, "--check", "--rate=20mbit"], capture_output=True, text=True)
     assert done.returncode in (0, 1) and not done.stderr
-    assert re.search(r"asked 20mbit; measured [\d.,]+ Mbit/s: 2\.50 MB in [\d.]+ s\ncounted 2\.", done.stdout)
+    assert re.search(r"\| 0 → 1 \| rate, Mbit/s \| 20 \| [\d.]+ \| [-+][\d.]+% \| — \| (yes|NO) \|", done.stdout)
 
 
 def _across_processors(rank: int) -> int:
@@ -98,6 +115,157 @@ def test_packets_do_not_overtake_each_other(permitted: bool) -> None:
     with Lab(2, "unlimited") as lab:
         # A connection that has seen a loss may change its path once.
         assert max(lab.run(_across_processors, timeout=60)) <= 2
+
+
+LONG = "200mbit, rtt 40ms, jitter 10ms, loss 1%"
+
+
+def _exchange(rank: int, count: int) -> tuple[float, bool, int]:
+    """Rank 0 sends so many bytes; the shortest of 20 round trips, whether all arrived, and what was sent again."""
+    if rank == 0:
+        with socket.create_server((address(0), 4000)) as server:
+            connection, _ = server.accept()
+    else:
+        connection = connected()
+    data = bytes(range(256)) * (count // 256)
+    with connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        trips = []
+        for _ in range(20):
+            begin = time.monotonic()
+            if rank == 0:
+                connection.sendall(b"?")
+            connection.recv(1)
+            if rank == 1:
+                connection.sendall(b"!")
+            trips.append(time.monotonic() - begin)
+        whole = True
+        if rank == 0:
+            connection.sendall(data)
+            connection.recv(1)
+        else:
+            arrived = b""
+            while len(arrived) < len(data):
+                arrived += connection.recv(2**18)
+            whole = arrived == data
+            connection.sendall(b"!")
+    return min(trips), whole, Counters.read(DEVICE).repeated
+
+
+def test_a_cable_with_length_delays_and_loses(permitted: bool) -> None:
+    """The delay has a lower bound. How long it really is depends on how busy the machine is; `--check` measures it."""
+    if not permitted:
+        return
+    with Lab(2, LONG) as lab:
+        lab._judge = lambda: None  # type: ignore[method-assign]
+        (trip, _, repeated), (_, whole, _) = lab.run(_exchange, LENGTH, timeout=100)
+        report = lab.report()
+    assert whole and trip >= 0.03 - 0.001
+    assert report.packets > LENGTH / 1500 and report.lost > 0 and repeated > 0
+
+
+def _where(rank: int) -> tuple[str, ...]:
+    names = ("RANK", "GROUP_RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    return (*(os.environ[name] for name in names), os.readlink("/proc/self/ns/net"))
+
+
+def test_the_ranks_of_a_node_share_a_host(permitted: bool) -> None:
+    if not permitted:
+        return
+    with Lab(4, "100mbit, rtt 20ms", ranks_per_node=2, inside="10gbit") as lab:
+        *places, hosts = zip(*lab.run(_where, timeout=60))
+    assert [" ".join(place) for place in zip(*places)] == ["0 0 0 4 2 2", "1 0 1 4 2 2", "2 1 0 4 2 2", "3 1 1 4 2 2"]
+    assert hosts[0] == hosts[1] != hosts[2] == hosts[3]
+
+
+def test_between_two_hosts_the_worse_of_their_cables_counts() -> None:
+    slow = Cable("10mbit", rtt="200ms", jitter="5ms")
+    lab = Lab(4, Cable("1gbit", up="100mbit", loss="1%"), {3: slow})
+    assert lab.trip(0, 1) == (0.0, 0.0, 0.01) and lab.trip(0, 3) == lab.trip(3, 0) == (0.1, 0.005, 0.01)
+    assert (lab.rates(0, 1), lab.rates(0, 3), lab.rates(3, 0)) == ((10**8, 10**9), (10**8, 10**7), (10**7, 10**9))
+
+
+def test_a_switch_that_is_late_is_refused(permitted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not permitted:
+        return
+    monkeypatch.setattr(network, "LATE_SHARE", 0.0)
+    monkeypatch.setattr(network, "LATE_SECONDS", 0.0)
+    refused = r"the switch could not keep up: its [\d,]+ packets were [\d.]+ ms late on average, .* 0.00 ms on average"
+    with Lab(2, "100mbit, rtt 20ms") as lab, pytest.raises(LabError, match=refused):
+        lab.run(_exchange, 25_600, timeout=100)
+
+
+def _as_an_ordinary_user(outcome: "multiprocessing.Queue[str]") -> None:
+    try:
+        if os.geteuid() == 0:
+            os.setgroups([])
+            os.setresgid(65534, 65534, 65534)
+            os.setresuid(65534, 65534, 65534)
+            # A process that has been root may not write its own files in /proc.
+            ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)
+        for rate in ("200mbit", "200mbit, rtt 10ms"):
+            with Lab(2, rate) as lab:
+                lab._judge = lambda: None  # type: ignore[method-assign]
+                assert [whole for _, whole, _ in lab.run(_exchange, 25_600, timeout=100)] == [True, True]
+                assert lab.run_command(["sh", "-c", "test $(id -u) = 0"]) == 0
+        outcome.put("done")
+    except BaseException as error:
+        outcome.put(f"{type(error).__name__}: {error}")
+
+
+def test_an_ordinary_user_has_a_lab_too(permitted: bool) -> None:
+    """Where the machine allows user namespaces; where it does not, the error says what to change."""
+    if not permitted:
+        return
+    outcome = FORK.Queue()
+    process = FORK.Process(target=_as_an_ordinary_user, args=(outcome,))
+    process.start()
+    said = outcome.get()
+    process.join()
+    assert said == "done" or re.match("LabError: network namespaces are not allowed here: .* Run it with sudo", said)
+
+
+def test_what_forbids_namespaces_is_named(tmp_path: Path) -> None:
+    for name, value in (("kernel/unprivileged_userns_clone", "0"), ("user/max_user_namespaces", "100")):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(f"{value}\n")
+    assert remedy(tmp_path) == (
+        "Run it with sudo, or allow user namespaces (sudo sysctl -w kernel.unprivileged_userns_clone=1), or in a"
+        " container, start that with --privileged."
+    )
+    assert "sysctl" not in remedy(tmp_path / "none")
+
+
+def test_a_missing_device_is_named(permitted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not permitted:
+        return
+
+    def missing(name: str) -> int:
+        raise FileNotFoundError(2, "No such file or directory", "/dev/net/tun")
+
+    monkeypatch.setattr(network, "open_device", missing)
+    with pytest.raises(LabError, match=r"/dev/net/tun is missing.*sudo modprobe tun.*--device /dev/net/tun"):
+        Lab(2, "100mbit, rtt 20ms").__enter__()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--rate=50mbit", "--rtt=100ms", "--jitter=10ms", "--loss=0.1%"],
+        ["--up=20mbit", "--down=200mbit", "--rtt=20ms"],
+        ["--ranks=4", "--rate=100mbit", "--rank=3:rate=10mbit,rtt=200ms"],
+        ["--nodes=2x2", "--rate=100mbit", "--rtt=20ms", "--inside=10gbit"],
+    ],
+)
+def test_scenarios_are_checked(permitted: bool, options: list[str]) -> None:
+    """On a busy machine, the check may refuse; it then says so."""
+    if not permitted:
+        return
+    done = subprocess.run([sys.executable, SCRIPT, "--check", *options], capture_output=True, text=True)
+    said = done.stdout + done.stderr
+    assert done.returncode == 0 or "This is not the network that was asked for" in said or "could not keep up" in said
+    assert "| rtt, ms |" in done.stdout and "Traceback" not in said
 
 
 def test_a_rank_that_fails_ends_the_others(permitted: bool) -> None:
@@ -194,6 +362,16 @@ def test_what_the_lab_refuses() -> None:
         (["--ranks=300", "--", "true"], "ranks must be from 1 to 250"),
         ([], "a command is missing"),
         (["--check", "--", "true"], "--check takes no command"),
+        (["--rtt=100", "--check"], "rtt must be a number with its unit, ms or s; got '100'. Try 100ms."),
+        (["--loss=200%", "--check"], "loss must be from 0% to 50%"),
+        (["--rank=2:rate=1gbit", "--check"], "--rank must be a number from 0 to 1, a colon, and what differs there"),
+        (["--rank=1:speed=1gbit", "--check"], "a cable's properties must be NAME=VALUE with names among rate, up"),
+        (["--node=1:rate=1gbit", "--check"], "--node 1:rate=1gbit needs --nodes"),
+        (["--nodes=2x2", "--rank=1:rate=1gbit", "--check"], "--rank 1:rate=1gbit is for hosts with one rank"),
+        (["--nodes=4", "--check"], "--nodes must be hosts x ranks on each; got '4'. Try 2x2."),
+        (["--nodes=2x2", "--ranks=4", "--check"], "--nodes says how many ranks there are; got --ranks 4 too"),
+        (["--inside=1gbit", "--check"], "--inside 1gbit needs --nodes"),
+        (["--rtt=20ms", "--rank=1:rate=10gbit", "--check"], "with rtt or loss, rate must be at most 1gbit"),
     ):
         done = subprocess.run([sys.executable, SCRIPT, *options], capture_output=True, text=True)
         assert done.returncode == 2 and f"error: {sentence}" in done.stderr
