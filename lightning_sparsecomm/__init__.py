@@ -22,7 +22,7 @@ from lightning_sparsecomm.strategies import registration
 if TYPE_CHECKING:
     from lightning_sparsecomm.strategies.typed import SparseCommStrategy as SparseCommStrategy
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Without SparseCommStrategy, which is decided when it is used.
 __all__ = [

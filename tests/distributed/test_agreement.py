@@ -138,7 +138,11 @@ DIFFERENCES: dict[str, tuple[Change, str, str]] = {
         " parameter '1.weight' earlier on rank 1. ",
         MODEL,
     ),
-    "version": (_newer, "the version of lightning_sparsecomm must be equal on all ranks; got 0.1.0 on", INSTALL),
+    "version": (
+        _newer,
+        f"the version of lightning_sparsecomm must be equal on all ranks; got {lightning_sparsecomm.__version__} on",
+        INSTALL,
+    ),
     "torch": (_newer_torch, "9.9 on rank 1. ", INSTALL),
     "format": (_newer_format, "the version of the payload format must be equal on all ranks; got 1 on", INSTALL),
     "optimizer": (ADAM, "the list of optimizers must be equal on all ranks; got SGD on ranks 0, 2; Adam", OPTIMIZERS),
