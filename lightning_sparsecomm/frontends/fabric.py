@@ -18,6 +18,7 @@ from lightning_sparsecomm.frontends.uneven import UnevenLoader
 from lightning_sparsecomm.run.agreement import CHECK_REPLICAS_EVERY
 from lightning_sparsecomm.run.contents import fingerprint_of
 from lightning_sparsecomm.run.rank_files import RankFiles
+from lightning_sparsecomm.run.shared_gradients import clipped_before, clipping, refuse_amid_step
 from lightning_sparsecomm.sharing.method import Method
 
 if TYPE_CHECKING:
@@ -136,16 +137,21 @@ class FabricMixin(SynchronizingMixin, DDPStrategy):
         """Clips the shared gradient. Some methods clip each rank's own; then this returns the norm of that."""
         if norm_type != 2 and self.engine.clips(self._bare(optimizer)):
             raise ValueError(f"norm_type must be 2 with a method that clips each rank's own gradient; got {norm_type}.")
-        if self._clip(optimizer, float(max_norm), by_value=False):
-            norm = self.engine.register(self._bare(optimizer)).norm
-            if not math.isinf(norm):
-                return torch.tensor(norm)
-            # The loss scaler skips this step: clip as under ddp, on all ranks.
-        return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
+        locally = self._clip(optimizer, float(max_norm), by_value=False)
+        tracked = self.engine.register(self._bare(optimizer))
+        # Where the loss scaler skips this step: clip as under ddp, on all ranks.
+        if locally and not math.isinf(tracked.norm):
+            return torch.tensor(tracked.norm)
+        if (norm := clipped_before(tracked)) is None:
+            with clipping(tracked):
+                norm = super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
+            tracked.clipped_norm = norm
+        return norm.to(self.root_device)
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
         if not self._clip(optimizer, clip_val, by_value=True):
-            super().clip_gradients_value(module, optimizer, clip_val)
+            with clipping(self.engine.register(self._bare(optimizer))):
+                super().clip_gradients_value(module, optimizer, clip_val)
 
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
         super().load_module_state_dict(module, state_dict, strict)
@@ -153,12 +159,8 @@ class FabricMixin(SynchronizingMixin, DDPStrategy):
             self._engine.restart()
 
     def save_checkpoint(self, path: Any, state: Any, storage_options: Any = None, filter: Any = None) -> None:
-        if self._engine is not None and self._holds_state and self._engine.guards.in_step:
-            raise RuntimeError(
-                f"{path} was to be saved between an exchange of gradients and the end of the optimizer's step: memories"
-                " have forgotten what was sent, and the weights have not moved yet. Save after optimizer.step(), or"
-                " before clip_gradients. In a signal handler, note the request, and save after the step."
-            )
+        if self._engine is not None and self._holds_state:
+            refuse_amid_step(path, self._engine.registry.optimizers, self._engine.guards)
         # As in Lightning. We need the content before it is written.
         content = self._convert_stateful_objects_in_state(state, filter=filter or {})
         write = super().save_checkpoint

@@ -18,6 +18,7 @@ from lightning_sparsecomm.run.optimizers import TrackedOptimizer
 from lightning_sparsecomm.run.registry import Registry
 from lightning_sparsecomm.run.replicas import Replicas
 from lightning_sparsecomm.run.scaling import LossScaling
+from lightning_sparsecomm.run.shared_gradients import note_shared, repeat
 from lightning_sparsecomm.run.state import RunState
 from lightning_sparsecomm.run.turn import take_turn
 from lightning_sparsecomm.sharing.bucket import BucketHook, BucketSync
@@ -110,15 +111,15 @@ class Engine:
         tracked.torn = False
         tracked.max_norm = self.max_norm if max_norm is None else max_norm
         self.wire.step = tracked.steps
-        with self.wire.in_step():
+        with self.guards.exchange():
             self._share_gradients(tracked)
         if tracked.skips:
             make_nonfinite_(tracked.parameters)
         tracked.shared = True
+        note_shared(tracked, self.guards)
         # Another optimizer may hold the gradients that were just written to.
         for each in self.registry.optimizers:
             each.written = []
-        self.wire.ledger.steps += 1
 
     def unscale_(self, optimizer: Optimizer) -> bool:
         """Replaces the loss scaler's `unscale_`. It shares gradients too, since code that unscales them will use them.
@@ -159,7 +160,7 @@ class Engine:
             before = versions_of(tracked) if tracked.shared else []
             result = closure()
             if not unchanged(before, versions_of(tracked)):
-                tracked.shared = False
+                tracked.unshare()
             self.synchronize(optimizer)
             # A user's closure may return None: with a loss scaler, Lightning would skip the step on this rank alone.
             return torch.zeros(()) if result is None and self.scaling is not None else result
@@ -183,7 +184,7 @@ class Engine:
             raise
         finally:
             self.guards.depth -= 1
-            tracked.shared = False
+            tracked.unshare()
             if tracked.takeover is not None:
                 tracked.takeover.armed = False
                 tracked.takeover.release()
@@ -193,7 +194,7 @@ class Engine:
                 " and the replicas have drifted apart. Let its step() call the closure first, as torch's optimizers do,"
                 " or call strategy.synchronize(optimizer) before it."
             )
-        with self.wire.in_step():
+        with self.guards.exchange():
             self._after_step(tracked)
 
     def settle(self) -> None:
@@ -242,6 +243,8 @@ class Engine:
             tracked.skips = self.scaling.unscale_(tracked.optimizer, together)
         tracked.norm = math.inf if tracked.skips else norm_to_clip(tracked)
         with torch.no_grad():
+            if tracked.resumed is not None and not tracked.skips:
+                return repeat(tracked)
             for share in tracked.shares.values():
                 share.before_step()
                 if tracked.skips:
@@ -249,6 +252,7 @@ class Engine:
             if not tracked.skips:
                 turn = self._turn(tracked, "gradients", tracked.steps)
                 take_turn([share for share in tracked.shares.values() if share.due(turn)], turn)
+        self.wire.ledger.steps += 1
 
     def _admitted(self, optimizer: Optimizer) -> TrackedOptimizer:
         tracked = self.register(optimizer)
@@ -285,8 +289,7 @@ class Engine:
             for share in tracked.shares.values():
                 share.abort()
             raise
-        averages = any(sync.buffers == "average" for sync, share in tracked.shares.items() if share in due)
-        if averages and moment == "weights":
+        if moment == "weights" and any(s.buffers == "average" for s, share in tracked.shares.items() if share in due):
             # Of several optimizers, the first that exchanges weights averages the buffers.
             self.registry.leading = self.registry.leading or tracked
             if self.registry.leading is tracked:

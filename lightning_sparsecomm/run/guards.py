@@ -23,6 +23,8 @@ class Guards:
     def __init__(self, registry: Registry, wire: Wire, uses_buckets: bool, scales_loss: bool) -> None:
         # How many optimizer steps are in progress through the strategy.
         self.depth = 0
+        # Whether gradients or weights are being exchanged.
+        self.exchanging = False
         self._registry = registry
         self._wire = wire
         self._uses_buckets = uses_buckets
@@ -44,6 +46,16 @@ class Guards:
     def in_step(self) -> bool:
         """Whether an optimizer step is in progress, or its gradients are shared already."""
         return self.depth > 0 or any(tracked.shared for tracked in self._registry.optimizers)
+
+    @contextmanager
+    def exchange(self) -> Iterator[None]:
+        """Wraps an exchange of gradients or weights, which belongs to an optimizer step."""
+        self.exchanging = True
+        try:
+            with self._wire.in_step():
+                yield
+        finally:
+            self.exchanging = False
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -70,7 +82,7 @@ class Guards:
                     f" would {sum_would}. Call clip_gradients after the last backward pass before step(), or"
                     " zero_grad() first."
                 )
-            tracked.shared = False
+            tracked.unshare()
         for tracked in optimizers if at_step else []:
             tracked.written = [version for _, version in versions_of(tracked)]
 

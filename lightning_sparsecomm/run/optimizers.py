@@ -2,7 +2,9 @@
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
+from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -32,6 +34,10 @@ class TrackedOptimizer:
         norm: Norm of this rank's gradient before clipping; NaN if nothing needs it, infinite if the step is skipped.
         max_norm: The clipping threshold that applied when gradients were shared; None for none.
         written: Version counters of the gradients after the last backward pass.
+        given: The gradients as they were shared before the step, or clipped then, with their version counters.
+        clipped_norm: The norm from which these were clipped; None if they were not.
+        clipped_before: Whether that was before these gradients were saved, and the next clipping is to be left out.
+        resumed: What the next step's exchange gave, from a checkpoint that was saved between the two.
     """
 
     optimizer: Optimizer
@@ -49,10 +55,18 @@ class TrackedOptimizer:
     norm: float = math.nan
     max_norm: float | None = None
     written: list[int] = field(default_factory=list)
+    given: list[tuple[Tensor | None, int]] = field(default_factory=list)
+    clipped_norm: Tensor | None = None
+    clipped_before: bool = False
+    resumed: dict[str, Any] | None = None
 
     def note_trained(self) -> None:
         """Notes the parameters that require a gradient now, on all ranks, whether or not each gets one."""
         self.noted.update(id(parameter) for parameter in parameters_of(self.optimizer) if parameter.requires_grad)
+
+    def unshare(self) -> None:
+        """Notes that the next step's gradients are not shared yet, or no longer."""
+        self.shared, self.given, self.clipped_norm, self.clipped_before = False, [], None, False
 
     @property
     def name(self) -> str:

@@ -183,7 +183,8 @@ class Registry:
                 for sync, share in tracked.shares.items()
             }
             tracked.steps = 0
-            tracked.shared = False
+            tracked.unshare()
+            tracked.resumed = None
             if tracked.takeover is not None:
                 tracked.takeover.restart()
 

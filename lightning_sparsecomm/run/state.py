@@ -11,6 +11,7 @@ from lightning_sparsecomm.run.optimizers import TrackedOptimizer, parameters_of
 from lightning_sparsecomm.run.registry import Registry
 from lightning_sparsecomm.run.replicas import Replicas
 from lightning_sparsecomm.run.scaling import LossScaling
+from lightning_sparsecomm.run.shared_gradients import is_ahead, saved_gradients
 from lightning_sparsecomm.sharing.set_weights import NOTED
 
 # Kinds of state besides those of the shares.
@@ -46,7 +47,9 @@ class RunState:
         """
         leading = self._registry.leading
         return {
-            "streams": [self._saved(tracked) for tracked in self._registry.optimizers],
+            "streams": [
+                self._saved(tracked) | {"shared": saved_gradients(tracked)} for tracked in self._registry.optimizers
+            ],
             "leading": None if leading is None else leading.number,
             "weights": self._replicas.state_dict(not self.broadcasts_buffers) if self.drifts else {},
             # Drifting ranks scale by themselves between exchanges. Without drift, the scale is in the checkpoint.
@@ -54,7 +57,7 @@ class RunState:
             "ledger": self._wire.ledger.state_dict(),
             # Memories have forgotten what was sent, and the weights have not moved by it.
             "torn": any(
-                tracked.shares_gradients and not tracked.skips and (tracked.torn or tracked.shared)
+                is_ahead(tracked) and (tracked.torn or saved_gradients(tracked) is None)
                 for tracked in self._registry.optimizers
             ),
         }
@@ -72,6 +75,7 @@ class RunState:
                 del saved["held"][kind]
         for tracked, saved in zip(optimizers, state["streams"], strict=False):
             dropped += self._load(tracked, saved)
+            tracked.resumed = saved.get("shared")
         dropped += [f"all of optimizer {number}" for number in range(len(optimizers), len(state["streams"]))]
         leading = state["leading"]
         self._registry.leading = optimizers[leading] if leading is not None and leading < len(optimizers) else None

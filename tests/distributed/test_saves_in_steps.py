@@ -175,27 +175,181 @@ def test_a_signal_to_one_rank_alone_is_given_up(tmp_path: Path, monkeypatch: pyt
     assert not list(tmp_path.glob("*.ckpt*"))
 
 
-def _fabric(rank: int, folder: Path) -> str:
+FABRIC_METHODS: dict[str, tuple[Callable[[], Method], bool]] = {
+    **METHODS,
+    "gradient_dropping": (lambda: methods.gradient_dropping(0.05, warmup_steps=4), True),
+    "sketched_sgd": (lambda: methods.sketched_sgd(0.1), False),
+    "local gradients": (lambda: methods.gradient_dropping(0.05, local="partial", average_every=3), False),
+    "sparse tables": (lambda: methods.split(["table.*"], methods.s2_reducer(), methods.gradient_dropping(0.2)), False),
+}
+
+FABRIC_MOMENTS = ["shared", "closure", "clipped", "clipped by value"]
+
+
+class Tables(nn.Module):
+    """A table with sparse gradients, and dense layers."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.table = nn.Embedding(30, 4, sparse=sparse)
+        self.head = nn.Sequential(nn.Linear(4 + FEATURES, 16), nn.ReLU(), nn.Linear(16, CLASSES))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        words = x[:, 0].mul(10).long().remainder(30)
+        return self.head(torch.cat([self.table(words), x], 1))
+
+
+class FabricRun:
+    """Trains in a Fabric loop that goes on with the batch at which a checkpoint was saved."""
+
+    def __init__(self, name: str, devices: int = 2) -> None:
+        method, adam = FABRIC_METHODS[name]
+        self.fabric = Fabric(accelerator="cpu", devices=devices, strategy=FabricStrategy(method()))
+        self.fabric.launch()
+        torch.manual_seed(7)
+        module = Tables(sparse=name == "sparse tables")
+        options: dict[str, Any] = {} if name == "sparse tables" else {"momentum": 0.9, "weight_decay": 1e-3}
+        sgd = torch.optim.Adam(module.parameters(), lr=1e-2) if adam else None
+        optimizer = sgd or torch.optim.SGD(module.parameters(), lr=0.1, **options)
+        self.model, self.optimizer = self.fabric.setup(module, optimizer)
+        self.state: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer, "step": 0}
+
+    def train(self, moment: str, path: Path | None = None) -> dict[str, Any]:
+        fabric, model, optimizer, norms = self.fabric, self.model, self.optimizer, []
+        for step in range(self.state["step"], STEPS):
+            generator = torch.Generator().manual_seed(10 * step + fabric.global_rank)
+            x, y = torch.randn(BATCH, FEATURES, generator=generator), torch.arange(BATCH) % CLASSES
+
+            def save(step: int = step) -> None:
+                if path is not None and step == SAVED:
+                    fabric.save(path, self.state | {"step": step})
+
+            def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = nn.functional.cross_entropy(model(x), y)
+                fabric.backward(loss)
+                save()
+                return loss
+
+            if moment == "closure":
+                optimizer.step(closure)
+                continue
+            optimizer.zero_grad()
+            fabric.backward(nn.functional.cross_entropy(model(x), y))
+            if moment == "shared":
+                fabric.strategy.synchronize(optimizer)
+                save()
+            if moment == "clipped by value":
+                fabric.clip_gradients(model, optimizer, clip_val=0.01)
+                save()
+            if moment == "clipped":
+                norms.append(float(fabric.clip_gradients(model, optimizer, max_norm=0.1)))
+                save()
+            optimizer.step()
+        state = fabric.strategy.engine.state.state_dict()
+        # A run that is saved or resumed also sends what that takes.
+        rows, seconds = state["ledger"].pop("rows"), state["ledger"].pop("seconds")
+        assert seconds
+        sent = {row: rows[row] for row in rows if row in ("gradients", "weight updates")}
+        late = norms[SAVED - STEPS :]
+        return {
+            "weights": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "state": state,
+            "sent": sent,
+            "norms": late,
+        }
+
+    def resume(self, path: Path) -> "FabricRun":
+        self.fabric.load(path, self.state)
+        return self
+
+
+def _fabric(rank: int, folder: Path, name: str) -> dict[str, Any]:
     outside_launcher(rank, 2)
-    fabric = Fabric(accelerator="cpu", devices=2, strategy=FabricStrategy(methods.dgc(0.1)))
-    fabric.launch()
-    module = nn.Linear(6, 2)
-    model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9))
-    fabric.backward(model(torch.ones(4, 6)).square().sum())
-    fabric.clip_gradients(model, optimizer, max_norm=1.0)
-    state = {"model": model, "optimizer": optimizer}
-    with pytest.raises(RuntimeError) as raised:
-        fabric.save(folder / "amid.ckpt", state)
-    optimizer.step()
-    fabric.save(folder / "after.ckpt", state)
-    assert not (folder / "amid.ckpt").exists()
-    assert (folder / "after.ckpt").exists()
-    return str(raised.value)
+    found = {}
+    # Three methods clip each rank's own gradient, by its norm. torch cannot clip sparse gradients.
+    clips = {"dgc": 1, "local_adam": 1, "sketched_sgd": 1, "sparse tables": 0}.get(name, 2)
+    for moment in FABRIC_MOMENTS[: 2 + clips]:
+        path = folder / f"{moment}.ckpt"
+        whole = FabricRun(name).train(moment)
+        saving = FabricRun(name).train(moment, path)
+        resumed = FabricRun(name).resume(path).train(moment)
+        found[moment] = differences(whole, saving), differences(whole, resumed)
+    return found
 
 
-def test_fabric_says_that_it_cannot_save_amid_a_step(tmp_path: Path) -> None:
-    for words in run_ranks(tmp_path, 2, _fabric, tmp_path):
-        assert "Save after optimizer.step(), or before clip_gradients" in words
+@pytest.mark.parametrize("name", FABRIC_METHODS)
+def test_fabric_saves_amid_a_step_as_before_it(tmp_path: Path, name: str) -> None:
+    for found in run_ranks(tmp_path, 2, _fabric, tmp_path, name, timeout=110):
+        for moment, (saving, resumed) in found.items():
+            assert saving == [], moment
+            assert resumed == [], moment
+
+
+def _not_saved(rank: int, folder: Path) -> list[str]:
+    outside_launcher(rank, 2)
+    run, words = FabricRun("gradient_dropping"), []
+
+    def refused(*_: Any) -> None:
+        with pytest.raises(RuntimeError) as raised:
+            run.fabric.save(folder / "never.ckpt", run.state)
+        words.append(str(raised.value))
+
+    run.fabric.backward(run.model(torch.ones(4, FEATURES)).square().sum())
+    run.fabric.strategy.synchronize(run.optimizer)
+    next(run.model.parameters()).grad.mul_(2)
+    refused()
+    removed = run.optimizer.optimizer.register_step_post_hook(refused)
+    run.optimizer.step()
+    removed.remove()
+    run.fabric.save(folder / "after.ckpt", run.state)
+    assert [path.name for path in folder.glob("*.ckpt")] == ["after.ckpt"]
+    return words
+
+
+def test_fabric_refuses_saves_that_could_not_be_resumed(tmp_path: Path) -> None:
+    for changed, in_hook in run_ranks(tmp_path, 2, _not_saved, tmp_path):
+        assert "the gradients of Adam had been shared and then changed" in changed
+        assert "Save before step() or after it, and not in its hooks" in in_hook
+
+
+def _saved_twice(rank: int, folder: Path) -> list[str]:
+    outside_launcher(rank, 2)
+    whole = FabricRun("sparse tables").train("shared")
+    FabricRun("sparse tables").train("shared", folder / "one.ckpt")
+    run = FabricRun("sparse tables").resume(folder / "one.ckpt")
+    # Nothing has happened since: what was exchanged is still to be used.
+    run.fabric.save(folder / "two.ckpt", run.state)
+    return differences(whole, FabricRun("sparse tables").resume(folder / "two.ckpt").train("shared"))
+
+
+def test_a_save_of_a_resumed_run_keeps_what_it_has_not_used(tmp_path: Path) -> None:
+    assert run_ranks(tmp_path, 2, _saved_twice, tmp_path) == [[], []]
+
+
+def _alone(rank: int, folder: Path) -> list[str]:
+    outside_launcher(rank, 1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run = FabricRun("sparse tables", devices=1).resume(folder / "two ranks.ckpt")
+        start = {name: weight.clone() for name, weight in run.model.state_dict().items()}
+        run.optimizer.zero_grad()
+        run.fabric.backward(run.model(torch.ones(4, FEATURES)).sum() * 0)
+        run.optimizer.step()
+    moved = {name: start[name] - weight for name, weight in run.model.state_dict().items()}
+    assert all(change.any() for change in moved.values())
+    return [str(each.message) for each in caught if "was saved by 2 processes" in str(each.message)]
+
+
+def test_another_number_of_ranks_uses_what_was_exchanged(tmp_path: Path) -> None:
+    def save(rank: int) -> None:
+        outside_launcher(rank, 2)
+        FabricRun("sparse tables").train("shared", tmp_path / "two ranks.ckpt")
+
+    run_ranks(tmp_path, 2, save)
+    ((words,),) = run_ranks(tmp_path, 1, _alone, tmp_path)
+    assert "two ranks.ckpt" in words
 
 
 def _loads(rank: int, folder: Path) -> list[int]:

@@ -84,7 +84,9 @@ def scenario(sparse: bool, optimizer: str = "sgd", unused: bool = False, **train
     ],
 )
 def test_exact_blocks_equal_ddp(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
-    ddp = fit(tmp_path / "ddp", scenario(**options), 3)
+    # With sparse gradients that accumulate, torch's DDP on Gloo corrupts memory now and then. Dense ones train alike.
+    accumulates = "accumulate_grad_batches" in options
+    ddp = fit(tmp_path / "ddp", scenario(**options | {"sparse": False} if accumulates else options), 3)
     ours = fit(tmp_path / "ours", scenario(**options), 3, EXACT)
     laws.trained(Bag(True).state_dict(), ours[0])
     laws.replicas_are_equal(ours)

@@ -241,7 +241,14 @@ def test_a_step_is_in_progress_from_its_exchange_to_its_end(engine: Engine) -> N
     assert not engine.guards.in_step
     engine.synchronize(optimizer)
     assert engine.guards.in_step
-    assert engine.state.state_dict()["torn"]
+    # What was exchanged is saved, unless it has been changed since.
+    state = engine.state.state_dict()
+    assert not state["torn"]
+    assert state["streams"][0]["shared"] is not None
+    next(p.grad for p in module.parameters()).mul_(2)
+    state = engine.state.state_dict()
+    assert state["torn"]
+    assert state["streams"][0]["shared"] is None
     with engine.stepping(optimizer):
         assert engine.guards.in_step
         optimizer.step()
