@@ -54,7 +54,7 @@ class Engine:
         scaler: GradScaler | None = None,
     ) -> None:
         sync = method.syncs[0]
-        self.hook = BucketHook(sync, wire) if isinstance(sync, BucketSync) else None
+        self.hook = BucketHook(sync, wire, scaler is not None) if isinstance(sync, BucketSync) else None
         self.wire = wire
         self.seed = seed
         self.check_replicas_every = check_replicas_every

@@ -12,7 +12,7 @@ from lightning_sparsecomm.basis import DDP_UNUSED, Wire
 from lightning_sparsecomm.basis.wire import GradBucket
 from lightning_sparsecomm.channel import Channel
 from lightning_sparsecomm.exchange import DenseAllReduce
-from lightning_sparsecomm.exchange.dense import WIRE_DTYPES, WireDtype, check_wire_dtype
+from lightning_sparsecomm.exchange.dense import WIRE_DTYPES, WireDtype, addend_limit, check_wire_dtype
 from lightning_sparsecomm.sharing.gradient import GradientSync
 from lightning_sparsecomm.sharing.gradients import NamedParameters
 from lightning_sparsecomm.sharing.share import Share
@@ -55,11 +55,16 @@ class BucketSync(Sync):
 
 
 class BucketHook:
-    """Runs a `BucketSync` in DDP's hook, for all optimizers together."""
+    """Runs a `BucketSync` in DDP's hook, for all optimizers together.
 
-    def __init__(self, sync: BucketSync, wire: Wire) -> None:
+    Finite values beyond float16's range are clamped and counted, unless a loss scaler `scales_loss`: it has to see the
+    infinities that they become, and lowers the scale.
+    """
+
+    def __init__(self, sync: BucketSync, wire: Wire, scales_loss: bool = False) -> None:
         self._sync = sync
         self._wire = wire
+        self._scales_loss = scales_loss
         self._in_buckets: set[int] = set()
         self._finds_unused = False
 
@@ -85,6 +90,8 @@ class BucketHook:
             ledger.record(DDP_UNUSED, "all_reduce", 4 * len(self._in_buckets))
         # Divided before the sum, so that float16 does not overflow where the mean would not.
         sending = buffer.div_(self._wire.world_size).to(dtype)
+        if dtype == torch.float16 and buffer.dtype != dtype and not self._scales_loss:
+            self._clamp_(sending, buffer)
         begin = time.perf_counter()
 
         def received(future: torch.futures.Future[list[Tensor]]) -> Tensor:
@@ -93,3 +100,11 @@ class BucketHook:
             return buffer if reduced.dtype == buffer.dtype else buffer.copy_(reduced)
 
         return self._wire.all_reduce_future(sending).then(received)
+
+    def _clamp_(self, sending: Tensor, exact: Tensor) -> None:
+        limit = addend_limit(sending.dtype, self._wire.world_size)
+        # One pass where all fits. What is not finite stays so, as under ddp.
+        if not bool(torch.linalg.vector_norm(exact, torch.inf) <= limit):
+            beyond = exact.isfinite().logical_and_(exact.abs() > limit)
+            sending.copy_(torch.where(beyond, exact.clamp(-limit, limit), exact))
+            self._wire.ledger.clamp(int(beyond.sum()), limit)

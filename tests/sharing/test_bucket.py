@@ -49,6 +49,23 @@ def test_a_bucket_becomes_its_mean_as_the_wire_rounds_it(wire: Wire, dtype: Any)
     assert ledger.exchange_seconds > 0
 
 
+def test_float16_clamps_what_is_finite_and_counts_it(wire: Wire) -> None:
+    hook = BucketHook(BucketSync("float16"), wire)
+    with pytest.warns(UserWarning, match="2 values beyond ±"):
+        found = reduced(hook, Bucket([1e6, -1e6, 3e4, torch.inf, torch.nan]))
+    assert found[0] == -found[1] > 6e4
+    assert found[2] == 3e4
+    assert found[3] == torch.inf
+    assert found[4].isnan()
+    assert wire.ledger.clamped_elements == 2
+
+
+def test_a_loss_scaler_sees_what_overflows(wire: Wire) -> None:
+    found = reduced(BucketHook(BucketSync("float16"), wire, scales_loss=True), Bucket([1e6, 1.0]))
+    assert found.tolist() == [torch.inf, 1]
+    assert wire.ledger.clamped_elements == 0
+
+
 @pytest.mark.parametrize(("finds_unused", "last", "handed"), [(True, True, 8), (True, False, 0), (False, True, 0)])
 def test_ddps_map_of_unused_parameters_is_entered_once_per_pass(
     wire: Wire, finds_unused: bool, last: bool, handed: int
