@@ -52,7 +52,7 @@ DEVICE = "eth0"  # of each host
 _PORT = 4000  # free on each host, which is new
 _HARDWARE_ADDRESS = "02:00:00:00:00:01"
 _ETHTOOL, _SET_RECEIVE_OFFLOAD = 0x8946, 0x2C  # SIOCETHTOOL, ETHTOOL_SGRO
-_LARGEST_BYTES = 2**16  # of a packet between kernel and device
+_WIRE_BYTES = 1514  # of the largest packet
 
 # The token bucket holds what the rate carries in this time. A smaller bucket is refilled too rarely to reach the rate,
 # and a larger one lets short messages pass at once.
@@ -227,12 +227,12 @@ class Lab:
                 devices.append(open_device(DEVICE))
             except OSError as error:
                 raise LabError(f"a network with rtt or loss needs TAP devices, but {_why_no_device(error)}") from None
-            # No packet is larger than what the token bucket holds, or tbf would cut it, and the switch had all pieces.
-            largest = min(_LARGEST_BYTES, _burst_bytes(cable.up_bits or 0))
+            # A large packet that the token bucket cannot hold would be cut by tbf, and the switch had all its pieces.
+            most = max(1, _burst_bytes(cable.up_bits or 0) // _WIRE_BYTES)
             run_commands(
                 [
                     # All have the same address, and ask nobody for another's: the switch goes by IP addresses.
-                    f"ip link set {DEVICE} address {_HARDWARE_ADDRESS} arp off gso_max_size {largest}",
+                    f"ip link set {DEVICE} address {_HARDWARE_ADDRESS} arp off gso_max_segs {most}",
                     *self._host_commands(number),
                     *_shaping(DEVICE, cable.up_bits),
                 ]

@@ -164,6 +164,22 @@ def test_a_cable_with_length_delays_and_loses(permitted: bool) -> None:
     assert report.packets > LENGTH / 1500 and report.lost > 0 and repeated > 0
 
 
+def _largest(rank: int) -> int:
+    """The packets that the kernel sends as one, at most."""
+    shown = subprocess.run(["ip", "-d", "link", "show", DEVICE], capture_output=True, text=True, check=True).stdout
+    return int(re.findall(r"gso_max_segs (\d+)", shown)[0])
+
+
+@pytest.mark.parametrize(("rate", "packets"), [("100mbit", 16), ("1mbit", 1)])
+def test_large_packets_fit_into_the_token_bucket(permitted: bool, rate: str, packets: int) -> None:
+    """The kernel would cut larger ones, and the switch would have ten times as many to carry."""
+    if not permitted:
+        return
+    with Lab(2, f"{rate}, rtt 20ms") as lab:
+        assert lab.run(_largest, timeout=60) == [packets] * 2
+    assert packets * 1514 <= network._burst_bytes(int(rate[:-4]) * 10**6)
+
+
 def _where(rank: int) -> tuple[str, ...]:
     names = ("RANK", "GROUP_RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE")
     return (*(os.environ[name] for name in names), os.readlink("/proc/self/ns/net"))
