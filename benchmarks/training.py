@@ -223,7 +223,7 @@ class Measured(NamedTuple):
 
 
 class Meter(pl.Callback):
-    """Measures one rank's steps, from the end of the warm-up to the end of the run."""
+    """Measures one rank's steps, from the end of the warm-up to the last step but one."""
 
     def __init__(self, barrier: Barrier, steps: int) -> None:
         self.barrier, self.steps = barrier, steps
@@ -326,7 +326,8 @@ def train(rank: int, job: Job, barrier: Barrier, callbacks: Sequence[pl.Callback
         devices=1,
         num_nodes=job.setting.ranks,
         plugins=[TorchElasticEnvironment()],
-        max_steps=WARM_UP_STEPS + job.steps,
+        # One more than is measured: the last step also exchanges, once a run, all that residuals still hold.
+        max_steps=WARM_UP_STEPS + job.steps + 1,
         callbacks=[meter, *callbacks],
         logger=False,
         enable_checkpointing=False,
