@@ -95,9 +95,9 @@ def check(lab: Checked) -> bool:
     Raises:
         LabError: The lab cannot be set up here.
     """
-    print("| path | of | asked | measured | off by | standard error | holds |\n|---|---|---:|---:|---:|---:|---|")
     lines = []
     with lab:  # type: ignore[attr-defined]
+        print("| path | of | asked | measured | off by | standard error | holds |\n|---|---|---:|---:|---:|---:|---|")
         for sender, receiver in kinds(lab):
             for line in lines_of(lab, sender, receiver):
                 print(line, flush=True)
