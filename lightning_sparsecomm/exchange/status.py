@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparsecomm.basis import Layout, Round, SparseVector, Vector, Wire
-from lightning_sparsecomm.codecs import Envelope
+from lightning_sparsecomm.codecs import Envelope, PayloadError
 from lightning_sparsecomm.kernels import position_kernels_for
 
 
@@ -55,6 +55,7 @@ def union_of(positions: Tensor, size: int, x: Vector, context: Round, wire: Wire
 
     Raises:
         NonFiniteGradientError: Some rank has a gradient that is not finite; raised on all of them.
+        PayloadError: The union lacks what this rank gave. Raised on this rank.
     """
     segments, device = len(context.layout.segments), positions.device
     status = [size + i for i, here in enumerate(x.present or [True] * segments) if here]
@@ -62,7 +63,13 @@ def union_of(positions: Tensor, size: int, x: Vector, context: Round, wire: Wire
         status.append(size + segments + x.nonfinite_segment)
     bits = torch.cat([positions, torch.tensor(status, dtype=torch.int64, device=device)])
     kernels, bitmap_size = position_kernels_for(device), size + 2 * segments
-    bitmap = wire.all_reduce_or_(kernels.write_bitmap(bits, bitmap_size))
+    own = kernels.write_bitmap(bits, bitmap_size)
+    bitmap = wire.all_reduce_or_(own.clone())
+    if bool(own.bitwise_and_(bitmap.bitwise_not()).any()):
+        raise PayloadError(
+            f"the union of what ranks send in step {context.step}, as received, lacks what this rank gave: it was"
+            " altered on its way."
+        )
     found = kernels.read_bitmap(bitmap, bitmap_size).indices
     end = int(torch.searchsorted(found, size))
     anyone = set(found[end:].sub(size).tolist())

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparsecomm.basis import Layout, Round, SparseVector, Vector, Wire
-from lightning_sparsecomm.codecs import Envelope
+from lightning_sparsecomm.codecs import Envelope, PayloadError
 from lightning_sparsecomm.exchange.status import (
     NonFiniteGradientError,
     agree,
@@ -139,3 +139,14 @@ def test_masked_drops_what_belongs_to_segments_that_are_not_present(
     assert dense.tolist() == kept
     # All ranks may share what it was given.
     assert x.tolist() == [1, 2, 0, 4, 5, 6]
+
+
+@pytest.mark.parametrize("lost", range(5))
+def test_a_union_without_what_this_rank_gave_was_altered(lost: int) -> None:
+    class Altering(OneAfterAnother):
+        def all_reduce_or_(self, bitmap: Tensor) -> Tensor:
+            return super().all_reduce_or_(bitmap) & ~(1 << lost)
+
+    joining: Any = Altering()
+    with pytest.raises(PayloadError, match="in step 4, as received, lacks what this rank gave"):
+        union_of(torch.tensor([0, 1]), 2, vector(), CONTEXT, joining)
