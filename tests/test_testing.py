@@ -1,6 +1,5 @@
 """The laws for other people's parts: ours obey them, and parts with one fault each do not."""
 
-import doctest
 import os
 import signal
 import time
@@ -59,7 +58,6 @@ from lightning_sparsecomm.testing import (
     check_method,
     check_selector,
     check_value_codec,
-    ranks,
     run_ranks,
 )
 
@@ -494,11 +492,6 @@ def test_methods_with_a_fault(kind: Callable[[], Exchange], message: str) -> Non
 
 
 # -- the runner
-
-
-def test_docstrings() -> None:
-    results = doctest.testmod(ranks)
-    assert results.failed == 0 < results.attempted
 
 
 def test_results_by_rank() -> None:

@@ -99,6 +99,9 @@ class Layout:
 class Vector(NamedTuple):
     """What one rank brings to a round of communication: a vector over a layout.
 
+    >>> Vector(torch.ones(3)).present  # a gradient for every tensor
+    ()
+
     Attributes:
         values: `[n]` float32 or wider, zero in segments that are not present, unless it `carries`. With `indices`,
             `[k]`: only the elements at those positions. Read only.
@@ -122,6 +125,9 @@ class Vector(NamedTuple):
 
 class SparseVector(NamedTuple):
     """Some elements of a vector. All others are zero.
+
+    >>> SparseVector(torch.tensor([1, 3]), torch.tensor([0.5, -2.0]), size=4).dense()
+    tensor([ 0.0000,  0.5000,  0.0000, -2.0000])
 
     Attributes:
         indices: `[k]` int64, strictly increasing, each in `[0, size)`.

@@ -70,6 +70,11 @@ class Ledger:
     differ); the other rows are what DDP and Lightning send with any method. Bytes handed over are exact; bytes on the
     link follow from them by `link_bytes`.
 
+    >>> ledger = Ledger(world_size=4)
+    >>> ledger.record("gradients", "all_gather", handed_bytes=1000)
+    >>> ledger.handed_bytes("gradients"), ledger.link_bytes("gradients")  # to 3 others
+    (1000, 3000)
+
     Attributes:
         clock: Seconds of exchanges, by phase.
     """

@@ -23,6 +23,14 @@ class PeerError(RuntimeError):
 
     The message says for which collective this rank waited, and for how long, and for which ones the others waited if
     they waited elsewhere. The backend's own error is the cause.
+
+    >>> def one_rank_is_gone(rank):
+    ...     try:
+    ...         return Wire().all_reduce_(torch.ones(1)) if rank == 0 else None
+    ...     except PeerError as error:
+    ...         return str(error).partition(". ")[2]
+    >>> run_ranks(2, one_rank_is_gone)[0]
+    "Another rank is gone, or did not answer within the process group's timeout: look for the first error ...
     """
 
 

@@ -22,6 +22,12 @@ def _seed(*numbers: int) -> int:
 class Round:
     """One round of communication. All randomness derives from it, so no generator state needs saving.
 
+    >>> context = Round(Layout([("weight", (2, 3))]), step=7, rank=1, world_size=2)
+    >>> context.density(0.01)
+    0.01
+    >>> context.shared_seed() == Round(context.layout, step=7, rank=0, world_size=2).shared_seed()
+    True
+
     Attributes:
         layout: Layout of the vectors exchanged.
         step: Optimizer steps finished before this one.

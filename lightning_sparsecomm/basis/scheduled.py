@@ -14,7 +14,14 @@ _LEAST = 0.5
 
 
 class Schedule(ABC):
-    """A number for each optimizer step of a run. Frozen and pure: it has no state of its own."""
+    """A number for each optimizer step of a run. Frozen and pure: it has no state of its own.
+
+    >>> class Halved(Schedule):
+    ...     def at(self, step: int, epoch: float) -> float:
+    ...         return 0.1 * 0.5**int(epoch)
+    >>> Halved().at(step=0, epoch=2.5)
+    0.025
+    """
 
     @abstractmethod
     def at(self, step: int, epoch: float) -> float:

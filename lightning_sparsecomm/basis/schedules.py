@@ -174,6 +174,9 @@ class ByLength(Schedule):
 class DensityWarmup(Schedule):
     """A density that follows a warm-up.
 
+    >>> [round(DensityWarmup(0.001, epochs=4).at(0, epoch), 3) for epoch in range(6)]
+    [0.251, 0.063, 0.016, 0.004, 0.001, 0.001]
+
     Args:
         density: Fraction of elements sent after the warm-up, in (0, 1].
         steps: The warm-up's length in optimizer steps; 0 if it is counted in epochs.

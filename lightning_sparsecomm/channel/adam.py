@@ -37,6 +37,9 @@ class LocalAdam(Memory):
 
     Source: Tang et al. 2021, 1-bit Adam, sends what local moments say; there v is that of the mean gradient, and frozen
     after a warm-up. The correction of v for W ranks is ours.
+
+    >>> LocalAdam()
+    LocalAdam()
     """
 
     carries = True

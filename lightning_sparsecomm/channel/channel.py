@@ -55,6 +55,9 @@ class Channel(Part):
     sent, as receivers decode it. The channel that is given to a sync is a prototype and holds nothing; each optimizer
     works with a `fresh` one.
 
+    >>> Channel(Gather(SparseCodec(TopK(0.01))), [ErrorFeedback()]).memories
+    (ErrorFeedback(decay=1.0, follow_rate=True),)
+
     Args:
         exchange: The round of communication.
         memories: State kept from round to round; none by default.

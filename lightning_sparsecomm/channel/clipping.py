@@ -18,6 +18,9 @@ class ClipLocalNorm(Memory):
 
     Source: Deep Gradient Compression, section 3.2.
 
+    >>> ClipLocalNorm(max_norm=1.0)
+    ClipLocalNorm(max_norm=1.0)
+
     Args:
         max_norm: τ; None takes the threshold of the Trainer's `gradient_clip_val`, or of a clipping call.
 

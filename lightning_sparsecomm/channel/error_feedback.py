@@ -42,6 +42,9 @@ class ErrorFeedback(Memory):
     Source: Seide et al. 2014 (1-bit SGD); Aji & Heafield 2017 (Gradient Dropping). Learning rate in E: Karimireddy et
     al. 2019, Error Feedback Fixes SignSGD, algorithm 1; Sketched-SGD, algorithm 2.
 
+    >>> ErrorFeedback(decay=0.95)
+    ErrorFeedback(decay=0.95, follow_rate=True)
+
     Args:
         decay: Factor on E in each round, in (0, 1].
         follow_rate: Whether E follows the learning rate. Otherwise E counts at the rate of the step that sends it, as

@@ -90,6 +90,16 @@ class Memory(Part, ABC):
     named vectors, one for each name given to this constructor: they are allocated, saved, resumed and averaged over
     ranks (in a world of another size) by themselves.
 
+    >>> class Counting(Memory):
+    ...     # Counts how often each element was sent.
+    ...     def __init__(self) -> None:
+    ...         super().__init__("count")
+    ...     def prepare(self, contribution: Contribution, context: Round) -> Contribution:
+    ...         return contribution
+    ...     def commit(self, exchanged: Exchanged, context: Round) -> Exchanged:
+    ...         self.held["count"].flat[exchanged.sent.indices] += 1
+    ...         return exchanged
+
     Args:
         vectors: Names of the vectors that it holds, such as "residual"; found in `held`.
 

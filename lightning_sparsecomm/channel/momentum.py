@@ -79,6 +79,9 @@ class MomentumCorrection(Velocity):
     Source: Deep Gradient Compression, sections 3.2 (momentum correction) and 3.3 (momentum factor masking), appendix B
     (Nesterov, here in a form that equals torch's even when momentum changes from step to step).
 
+    >>> MomentumCorrection(mask=True)
+    MomentumCorrection(mask=True)
+
     Args:
         mask: Whether momentum is set to zero wherever something was sent, as in the paper; what it throws away is lost.
     """
@@ -104,6 +107,9 @@ class Momentum(Velocity):
     """Momentum after the exchange: u ← m·u + shared, equal on all ranks, as torch's SGD would do.
 
     For parameters that a method sends whole while it corrects the momentum of others: all then see one rule.
+
+    >>> Momentum()
+    Momentum()
     """
 
     def __init__(self) -> None:

@@ -11,7 +11,19 @@ from lightning_sparsecomm.basis.rounds import Round
 
 
 class Compressor(Part, ABC):
-    """Turns a vector into bytes that decode with no other knowledge than its length. Pure: no state between calls."""
+    """Turns a vector into bytes that decode with no other knowledge than its length. Pure: no state between calls.
+
+    >>> class Whole(Compressor):
+    ...     # Sends every element, in float32.
+    ...     def encode(self, x: Vector, context: Round) -> Tensor:
+    ...         return x.values.float().view(torch.uint8)
+    ...     def decode(self, payload: Tensor, size: int) -> Tensor:
+    ...         if payload.numel() != 4 * size:
+    ...             raise PayloadError(f"whole vector: has {payload.numel()} bytes, expected {4 * size}.")
+    ...         return payload.view(torch.float32)
+    >>> Whole().decode(Whole().encode(Vector(torch.tensor([0.5, 2.0])), context=None), size=2)
+    tensor([0.5000, 2.0000])
+    """
 
     @property
     def largest(self) -> float:

@@ -134,6 +134,9 @@ class Golomb(PartialCodec):
 
     Source: Sparse Binary Compression (Sattler et al. 2018), section on optimal position encoding, algorithms 3 and 4.
     They leave the order of bits open; ours is in docs/formats.md.
+
+    >>> Golomb().section_bytes(torch.arange(0, 100_000, 100), size=100_000)  # 8 bits for each of 1,000 positions
+    1000
     """
 
     code: ClassVar[int] = 3
@@ -250,6 +253,9 @@ class Auto(IndexCoding):
     It computes each codec's length, which is fast, and writes only the shortest. Of equally short ones, it takes the
     fastest to decode: the first of RunLength16, Raw32, Bitmap, Golomb. The payload names the chosen codec, so `Auto`
     itself has no code.
+
+    >>> Auto().chosen(torch.arange(0, 100_000, 100), size=100_000), Auto().chosen(torch.arange(0, 16, 2), size=16)
+    (Golomb(), Bitmap())
     """
 
     _codecs: ClassVar[tuple[IndexCodec, ...]] = (RunLength16(), Raw32(), Bitmap(), Golomb())

@@ -26,7 +26,12 @@ _ELEMENT_BYTES = 16
 
 
 class PayloadError(RuntimeError):
-    """Received bytes do not follow the format: they are damaged, or come from another program or another model."""
+    """Received bytes do not follow the format: they are damaged, or come from another program or another model.
+
+    >>> decode_sparse(torch.zeros(3, dtype=torch.uint8), size=8)
+    Traceback (most recent call last):
+    lightning_sparsecomm.codecs.payload.PayloadError: sparse body: ends at byte 3, expected a head of 16 bytes.
+    """
 
 
 def wrong_section(section: str, found: str, expected: object) -> PayloadError:

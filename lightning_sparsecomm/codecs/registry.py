@@ -56,7 +56,12 @@ class IndexCoding(ABC):
 
 
 class IndexCodec(Codec, IndexCoding):
-    """Encodes sorted positions exactly; see `Codec` and `register_index_codec`."""
+    """Encodes sorted positions exactly; see `Codec` and `register_index_codec`.
+
+    >>> section = Raw32().encode(torch.tensor([2, 5]), size=8)
+    >>> section.numel(), Raw32().decode(section, count=2, size=8, parameter=0)
+    (8, tensor([2, 5]))
+    """
 
     _parameter_field: ClassVar[str] = "index codec parameter at byte 2"
 
@@ -106,7 +111,24 @@ class IndexCodec(Codec, IndexCoding):
 
 
 class ValueCodec(Codec):
-    """Encodes the values of the selected elements, exactly or rounded; see `Codec` and `register_value_codec`."""
+    """Encodes the values of the selected elements, exactly or rounded; see `Codec` and `register_value_codec`.
+
+    >>> class Signs(ValueCodec):
+    ...     # One byte for each value: its sign.
+    ...     code: ClassVar[int] = 200
+    ...     def encode(self, values: Tensor, indices: Tensor, layout: Layout) -> Tensor:
+    ...         return values.sign().to(torch.int8).view(torch.uint8)
+    ...     def decode(self, section: Tensor, count: int, parameter: int) -> Tensor:
+    ...         self.check_parameter(parameter)
+    ...         if section.numel() != count or bool((section.view(torch.int8).abs() > 1).any()):
+    ...             raise PayloadError(f"signs: {section.numel()} bytes are not {count} signs.")
+    ...         return section.view(torch.int8).to(torch.float32)
+    ...     def bound_bytes(self, count: int, layout: Layout) -> int | None:
+    ...         return count
+    >>> section = Signs().encode(torch.tensor([0.5, -3.0]), torch.tensor([0, 4]), Layout([("weight", (8,))]))
+    >>> Signs().decode(section, count=2, parameter=0)
+    tensor([ 1., -1.])
+    """
 
     _parameter_field: ClassVar[str] = "value codec parameter at byte 3"
 
@@ -197,6 +219,18 @@ def register_value_codec(codec_class: ValueClass) -> ValueClass:
 
     What `register_index_codec` says about codes, and about classes defined again, holds here too. docs/extending.md
     builds an example.
+
+    >>> from dataclasses import dataclass
+    >>> @register_value_codec
+    ... @dataclass(frozen=True)
+    ... class Negative(Float32):
+    ...     code: ClassVar[int] = 129
+    ...     def encode(self, values: Tensor, indices: Tensor, layout: Layout) -> Tensor:
+    ...         return super().encode(-values, indices, layout)
+    ...     def decode(self, section: Tensor, count: int, parameter: int) -> Tensor:
+    ...         return -super().decode(section, count, parameter)
+    >>> VALUE_CODECS.pop(129)  # This example leaves nothing behind; yours would stay registered.
+    Negative()
 
     Raises:
         TypeError: The class is not a subclass of `ValueCodec`, has no `code`, or cannot be made without arguments.

@@ -25,6 +25,11 @@ _HEAD = struct.Struct("<BBBBIII")
 class SparseCodec(Compressor):
     """Sends the selected elements: a head of 16 bytes, the positions in one codec, the values in another.
 
+    >>> codec = SparseCodec(TopK(density=0.5), Float16(), Golomb())
+    >>> payload = codec.encode(Vector(torch.tensor([0.5, -3.0, 0.1, 2.0])), Round(Layout([("weight", (4,))])))
+    >>> payload.numel(), codec.decode(payload, size=4).dense()
+    (21, tensor([ 0., -3.,  0.,  2.]))
+
     Args:
         selector: Chooses the elements.
         values: Encodes their values. Instead of `Float32`, `Float64` does so where the model is that wide.

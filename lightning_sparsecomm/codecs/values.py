@@ -71,6 +71,10 @@ class Float16(_Float):
 
     Magnitudes above 65504, the largest finite float16, are sent as 65504. Magnitudes up to 2^-25 are sent as 0. Error
     feedback keeps the difference in the residual and sends it later.
+
+    >>> codec, layout, at = Float16(), Layout([("weight", (8,))]), torch.tensor([0, 4])
+    >>> codec.decode(codec.encode(torch.tensor([0.1, 1e6]), at, layout), count=2, parameter=0)
+    tensor([9.9976e-02, 6.5504e+04])
     """
 
     code: ClassVar[int] = 2
@@ -105,6 +109,10 @@ class SharedMean(ValueCodec):
     `OneSidedTopK` selects them: values of different signs cancel out. Biased; use it with error feedback.
 
     Source: Sparse Binary Compression (Sattler et al. 2018), algorithm 2.
+
+    >>> codec, layout, at = SharedMean(), Layout([("weight", (8,))]), torch.tensor([0, 4])
+    >>> codec.decode(codec.encode(torch.tensor([1.0, 2.0]), at, layout), count=2, parameter=0)
+    tensor([1.5000, 1.5000])
     """
 
     code: ClassVar[int] = 4
@@ -162,6 +170,10 @@ class TwoBit(ValueCodec):
 
     Source: SparseLoCo (Sarfi et al. 2025) sends 2 bits a value too. Groups and levels are ours: they make a payload
     self-contained.
+
+    >>> codec, layout, at = TwoBit(), Layout([("weight", (8,))]), torch.arange(4)
+    >>> codec.decode(codec.encode(torch.tensor([1.0, -2.0, 8.0, -8.0]), at, layout), count=4, parameter=64)
+    tensor([ 1.5000, -1.5000,  8.0000, -8.0000])
 
     Args:
         group: How many values share two magnitudes. The last group may have fewer.

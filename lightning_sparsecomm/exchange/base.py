@@ -30,6 +30,12 @@ class Exchange(Part, ABC):
     A round calls `prepare`, `exchange`, and then `commit` or, after any error, `abort`. An exchange that keeps state
     from round to round changes it in `commit` only. This class is for exchanges that carry the ranks' status (see
     `exchange.status`) in bytes of their own; derive from `PlainExchange` to have it agreed on for you.
+
+    >>> def exchange(rank):
+    ...     context = Round(Layout([("weight", (2,))]), rank=rank, world_size=2)
+    ...     return DenseAllReduce().exchange(Vector(torch.tensor([1.0, rank])), context, Wire()).shared.tolist()
+    >>> run_ranks(2, exchange)
+    [[1.0, 0.5], [1.0, 0.5]]
     """
 
     @property
@@ -83,6 +89,12 @@ class PlainExchange(Exchange):
     """An exchange that only reduces. Which ranks have a gradient is agreed on beforehand, in one small all-reduce.
 
     So `reduce` is called only where all gradients are finite. It costs two bits for each tensor.
+
+    >>> class Signs(PlainExchange):
+    ...     # The mean of the ranks' signs.
+    ...     def reduce(self, x: Vector, context: Round, wire: Wire) -> tuple[Tensor, Tensor]:
+    ...         sent = x.values.sign()
+    ...         return wire.all_reduce_(sent / wire.world_size), sent
     """
 
     def exchange(self, x: Vector, context: Round, wire: Wire) -> Exchanged:

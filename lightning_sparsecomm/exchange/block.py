@@ -31,6 +31,9 @@ class BlockReduce(SparseExchange):
     union's elements one after the other. Without a sketch this sends what OmniReduce (Fei et al. 2021) sends, without
     its aggregators.
 
+    >>> BlockReduce(TopBlocks(1 / 32), sketch_ratio=0.5).sketch_ratio
+    0.5
+
     Args:
         blocks: Chooses the blocks that each rank sends; all non-zero ones by default.
         sketch_ratio: λ, the sketch's size relative to what it holds; None for no sketch. With 1 and more, the blocks

@@ -53,6 +53,9 @@ class DenseAllReduce(Exchange):
     Bytes handed over: one element of the wire's dtype for each of the n elements and for each tensor. The latter count
     the ranks that have a gradient for the tensor, for which DDP needs a collective of its own.
 
+    >>> DenseAllReduce("bfloat16")
+    DenseAllReduce(wire_dtype='bfloat16')
+
     Args:
         wire_dtype: Dtype on the wire; "same" is the vector's own. In float16, elements beyond about ±65,000 (40,000
             with a thousand ranks) are clamped, so that no sum overflows.

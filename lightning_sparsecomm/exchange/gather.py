@@ -28,6 +28,9 @@ class Gather(Exchange):
     Where an all-reduce of the whole vector would put fewer bytes on the link (early in a warm-up, with many ranks),
     what was selected is all-reduced instead. Its memory does not grow with the number of ranks.
 
+    >>> Gather(SparseCodec(TopK(0.001))).compressor.selector
+    TopK(density=0.001, scope='model')
+
     Args:
         compressor: Turns the vector into bytes.
     """

@@ -15,7 +15,18 @@ from lightning_sparsecomm.kernels import position_kernels_for
 
 
 class NonFiniteGradientError(RuntimeError):
-    """A gradient holds an infinity or a NaN. Raised on all ranks in the same step, before any weight changes."""
+    """A gradient holds an infinity or a NaN. Raised on all ranks in the same step, before any weight changes.
+
+    >>> def exchange(rank):
+    ...     x = Vector(torch.ones(2), nonfinite_segment=0 if rank == 1 else None)
+    ...     context = Round(Layout([("weight", (2,))]), rank=rank, world_size=2)
+    ...     try:
+    ...         DenseAllReduce().exchange(x, context, Wire())
+    ...     except NonFiniteGradientError as error:
+    ...         return str(error).partition(".")[0]
+    >>> run_ranks(2, exchange)[0]
+    "rank 1 has a gradient that is not finite, for parameter 'weight' in step 0"
+    """
 
     @classmethod
     def of(cls, segment: int, context: Round, rank: int) -> "NonFiniteGradientError":

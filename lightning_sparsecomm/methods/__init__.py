@@ -52,6 +52,9 @@ def default() -> Method:
 
     The density follows from the run's length, small tensors are sent more densely, and positions in the shortest code.
     Values are bfloat16; Adam's directions, which differ less, take two bits each, and four times as many are sent.
+
+    >>> default().fallback.fallback
+    gradient_dropping(density=ByLength(...), scope='balanced', values='bfloat16', positions='short')
     """
     denser = ByLength(0.095, exponent=0.83, most=0.3)
     others = gradient_dropping(ByLength(), scope="balanced", values="bfloat16", positions="short")

@@ -26,6 +26,9 @@ class local_adam(Method):
     moment is frozen then. Here each rank keeps its own from the first step on, corrected for the number of ranks. The
     correction is ours.
 
+    >>> local_adam(density=0.01, values="bfloat16")
+    local_adam(density=0.01, values='bfloat16')
+
     Args:
         density: Fraction of the weights' elements sent, in (0, 1], or a schedule of it, which has no further warm-up.
         warmup_steps: Optimizer steps in which the density falls in 4 stages, to density^((stage+1)/5); none by default.

@@ -29,6 +29,12 @@ class gradient_dropping(Method):
     warm-up: Combining Global Sparse Gradients with Local Gradients. As in DDP, gradients are divided by the number of
     ranks; the papers add them up.
 
+    >>> gradient_dropping(density=0.01, values="float16", exclude=["*.bias"])
+    gradient_dropping(density=0.01, values='float16', exclude=['*.bias'])
+    >>> gradient_dropping(density=100)
+    Traceback (most recent call last):
+    ValueError: density must be in (0, 1]: the fraction of elements sent; got 100. Did you mean 0.01?
+
     Args:
         density: Fraction of elements sent, in (0, 1], or a schedule of it.
         scope: What is ranked together: the elements of the whole "model", as in the paper, of each "tensor", or of each
@@ -125,6 +131,9 @@ class dgc(Method):
 
     Source: Lin et al. 2018, Deep Gradient Compression. Selection is the exact top-k, found by a sampled threshold that
     over-selects.
+
+    >>> dgc(density=0.001, warmup_epochs=4)
+    dgc(density=0.001, warmup_epochs=4)
 
     Args:
         density: Fraction of each tensor's elements sent, in (0, 1], or a schedule of it, which has no further warm-up.

@@ -28,6 +28,11 @@ class sbc(Method):
 
     Source: Sattler et al. 2018, Sparse Binary Compression, algorithms 1 to 4, with momentum masking and no warm-up.
 
+    >>> sbc(density=0.01, every=10).syncs[0].every
+    10
+    >>> sbc(every=Exponential(1, 100, steps=5000)).syncs[0].every
+    Exponential(first=1, last=100, steps=5000)
+
     Args:
         density: Fraction of each tensor's elements sent, in (0, 1], or a schedule of it; at least one element.
         every: Optimizer steps between two exchanges, or a schedule of it.
@@ -60,21 +65,33 @@ class sbc(Method):
 
 
 class sbc1(sbc):
-    """The paper's SBC(1): 0.1% of the changes in every step."""
+    """The paper's SBC(1): 0.1% of the changes in every step.
+
+    >>> sbc1().syncs[0].every
+    1
+    """
 
     def __init__(self) -> None:
         super().__init__(density=0.001, every=1)
 
 
 class sbc2(sbc):
-    """The paper's SBC(2): 1% of the changes every 10 steps."""
+    """The paper's SBC(2): 1% of the changes every 10 steps.
+
+    >>> sbc2().syncs[0].every
+    10
+    """
 
     def __init__(self) -> None:
         super().__init__(density=0.01, every=10)
 
 
 class sbc3(sbc):
-    """The paper's SBC(3): 1% of the changes every 100 steps."""
+    """The paper's SBC(3): 1% of the changes every 100 steps.
+
+    >>> sbc3().syncs[0].every
+    100
+    """
 
     def __init__(self) -> None:
         super().__init__(density=0.01, every=100)
@@ -87,6 +104,9 @@ class federated_averaging(Method):
 
     Source: McMahan et al. 2017, Communication-Efficient Learning of Deep Networks from Decentralized Data. Here all
     ranks take part in each round, with equal weights.
+
+    >>> federated_averaging(every=50, wire_dtype="bfloat16")
+    federated_averaging(every=50, wire_dtype='bfloat16')
 
     Args:
         every: Optimizer steps between two averages, or a schedule of it.
@@ -110,6 +130,9 @@ class diloco(Method):
 
     Source: Douillard et al. 2023, DiLoCo: Distributed Low-Communication Training of Language Models, which uses AdamW
     as the user's own optimizer.
+
+    >>> diloco(every=100, outer_lr=0.5)
+    diloco(every=100, outer_lr=0.5)
 
     Args:
         every: Optimizer steps between two exchanges, or a schedule of it.
@@ -148,6 +171,9 @@ class sparse_loco(Method):
 
     Source: Sarfi et al. 2025, Communication Efficient LLM Pre-training with SparseLoCo, which uses AdamW as the user's
     own optimizer. The two magnitudes of the 2 bits are the means of the smaller and the larger half of each 64.
+
+    >>> sparse_loco(every=15, density=1 / 32)
+    sparse_loco(every=15, density=0.03125)
 
     Args:
         every: Optimizer steps between two exchanges, or a schedule of it.

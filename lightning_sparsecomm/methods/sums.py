@@ -20,6 +20,9 @@ class dense(Method):
     Bytes per step and rank: one element of the wire's dtype for each of n. "same" gives DDP's result to the bit; half
     precision saves half the bytes and rounds.
 
+    >>> dense(wire_dtype="bfloat16")
+    dense(wire_dtype='bfloat16')
+
     Args:
         wire_dtype: "same" (the gradient's own), "float32", "float16" or "bfloat16".
 
@@ -42,6 +45,9 @@ class sketched_sgd(Method):
     Source: Ivkin et al. 2019, Communication-efficient distributed SGD with Sketching, algorithm 3. As in its
     experiments, biases are sent whole. Nesterov's momentum and
     clipping are those of Deep Gradient Compression.
+
+    >>> sketched_sgd(density=0.001, candidates=390)
+    sketched_sgd(density=0.001, candidates=390)
 
     Args:
         density: Fraction of the weights' elements shared, in (0, 1], or a schedule of it. None is 0.001.
@@ -108,6 +114,9 @@ class s2_reducer(Method):
     Source: S2 Reducer: High-Performance Sparse Communication to Accelerate Distributed Deep Learning, algorithm 1. In
     the paper the sketch's size follows from what one rank sends, and its hashes are fixed. Here the size follows from
     the union, and the hashes change in every step.
+
+    >>> s2_reducer(sketch_ratio=None)  # sends the blocks themselves
+    s2_reducer(block_density=0.03125, sketch_ratio=None)
 
     Args:
         block_density: Fraction of each weight's blocks that a rank sends, in (0, 1], or a schedule of it; at least one.

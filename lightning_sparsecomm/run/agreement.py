@@ -41,7 +41,11 @@ _LONG, _CONTEXT = 160, 60
 
 
 class ReplicaError(RuntimeError):
-    """Ranks that should share weights hold different ones. Raised on all ranks; names the first such parameter."""
+    """Ranks that should share weights hold different ones. Raised on all ranks; names the first such parameter.
+
+    >>> issubclass(ReplicaError, RuntimeError)  # a loop may catch it: all ranks raise it in the same step
+    True
+    """
 
 
 class Fact(NamedTuple):

@@ -26,6 +26,9 @@ class BucketSync(Sync):
     parameters. Parameters that DDP does not know, since they were frozen at set-up, are averaged at the step; stock DDP
     lets replicas drift there.
 
+    >>> BucketSync(wire_dtype="bfloat16")
+    BucketSync(wire_dtype='bfloat16')
+
     Args:
         wire_dtype: Dtype on the wire: "same" as the gradient, or a narrower one that it is rounded to.
 

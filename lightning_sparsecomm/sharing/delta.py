@@ -40,6 +40,10 @@ class DeltaSync(Sync):
     Source: McMahan et al. 2017 (Federated Averaging); Sattler et al. 2018 (Sparse Binary Compression), algorithm 1;
     Douillard et al. 2023 (DiLoCo), for the outer optimizer.
 
+    >>> from functools import partial
+    >>> DeltaSync(Channel(DenseAllReduce()), every=50, outer=partial(torch.optim.Adam, lr=1e-3)).every
+    50
+
     Args:
         channel: Memories and exchange; they see Δ instead of gradients.
         every: Optimizer steps between two exchanges, or a schedule of it.

@@ -30,6 +30,9 @@ class GradientSync(Sync):
     Until then, every rank's gradients stay its own: several backward passes, accumulation and unused parameters need no
     special care, and a memory takes in exactly what the optimizer consumes.
 
+    >>> GradientSync(Channel(DenseAllReduce("bfloat16")), exclude=["*.bias"]).shares_gradients
+    True
+
     Args:
         channel: Memories and exchange.
         parameters: Patterns of the parameters that go through it.

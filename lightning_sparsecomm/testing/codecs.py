@@ -35,6 +35,8 @@ def check_value_codec(codec: ValueCodec, tolerance: float = 0.0) -> None:
     Receivers know it by its code, and decode what it encodes, exactly or within a tolerance; no section is longer than
     `bound_bytes`; a damaged section raises `PayloadError`, or decodes to as many finite values.
 
+    >>> check_value_codec(BFloat16(), tolerance=2**-8)
+
     Args:
         codec: The codec.
         tolerance: Largest error of a decoded float32 value, relative to the largest magnitude that is encoded with it.
@@ -103,6 +105,8 @@ def check_index_codec(coding: IndexCoding) -> None:
 
     Receivers know it by its code, and decode exactly what it encodes; `section_bytes` is the length of the section, and
     `bound_bytes` no less; a damaged section raises `PayloadError`, or decodes to as many sorted positions.
+
+    >>> check_index_codec(Raw32())
 
     Args:
         coding: The codec, or what chooses one.

@@ -29,6 +29,8 @@ def check_compressor(compressor: Compressor, tolerance: float = 0.0) -> None:
     sent; no payload is longer than `bound_bytes`, nor than 32 bytes and 16 for each element; a payload for a vector of
     another length raises `PayloadError`, and a damaged one does too or decodes to a vector of that length.
 
+    >>> check_compressor(SparseCodec(TopK(density=0.1)))
+
     Args:
         compressor: The compressor.
         tolerance: Largest error of an element that is sent, relative to the largest magnitude in the vector. 0 for a

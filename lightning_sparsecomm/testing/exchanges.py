@@ -32,6 +32,8 @@ def check_exchange(
     any `abort`, exchange and memory are as before. An exchange that is saved and loaded goes on to the bit. The ledger
     has every collective, with its bytes.
 
+    >>> check_exchange(DenseAllReduce, world_size=2)
+
     Args:
         exchange_factory: Makes the exchange; called several times on each rank, and must not communicate.
         world_size: Number of ranks.

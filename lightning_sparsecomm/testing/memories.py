@@ -23,6 +23,8 @@ def check_memory(memory_factory: Callable[[], Memory], world_size: int = 2, time
     the bit. A tensor without a gradient on any rank keeps what is held for it, and so do all tensors when others join.
     Gradients are not changed. What is shared is equal on all ranks, to the bit, also where `commit` replaces it.
 
+    >>> check_memory(ErrorFeedback)
+
     Args:
         memory_factory: Makes the memory; called several times on each rank.
         world_size: Number of ranks.

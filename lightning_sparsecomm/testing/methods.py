@@ -44,6 +44,8 @@ def check_method(
     resumed from a checkpoint in its middle, on ranks that begin anew, ends as the one that was never stopped, to the
     bit: weights, optimizer, and what the method holds.
 
+    >>> check_method(lambda: dgc(density=0.1, warmup_steps=0))
+
     Args:
         method_factory: Makes the method; called several times on each rank.
         world_size: Number of ranks.

@@ -16,7 +16,14 @@ import torch.distributed as dist
 
 
 class RankError(Exception):
-    """The traceback of an exception that a rank raised: the cause of the exception that `run_ranks` raises."""
+    """The traceback of an exception that a rank raised: the cause of the exception that `run_ranks` raises.
+
+    >>> try:
+    ...     run_ranks(2, lambda rank: 1 // rank)
+    ... except ZeroDivisionError as error:
+    ...     isinstance(error.__cause__, RankError)
+    True
+    """
 
 
 class _Outcome(NamedTuple):

@@ -19,6 +19,8 @@ def check_selector(selector: Selector, layouts: Iterable[Layout] = LAYOUTS) -> N
     Positions are strictly increasing, in range, and at most `count(context)`; that number is equal on all ranks. The
     same arguments give the same positions, and the vector is not changed. Hints change no result.
 
+    >>> check_selector(TopK(density=0.1))
+
     Args:
         selector: The selector.
         layouts: Layouts to select from.

@@ -1,9 +1,7 @@
 """What all recipes have in common."""
 
 import copy
-import doctest
 import functools
-import importlib
 import inspect
 import pickle
 import re
@@ -72,15 +70,6 @@ def test_the_default_is_dgc_then_local_adam_then_gradient_dropping() -> None:
     assert repr(adam.fallback) == repr(
         gradient_dropping(ByLength(), scope="balanced", values="bfloat16", positions="short")
     )
-
-
-@pytest.mark.parametrize("name", ["split"])
-def test_docstrings(name: str) -> None:
-    module = importlib.import_module(f"lightning_sparsecomm.methods.{name}")
-    names = {"s2_reducer": methods.s2_reducer, "dgc": dgc}
-    results = doctest.testmod(module, extraglobs=names, optionflags=doctest.ELLIPSIS)
-    assert results.failed == 0
-    assert results.attempted > 0
 
 
 @pytest.mark.parametrize(
