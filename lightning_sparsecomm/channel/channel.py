@@ -51,12 +51,10 @@ class _Round:
 class Channel(Part):
     """What a method is made of: memories, in order, and an exchange.
 
-    A round is `prepare`, `run`, and then `commit` or `abort`. Every channel obeys one law: its memories forget what was
-    sent, as receivers decode it. The channel that is given to a sync is a prototype and holds nothing; each optimizer
-    works with a `fresh` one.
+    A round is `prepare`, `run`, and then `commit` or `abort`. Memories forget what was sent, as receivers decode it. The
+    channel that is given to a sync is a prototype and holds nothing; each optimizer works with a `fresh` one.
 
-    >>> Channel(Gather(SparseCodec(TopK(0.01))), [ErrorFeedback()]).memories
-    (ErrorFeedback(decay=1.0, follow_rate=True),)
+    >>> channel = Channel(Gather(SparseCodec(TopK(0.01))), [ErrorFeedback()])
 
     Args:
         exchange: The round of communication.

@@ -31,6 +31,9 @@ class SketchedTopK(Exchange):
     Source: Sketched-SGD (Ivkin et al. 2019), algorithm 3 and section 5.1. The paper keeps its hashes; we draw new ones
     in each step. One sketch holds the whole vector.
 
+    >>> SketchedTopK(density=0.001, candidates=390).candidates
+    390
+
     Args:
         density: Fraction of elements shared, in (0, 1], or a schedule of it; at least one. None is 0.001.
         k: How many elements are shared, instead of a density; None for none.
