@@ -5,6 +5,7 @@ outcome that must not be is an error, after all attacks have run.
 
     python benchmarks/trust.py kills --count 200
     python benchmarks/trust.py configurations --count 2000
+    python benchmarks/trust.py configurations --count 300 --names ddp
     python benchmarks/trust.py payloads --count 10000000
     python benchmarks/trust.py collectives --count 1000
     python benchmarks/trust.py uneven --count 10
@@ -41,18 +42,21 @@ Outcomes = dict[str, Counter[str]]
 
 def kills(folder: Path, count: int, names: list[str]) -> Iterator[tuple[str, str]]:
     """All ranks are killed at `count` random moments of one training, and resumed."""
-    for name in names or [name for name in crash.CASES if name not in crash.LEFT_OUT]:
+    for name in names or ["ddp", *(name for name in crash.CASES if name not in crash.LEFT_OUT)]:
         place = folder / name.replace(" ", "_")
         place.mkdir(parents=True)
-        crash._killed_and_not(place, name, count)
+        crash._killed_and_not(place, crash.DDP if name == "ddp" else name, count)
         for _ in range(count):
             yield name, "ended with the bits of a run that was never killed"
 
 
 def configurations(folder: Path, count: int, names: list[str]) -> Iterator[tuple[str, str]]:
-    """Random trainings, with events in them, on two to four ranks."""
+    """Random trainings, with events in them, on two to four ranks; or only those of ddp, if named."""
     for world_size in (2, 3, 4):
         numbers = [number for number in range(count) if number % 3 == world_size - 2]
+        if "ddp" in names:
+            yield from (("ddp", configured.outcome_with_ddp(folder, world_size, number)) for number in numbers)
+            continue
         for i in range(0, len(numbers), 10):
             some = numbers[i : i + 10]
             trained = configured._all_end_alike(folder, world_size, some)
@@ -61,11 +65,11 @@ def configurations(folder: Path, count: int, names: list[str]) -> Iterator[tuple
 
 
 def payloads(folder: Path, count: int, names: list[str]) -> Iterator[tuple[str, str]]:
-    """Altered bytes for the decoder."""
+    """Altered bytes for the decoder; one in 20 also for the reference, with its time and memory."""
     each = 100_000
     for seed in range(-(-count // each)):
         size = min(each, count - seed * each)
-        test_fuzz.loop(seed, size)
+        test_fuzz.loop(seed, size, thorough_every=20)
         yield from [("all codecs", "refused or sound")] * size
 
 

@@ -16,6 +16,7 @@ import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 from pytorch_lightning.callbacks import Checkpoint, ModelCheckpoint
+from pytorch_lightning.strategies import DDPStrategy
 
 from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
 from tests.distributed.launch import FORK, QUIET
@@ -28,6 +29,10 @@ RANKS, STEPS, EPOCH = 2, 49, 30
 # dense() writes no files. Lightning's own stochastic weight averaging is not resumed exactly, even in one process, from
 # a checkpoint of an epoch's last step, or where a run is resumed twice before averaging begins.
 LEFT_OUT = ("dense", "local gradients, stochastic average")
+
+
+# Lightning's own strategy, with the model of this case.
+DDP = "dense"
 
 
 class Loader:
@@ -80,13 +85,16 @@ def _rank(rank: int, folder: Path, name: str, store: Path, resume: Path | None, 
     outside_launcher(rank, RANKS)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     method, model, callbacks = CASES[name]
+    strategy = SparseCommStrategy(method(), find_unused_parameters=True)
+    if name == DDP:
+        strategy = DDPStrategy(find_unused_parameters=True)
     torch.manual_seed(7)
     checkpoint: Checkpoint = ModelCheckpoint(folder, "{step}", every_n_train_steps=3, save_top_k=-1)
     if one:
         checkpoint = Overwriting(folder / "last.ckpt")
     trainer = pl.Trainer(
         devices=RANKS,
-        strategy=SparseCommStrategy(method(), find_unused_parameters=True),
+        strategy=strategy,
         max_steps=STEPS * (2 if model.get("two") else 1),
         use_distributed_sampler=False,
         callbacks=[checkpoint, Progress(folder / "progress"), *callbacks()],
@@ -134,13 +142,13 @@ def _train(folder: Path, name: str, resume: Path | None, kill_at: float | None, 
     return ended and all(process.exitcode == 0 for process in ranks)
 
 
-def _last(folder: Path) -> Path | None:
-    """The last checkpoint that is complete: every rank has written its file."""
+def _last(folder: Path, name: str) -> Path | None:
+    """The last checkpoint that is complete: every rank has written its file; or with ddp, it is there."""
     steps = {}
     for path in folder.glob("step=*.ckpt"):
         step = re.fullmatch(r"step=(\d+)\.ckpt", path.name)
         files = list(Path(f"{path}.sparsecomm").glob("rank_*.pt"))
-        if step is not None and len(files) == RANKS:
+        if step is not None and (len(files) == RANKS or name == DDP):
             steps[int(step[1])] = path
     return steps[max(steps)] if steps else None
 
@@ -157,9 +165,9 @@ def _killed_and_not(tmp_path: Path, name: str, kills: int, one: bool = False) ->
     optimizer_steps = STEPS * (2 if CASES[name][1].get("two") else 1)
     moments = random.Random(name)
     resumed = 0
-    last = (lambda folder: next(folder.glob("last.ckpt"), None)) if one else _last
+    last = (lambda folder, _: next(folder.glob("last.ckpt"), None)) if one else _last
     for count in range(kills):
-        resume = last(broken)
+        resume = last(broken, name)
         resumed += resume is not None
         # Later each time, so that training makes progress.
         at = optimizer_steps * (count + moments.random()) / (kills + 1)
@@ -169,7 +177,7 @@ def _killed_and_not(tmp_path: Path, name: str, kills: int, one: bool = False) ->
             assert count > kills / 2, "the ranks ended before most of the moments to kill them"
             break
     else:
-        assert _train(broken, name, last(broken), None)
+        assert _train(broken, name, last(broken, name), None)
     assert resumed
     for ours, theirs in zip(_weights(broken), _weights(whole), strict=True):
         assert ours.keys() == theirs.keys()

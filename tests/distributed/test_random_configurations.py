@@ -1,5 +1,6 @@
 """Random combinations of model, method, precision, accumulation, clipping and optimizer neither hang nor drift."""
 
+import queue
 import random
 import signal
 import tempfile
@@ -13,6 +14,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.plugins.precision import MixedPrecision
+from pytorch_lightning.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
@@ -156,8 +158,11 @@ def events_of(number: int, model: Model) -> set[str]:
     return chosen - {"swap"} if model.what["two"] else chosen
 
 
-def _train(number: int, rank: int, world_size: int) -> tuple[str, str, str]:
-    """Trains one configuration. Returns its name, how it ended, and the bits of its weights."""
+def _train(number: int, rank: int, world_size: int, ddp: bool = False) -> tuple[str, str, str]:
+    """Trains one configuration. Returns its name, how it ended, and the bits of its weights.
+
+    With `ddp`, without what it lacks: callbacks of ours, and uneven batches.
+    """
     # All ranks draw the same.
     drawn = random.Random(number)
     torch.manual_seed(number)
@@ -175,13 +180,18 @@ def _train(number: int, rank: int, world_size: int) -> tuple[str, str, str]:
             callbacks.append(SparsityWarmup(steps=3))
         if drawn.random() < 0.15:
             callbacks.append(ParameterAveraging(2, buffers=True))
-        model.events = events_of(number, model)
+        model.events = events_of(number, model) - ({"uneven"} if ddp else set())
+        if ddp:
+            callbacks = []
         described = (
             f"{number}: {method!r} {model.what} {sorted(model.events)} {model.make_optimizer} {options} {callbacks}"
         )
+        strategy: Any = DDPStrategy(find_unused_parameters=True)
+        if not ddp:
+            strategy = SparseCommStrategy(method, find_unused_parameters=True, uneven_inputs="uneven" in model.events)
         trainer = pl.Trainer(
             devices=world_size,
-            strategy=SparseCommStrategy(method, find_unused_parameters=True, uneven_inputs="uneven" in model.events),
+            strategy=strategy,
             use_distributed_sampler="uneven" not in model.events,
             max_steps=STEPS * (2 if model.what["two"] else 1),
             enable_checkpointing=False,
@@ -212,7 +222,7 @@ def _train(number: int, rank: int, world_size: int) -> tuple[str, str, str]:
     return described, "trained", torch.cat(bits).numpy().tobytes().hex()
 
 
-def _configurations(rank: int, world_size: int, numbers: list[int]) -> list[tuple[str, str, str]]:
+def _configurations(rank: int, world_size: int, numbers: list[int], ddp: bool = False) -> list[tuple[str, str, str]]:
     outside_launcher(rank, world_size)
     ends = []
     for number in numbers:
@@ -221,7 +231,7 @@ def _configurations(rank: int, world_size: int, numbers: list[int]) -> list[tupl
         signal.alarm(SECONDS)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            ends.append(_train(number, rank, world_size))
+            ends.append(_train(number, rank, world_size, ddp))
         signal.alarm(0)
         if ends[-1][1].startswith("failed"):
             break
@@ -239,6 +249,26 @@ def _all_end_alike(tmp_path: Path, world_size: int, numbers: list[int]) -> int:
         assert not outcome.startswith("failed"), f"{described}\n{outcome}"
         trained += outcome == "trained"
     return trained
+
+
+def outcome_with_ddp(tmp_path: Path, world_size: int, number: int) -> str:
+    """How one configuration ends with Lightning's own ddp."""
+    try:
+        ranks = run_ranks(tmp_path, world_size, _configurations, world_size, [number], True, timeout=SECONDS + 10)
+    except queue.Empty:
+        return "hung or aborted"
+    ends = [end[1:] for ((*end,),) in ranks]
+    if len({outcome for outcome, _ in ends}) > 1:
+        return "ended differently"
+    if ends[0][0] != "trained":
+        return "an error, the same on all ranks"
+    return "trained alike" if len({bits for _, bits in ends}) == 1 else "replicas differ, silent"
+
+
+def test_some_with_ddp(tmp_path: Path) -> None:
+    """So that the comparison is one."""
+    found = [outcome_with_ddp(tmp_path, 2, number) for number in (0, 1)]
+    assert found == ["trained alike"] * 2
 
 
 def test_some(tmp_path: Path) -> None:
