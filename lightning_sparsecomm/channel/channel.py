@@ -51,8 +51,8 @@ class _Round:
 class Channel(Part):
     """What a method is made of: memories, in order, and an exchange.
 
-    A round is `prepare`, `run`, and then `commit` or `abort`. Memories forget what was sent, as receivers decode it. The
-    channel that is given to a sync is a prototype and holds nothing; each optimizer works with a `fresh` one.
+    A round is `prepare`, `run`, and then `commit` or `abort`. Memories forget what was sent, as receivers decode it.
+    The channel that is given to a sync is a prototype and holds nothing; each optimizer works with a `fresh` one.
 
     >>> channel = Channel(Gather(SparseCodec(TopK(0.01))), [ErrorFeedback()])
 
