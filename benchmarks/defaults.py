@@ -1,8 +1,10 @@
 """`strategy="sparsecomm"` against ddp, in short trainings: the same LightningModule, with one string changed.
 
 All strategies of a seed start from the same weights and see the same batches. Each learning rate suits ddp: `--tune`
-measures several on held-out training data, and nothing else is tuned. Each run is written to a JSON file as it ends;
-`--resume` skips the runs in that file. Prints a Markdown table.
+measures those of `tasks.py` on held-out training data, and nothing else is tuned. Each run is written to a JSON file as
+it ends; `--resume` skips the runs in that file. Prints a Markdown table, and plots it with `--plot`.
+
+A strategy is `ddp`, `bf16`, `powersgd RANK` (torch's hooks), `sparsecomm`, or `sbc DENSITY EVERY`.
 """
 
 import argparse
@@ -12,21 +14,21 @@ import statistics
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytorch_lightning as pl
 import torch
-from learning import images_of
+from hooks import bf16_hook
 from pytorch_lightning.strategies import DDPStrategy
 from runs import COMMIT, load, made_with, save, versions
+from tasks import RATES, TASKS, TRIED
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_sparsecomm import SparseCommStrategy
+from lightning_sparsecomm import SparseCommStrategy, methods
 from lightning_sparsecomm.basis import link_bytes
 from lightning_sparsecomm.basis.ledger import OURS
 
@@ -34,78 +36,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from command_line import at_least, folder, quieten
 
 BASELINE = "ddp"
-STRATEGIES = (BASELINE, "bf16", "powersgd 4", "powersgd 1", "sparsecomm")
-CHARACTERS = 32
-
-
-def convolution() -> nn.Module:
-    """Two convolutions and two linear layers, 56,714 parameters; for Fashion-MNIST."""
-    return nn.Sequential(
-        *(nn.Conv2d(1, 16, 3), nn.ReLU(), nn.MaxPool2d(2)),
-        *(nn.Conv2d(16, 32, 3), nn.ReLU(), nn.MaxPool2d(2)),
-        *(nn.Flatten(), nn.Linear(800, 64), nn.ReLU(), nn.Linear(64, 10)),
-    )
-
-
-class Residual(nn.Module):
-    """Two convolutions with batch norm, and a shortcut."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.body = nn.Sequential(
-            *(nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()),
-            *(nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The sum of the shortcut and the convolutions, rectified."""
-        return (x + self.body(x)).relu()
-
-
-def residual_network() -> nn.Module:
-    """Three residual blocks of width 16, with batch norm, 15,066 parameters; for Fashion-MNIST."""
-    return nn.Sequential(
-        *(nn.Conv2d(1, 16, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()),
-        *(Residual(16), nn.MaxPool2d(2), Residual(16), Residual(16)),
-        *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10)),
-    )
-
-
-def perceptron() -> nn.Module:
-    """Three linear layers, 669,706 parameters; for Fashion-MNIST."""
-    return nn.Sequential(
-        nn.Flatten(), nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)
-    )
-
-
-class Task(NamedTuple):
-    """A network, its data, and learning rates that suit ddp.
-
-    Attributes:
-        network: Makes the network.
-        data: "fashion-mnist" or "digits".
-        rates: For "sgd" and "adamw".
-    """
-
-    network: Callable[[], nn.Module]
-    data: str
-    rates: dict[str, float]
-
-
-def digit_convolution() -> nn.Module:
-    """A convolution and two linear layers, 19,018 parameters; for the 8 × 8 digits."""
-    return nn.Sequential(
-        *(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
-        *(nn.Linear(256, 64), nn.ReLU(), nn.Linear(64, 10)),
-    )
-
-
-TASKS = {
-    "convolution": Task(convolution, "fashion-mnist", {"sgd": 0.1, "adamw": 8e-3}),
-    "batch norm": Task(residual_network, "fashion-mnist", {"sgd": 0.1, "adamw": 8e-3}),
-    "perceptron": Task(perceptron, "fashion-mnist", {"sgd": 0.1, "adamw": 2e-3}),
-    "digits": Task(digit_convolution, "digits", {"sgd": 0.1, "adamw": 8e-3}),
-}
+STRATEGIES = (BASELINE, "sparsecomm", "bf16", "powersgd 4", "powersgd 1")
+DENSE_STEPS = 2  # of PowerSGD
 
 
 class Learner(pl.LightningModule):
@@ -117,8 +49,8 @@ class Learner(pl.LightningModule):
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         """Cross-entropy of one batch."""
-        images, labels = batch
-        return cross_entropy(self.network(images), labels)
+        inputs, targets = batch
+        return cross_entropy(self.network(inputs).flatten(0, -2), targets.flatten())
 
     def configure_optimizers(self) -> Any:
         """SGD with momentum, or AdamW; the learning rate falls along a cosine to 0."""
@@ -141,15 +73,16 @@ class Measure(pl.Callback):
         """Evaluates the model on the held-out data."""
         if not trainer.is_global_zero:
             return
-        images, labels = self.held_out
+        inputs, targets = self.held_out
         pl_module.eval()
         with torch.no_grad():
-            logits = torch.cat([pl_module.network(some) for some in images.split(2000)])
+            logits = torch.cat([pl_module.network(some) for some in inputs.split(1000)]).flatten(0, -2)  # type: ignore[operator]
+        targets = targets.flatten()
         ledger = getattr(trainer.strategy, "ledger", None)
         powersgd = getattr(trainer.strategy, "_ddp_comm_state", None)
         measured = {
-            "accuracy": float((logits.argmax(1) == labels).double().mean() * 100),
-            "loss": float(cross_entropy(logits, labels)),
+            "accuracy": float((logits.argmax(1) == targets).double().mean() * 100),
+            "loss": float(cross_entropy(logits, targets)),
             "link_bytes": None if ledger is None else sum(map(ledger.link_bytes, OURS)),
             "ratio": None if powersgd is None else float(powersgd.compression_stats()[0]),
         }
@@ -165,23 +98,38 @@ class Hooked(DDPStrategy):
 
 def strategy_of(name: str) -> Any:
     """The strategy of a row."""
-    if name == BASELINE:
+    kind, *numbers = name.split()
+    if kind == BASELINE:
         return "ddp_fork"
-    if name == "sparsecomm":
+    if kind == "sparsecomm":
         return SparseCommStrategy(start_method="fork")
-    if name == "bf16":
-        return Hooked(start_method="fork", ddp_comm_hook=default_hooks.bf16_compress_hook)
-    state = powerSGD_hook.PowerSGDState(None, int(name.split()[1]), start_powerSGD_iter=2)
+    if kind == "sbc":
+        density, every = float(numbers[0]), int(numbers[1])
+        return SparseCommStrategy(methods.sbc(density=density, every=every), start_method="fork")
+    if kind == "bf16":
+        return Hooked(start_method="fork", ddp_comm_hook=bf16_hook)
+    state = powerSGD_hook.PowerSGDState(None, int(numbers[0]), start_powerSGD_iter=DENSE_STEPS)
     return Hooked(start_method="fork", ddp_comm_state=state, ddp_comm_hook=powerSGD_hook.powerSGD_hook)
 
 
-def run(strategy: str, task: str, optimizer: str, steps: int, seed: int, options: argparse.Namespace) -> dict[str, Any]:
+def known_strategy(text: str) -> str:
+    """A type for argparse."""
+    try:
+        strategy_of(text)
+    except (ValueError, IndexError):
+        raise argparse.ArgumentTypeError(
+            f"must be one of {', '.join(STRATEGIES)}, 'sbc 0.01 10'; got {text!r}"
+        ) from None
+    return text
+
+
+def run(
+    strategy: str, task: str, optimizer: str, steps: int, seed: int, rate: float, options: argparse.Namespace
+) -> dict[str, Any]:
     """One training."""
-    network, data_name, rates = TASKS[task]
-    rate = options.rate or rates[optimizer]
-    data = images_of(data_name, options.data_dir, hold_out_training=options.tune)  # type: ignore[arg-type]
+    data = TASKS[task].read(options.data_dir, options.tune)
     pl.seed_everything(seed, verbose=False)
-    learner = Learner(network(), optimizer, rate, steps)
+    learner = Learner(TASKS[task].network(data.classes), optimizer, rate, steps)
     loader = DataLoader(TensorDataset(*data.train), options.batch_size, shuffle=True)
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "run.json"
@@ -190,7 +138,7 @@ def run(strategy: str, task: str, optimizer: str, steps: int, seed: int, options
             devices=options.processes,
             strategy=strategy_of(strategy),
             max_steps=steps,
-            callbacks=[Measure(path, data.held_out)],  # type: ignore[arg-type]
+            callbacks=[Measure(path, data.held_out)],
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
@@ -198,62 +146,142 @@ def run(strategy: str, task: str, optimizer: str, steps: int, seed: int, options
         )
         trainer.fit(learner, loader)
         measured = json.loads(path.read_text())
-    ddp_bytes = steps * link_bytes("all_reduce", sum(p.nbytes for p in learner.parameters()), options.processes)
+    of_step = link_bytes("all_reduce", sum(p.nbytes for p in learner.parameters()), options.processes)
+    ratio = measured.pop("ratio")
     if measured["link_bytes"] is None:
         # As torch counts for PowerSGD.
-        measured["link_bytes"] = ddp_bytes / {BASELINE: 1.0, "bf16": 2.0}.get(strategy, measured["ratio"])
+        fewer = {BASELINE: 1.0, "bf16": 2.0}.get(strategy, ratio)
+        dense_steps = min(steps, DENSE_STEPS) if strategy.startswith("powersgd") else 0
+        measured["link_bytes"] = of_step * (dense_steps + (steps - dense_steps) / fewer)
     named = {"strategy": strategy, "task": task, "optimizer": optimizer, "steps": steps, "seed": seed, "rate": rate}
-    return {**named, **measured, "ddp_bytes": ddp_bytes, "commit": COMMIT}
+    return {**named, **measured, "ddp_bytes": steps * of_step, "commit": COMMIT}
 
 
-def table(runs: list[dict[str, Any]]) -> str:
-    """A row for each cell, ddp's accuracy and the others' differences from it, seed by seed."""
-    cells = list(dict.fromkeys((each["task"], each["optimizer"], each["steps"]) for each in runs))
-    others = [name for name in STRATEGIES[1:] if any(each["strategy"] == name for each in runs)]
-    lines = ["| network | optimizer | steps | seeds | ddp, % |" + "".join(f" {name} | bytes |" for name in others)]
-    lines += ["|---|---|---:|---:|---:|" + "---:|---:|" * len(others)]
-    for cell in cells:
-        mine = [each for each in runs if (each["task"], each["optimizer"], each["steps"]) == cell]
+class Row(NamedTuple):
+    """A strategy in a cell, against ddp at the same seeds.
+
+    Attributes:
+        cell: Network, optimizer and steps.
+        strategy: Its name.
+        accuracies: Differences from ddp's, in points.
+        losses: Differences from ddp's.
+        baseline: ddp's runs.
+        fewer: How many times fewer bytes than ddp.
+    """
+
+    cell: tuple[str, str, int]
+    strategy: str
+    accuracies: list[float]
+    losses: list[float]
+    baseline: list[dict[str, Any]]
+    fewer: float
+
+    @property
+    def verdict(self) -> str:
+        """In what the mean is within one standard error of ddp's, or better."""
+        if len(self.losses) < 2:
+            return ""
+        held = [
+            name for name, worse in (("accuracy", [-a for a in self.accuracies]), ("loss", self.losses)) if holds(worse)
+        ]
+        return {0: "neither", 1: held[0] if held else "", 2: "both"}[len(held)]
+
+
+def holds(worse: list[float]) -> bool:
+    """Whether the mean of these differences is within one standard error of 0, or below."""
+    return statistics.mean(worse) <= statistics.stdev(worse) / len(worse) ** 0.5
+
+
+def rows(runs: list[dict[str, Any]]) -> list[Row]:
+    """A row for each cell and strategy but ddp."""
+    found = []
+    cells = list(dict.fromkeys((each["steps"], each["task"], each["optimizer"]) for each in runs))
+    tasks = list(TASKS)
+    for steps, task, optimizer in sorted(cells, key=lambda cell: (cell[0], tasks.index(cell[1]), cell[2])):
+        mine = [r for r in runs if (r["steps"], r["task"], r["optimizer"]) == (steps, task, optimizer)]
         base = {each["seed"]: each for each in mine if each["strategy"] == BASELINE}
-        if not base:
-            continue
-        line = (
-            f"| {cell[0]} | {cell[1]} | {cell[2]:,} | {len(base)} | {spread([b['accuracy'] for b in base.values()])} |"
-        )
-        for name in others:
+        for name in dict.fromkeys(each["strategy"] for each in mine if each["strategy"] != BASELINE):
             pairs = [(each, base[each["seed"]]) for each in mine if each["strategy"] == name and each["seed"] in base]
             if not pairs:
-                line += " | |"
                 continue
-            differences = [own["accuracy"] - theirs["accuracy"] for own, theirs in pairs]
-            sizes = [own["ddp_bytes"] / own["link_bytes"] for own, _ in pairs if own["link_bytes"]]
-            fewer = f"{statistics.mean(sizes):.1f}×" if sizes else ""
-            line += f" {spread(differences, sign=True)} | {fewer} |"
-        lines.append(line)
+            accuracies = [own["accuracy"] - theirs["accuracy"] for own, theirs in pairs]
+            losses = [own["loss"] - theirs["loss"] for own, theirs in pairs]
+            fewer = statistics.mean(own["ddp_bytes"] / own["link_bytes"] for own, _ in pairs)
+            found.append(Row((task, optimizer, steps), name, accuracies, losses, [b for _, b in pairs], fewer))
+    return found
+
+
+def table(found: list[Row]) -> str:
+    """ddp's accuracy and loss, and the differences from them: means and standard errors over seeds."""
+    lines = [
+        "| network | optimizer | steps | strategy | seeds | ddp, % | points from ddp | ddp, loss | loss from ddp"
+        " | fewer bytes | as good as ddp in |",
+        "|---|---|---:|---|---:|---:|---:|---:|---:|---:|---|",
+    ]
+    for row in found:
+        task, optimizer, steps = row.cell
+        accuracy, loss = (spread([each[name] for each in row.baseline]) for name in ("accuracy", "loss"))
+        lines.append(
+            f"| {task} | {optimizer} | {steps:,} | {row.strategy} | {len(row.losses)} | {accuracy}"
+            f" | {spread(row.accuracies, '+')} | {loss} | {spread(row.losses, '+', 3)} | {row.fewer:.1f} ×"
+            f" | {row.verdict} |"
+        )
     return "\n".join(lines)
 
 
-def spread(values: list[float], sign: bool = False) -> str:
+def spread(values: list[float], sign: str = "", decimals: int = 2) -> str:
     """The mean and its standard error."""
-    mean = f"{statistics.mean(values):{'+' if sign else ''}.2f}"
-    return f"{mean} ± {statistics.stdev(values) / len(values) ** 0.5:.2f}" if len(values) > 1 else mean
+    mean = f"{statistics.mean(values):{sign}.{decimals}f}"
+    return f"{mean} ± {statistics.stdev(values) / len(values) ** 0.5:.{decimals}f}" if len(values) > 1 else mean
+
+
+def plot(found: list[Row], path: Path) -> None:
+    """Loss from ddp's by bytes, a panel for each optimizer and number of steps."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    panels = sorted({(row.cell[2], row.cell[1]) for row in found})
+    figure, axes = plt.subplots(1, len(panels), figsize=(4.2 * len(panels), 4), squeeze=False, sharey=True)
+    tasks = [task for task in TASKS if any(row.cell[0] == task for row in found)]
+    names = list(dict.fromkeys(row.strategy for row in found))
+    for axis, (steps, optimizer) in zip(axes[0], panels):
+        axis.axhline(0, color="0.6", linewidth=1, label=BASELINE)
+        for row in found:
+            if (row.cell[2], row.cell[1]) != (steps, optimizer):
+                continue
+            errors = statistics.stdev(row.losses) / len(row.losses) ** 0.5 if len(row.losses) > 1 else 0
+            color, marker = f"C{tasks.index(row.cell[0])}", "osD^vP*X<>"[names.index(row.strategy) % 10]
+            axis.errorbar(row.fewer, statistics.mean(row.losses), errors, color=color, marker=marker, capsize=3)
+        axis.set(xscale="log", title=f"{optimizer}, {steps:,} steps", xlabel="times fewer bytes than ddp, whole run")
+    axes[0][0].set_ylabel("held-out loss, difference from ddp's")
+    shown = [plt.Line2D([], [], color=f"C{number}", label=task) for number, task in enumerate(tasks)]
+    shown += [
+        plt.Line2D([], [], color="0.3", linestyle="", marker="osD^vP*X<>"[number % 10], label=name)
+        for number, name in enumerate(names)
+    ]
+    figure.legend(handles=shown, loc="outside right upper", fontsize=8)
+    figure.set_layout_engine("constrained")
+    figure.savefig(path, dpi=110)
 
 
 def main() -> None:
     """Runs what is missing, and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-dir", type=folder, default=Path("data"), help="folder of Fashion-MNIST")
+    parser.add_argument("--data-dir", type=folder, default=Path("data"), help="Fashion-MNIST and shakespeare.txt")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--optimizers", nargs="+", choices=["sgd", "adamw"], default=["sgd", "adamw"])
     parser.add_argument("--steps", nargs="+", type=at_least(1), default=[300, 1000, 4000])
-    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
+    parser.add_argument("--strategies", nargs="+", type=known_strategy, default=list(STRATEGIES))
     parser.add_argument("--seeds", type=at_least(1), default=5)
     parser.add_argument("--processes", type=at_least(1), default=4)
     parser.add_argument("--batch-size", type=at_least(1), default=32, help="of each process")
-    parser.add_argument("--rate", type=float, help="learning rate, instead of the task's; with --tune")
-    parser.add_argument("--tune", action="store_true", help="hold out training data, and leave the test data alone")
+    parser.add_argument("--first-seed", type=at_least(0), default=0)
+    parser.add_argument("--tune", action="store_true", help="all rates of tasks.py, on held-out training data")
     parser.add_argument("--output", type=Path, default=Path("defaults.json"))
     parser.add_argument("--resume", action="store_true", help="keep the runs in --output")
+    parser.add_argument("--plot", type=Path, help="file for a plot of loss by bytes")
     parser.add_argument("--only-print", action="store_true", help="print the table of --output")
     options = parser.parse_args()
     quieten()
@@ -261,19 +289,28 @@ def main() -> None:
     torch.set_num_threads(1)
     settings = {"processes": options.processes, "batch_size": options.batch_size, "tune": options.tune} | versions()
     runs = load(options.output, settings, options.resume or options.only_print)
-    cells = itertools.product(
-        range(options.seeds), options.steps, options.tasks, options.optimizers, options.strategies
-    )
-    names = ("seed", "steps", "task", "optimizer", "strategy")
-    for cell in () if options.only_print else cells:
-        if any(all(each[name] == value for name, value in zip(names, cell)) for each in runs):
-            continue
-        seed, steps, task, optimizer, strategy = cell
-        runs.append(run(strategy, task, optimizer, steps, seed, options))
-        save(runs, options.output, settings)
-        shown = ("strategy", "task", "optimizer", "steps", "seed", "accuracy", "loss")
-        print({name: runs[-1][name] for name in shown}, file=sys.stderr, flush=True)
-    print(table(runs))
+    seeds = range(options.first_seed, options.first_seed + options.seeds)
+    cells = itertools.product(options.steps, seeds, options.tasks, options.optimizers, options.strategies)
+    names = ("steps", "seed", "task", "optimizer", "strategy", "rate")
+    for steps, seed, task, optimizer, strategy in () if options.only_print else cells:
+        tried = TRIED[optimizer].get(task, ()) if options.tune else ()
+        for rate in tried or (RATES[optimizer][task],):
+            cell = (steps, seed, task, optimizer, strategy, rate)
+            if any(all(each[name] == value for name, value in zip(names, cell)) for each in runs):
+                continue
+            runs.append(run(strategy, task, optimizer, steps, seed, rate, options))
+            save(runs, options.output, settings)
+            print({name: runs[-1][name] for name in (*names, "accuracy", "loss")}, file=sys.stderr, flush=True)
+    if options.tune:
+        print("| network | optimizer | rate | accuracy, % | loss |\n|---|---|---:|---:|---:|")
+        for each in runs:
+            named = " | ".join(str(each[name]) for name in ("task", "optimizer", "rate"))
+            print(f"| {named} | {each['accuracy']:.2f} | {each['loss']:.4f} |")
+    else:
+        found = rows(runs)
+        print(table(found))
+        if options.plot is not None:
+            plot(found, options.plot)
     print(f"\n{made_with(each['commit'] for each in runs)}")
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
-from defaults import convolution
 from learning import images_of
+from tasks import convolution
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -207,7 +207,7 @@ def train(form: Form, rate: float, steps: int, seed: int, data_dir: Path) -> tup
     torch.manual_seed(seed)
     data = images_of("fashion-mnist", data_dir, hold_out_training=True)
     images, labels = data.train
-    simulation = Simulation(convolution(), form, rate, steps)
+    simulation = Simulation(convolution(data.classes), form, rate, steps)
     parameters = list(simulation.network.parameters())
     generator = torch.Generator().manual_seed(seed)
     for step in range(steps):
