@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lightning_sparsecomm.basis.ledger import LIGHTNING, Collective
 from lightning_sparsecomm.basis.wire import Waiting
 from lightning_sparsecomm.frontends.checkpointing import CheckpointingMixin
+from lightning_sparsecomm.frontends.expected import expected
 from lightning_sparsecomm.frontends.own_callbacks import DeferredSaves, EndOfTraining
 from lightning_sparsecomm.frontends.reporting import announce, forget_actions, profile_of, say
 from lightning_sparsecomm.frontends.uneven import UnevenMixin
@@ -104,25 +105,14 @@ class TrainerMixin(UnevenMixin, CheckpointingMixin, DDPStrategy):
         trainer = self._trainer
         if self._is_trial():
             return
-        # An epoch's length in steps may be unknown.
-        batches = trainer.num_training_batches if trainer.lightning_module.automatic_optimization else math.inf
-        each = math.ceil(batches / trainer.accumulate_grad_batches) if 0 < batches < math.inf else math.inf
-        steps = trainer.max_steps if trainer.max_steps >= 0 else math.inf
-        epochs = trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs >= 0 else math.inf
-        steps, epochs = min(steps, epochs * each), min(epochs, steps / each if each < math.inf else math.inf)
-        # Several optimizers share the Trainer's count of steps.
-        known = trainer.lightning_module.automatic_optimization and len(self.optimizers) == 1
-        self.engine.expect(steps - trainer.global_step if known else math.inf)
-        # By name, as either package's callbacks may be in use.
-        stoppers = {"EarlyStopping", "Timer"}
-        self.engine.may_end_sooner = any(
-            stoppers & {kind.__name__ for kind in type(callback).__mro__} for callback in vars(trainer)["callbacks"]
-        )
+        found = expected(trainer)
+        self.engine.expect(found.left)
+        self.engine.may_end_sooner = found.may_end_sooner
         compile_kernels(self.engine, self.local_rank == 0, self.barrier, lambda line: say(line, trainer))
         if trainer.is_global_zero:
-            warn_of_short_run(self.engine.registry, self.engine.warmup, steps, epochs)
+            warn_of_short_run(self.engine.registry, self.engine.warmup, found.steps, found.epochs)
             length = likely_length(self.engine.length, self.engine.may_end_sooner)
-            self.announced = announcement(self.engine.registry, length, self.world_size)
+            self.announced = announcement(self.engine.registry, length, self.world_size, found.estimated)
             announce(self.announced, trainer)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -130,6 +120,10 @@ class TrainerMixin(UnevenMixin, CheckpointingMixin, DDPStrategy):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        # StochasticWeightAveraging's last epoch only measures for batch norm. Lightning steps once in it, with the
+        # gradients of the epoch before: that would move the averaged weights.
+        if getattr(self._trainer.fit_loop, "_skip_backward", False):
+            return closure()
         engine = self.engine
         engine.epoch = self._epoch()
         with engine.stepping(optimizer):

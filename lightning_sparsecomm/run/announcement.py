@@ -7,9 +7,14 @@ from lightning_sparsecomm.basis.schedules import ByLength
 from lightning_sparsecomm.run.registry import Registry
 
 
-def announcement(registry: Registry, length: float, world_size: int) -> list[str]:
-    """A line for each optimizer; `length` in its steps, infinite where unknown."""
+def announcement(registry: Registry, length: float, world_size: int, estimated: bool = False) -> list[str]:
+    """A line for each optimizer; `length` in its steps, infinite where unknown.
+
+    `estimated` is whether the length supposes one step for each batch.
+    """
     run = f"in each of {length:,.0f} steps" if length < math.inf else "in each step of a run of unknown length"
+    if estimated and length < math.inf:
+        run += " (if each batch makes one)"
     lines: list[str] = []
     for tracked in registry.optimizers:
         if tracked.method is not None:

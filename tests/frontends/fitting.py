@@ -43,12 +43,11 @@ def _fit(rank: int, world_size: int, model: pl.LightningModule, strategy: Any, o
         strategy=strategy,
         accelerator="cpu",
         devices=world_size,
-        max_epochs=1,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **{**options, "plugins": [TorchElasticEnvironment(), *options.get("plugins", [])]},
+        **{"max_epochs": 1, **options, "plugins": [TorchElasticEnvironment(), *options.get("plugins", [])]},
     )
     batches = torch.randn(4 * world_size * 4, 6, generator=torch.Generator().manual_seed(3))
     try:

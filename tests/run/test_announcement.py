@@ -35,3 +35,13 @@ def test_a_line_for_each_optimizer(wire: Wire, method: Method, length: float, li
     engine.close()
     assert line.startswith("sparsecomm: 4 ranks, SGD by ")
     assert line.endswith(lines)
+
+
+def test_a_length_that_supposes_one_step_for_each_batch_says_so(wire: Wire) -> None:
+    engine, module = Engine(default(), wire), chain()
+    engine.registry.add_module(module)
+    engine.register(torch.optim.SGD(module.parameters(), lr=0.1))
+    (known,), (unknown,) = (announcement(engine.registry, length, 4, estimated=True) for length in (300, math.inf))
+    engine.close()
+    assert known.endswith("; 6.69% of the elements in each of 300 steps (if each batch makes one)")
+    assert unknown.endswith("in each step of a run of unknown length")

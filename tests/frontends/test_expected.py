@@ -1,0 +1,94 @@
+"""How long a fit will be: densities follow it, and its last step sends what waits."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import StochasticWeightAveraging
+from torch import Tensor, nn
+
+from lightning_sparsecomm.basis.schedules import ByLength
+from lightning_sparsecomm.methods import dgc
+from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
+from tests.frontends.fitting import Model, fit
+
+BATCHES = 4
+
+
+class ByHand(Model):
+    """Manual optimization, of one optimizer or of one for each layer."""
+
+    def __init__(self, optimizers: int = 1) -> None:
+        super().__init__()
+        self.automatic_optimization, self.count = False, optimizers
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """A step of each optimizer."""
+        loss = super().training_step(batch, batch_idx)
+        found: Any = self.optimizers()
+        optimizers = found if isinstance(found, list) else [found]
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in optimizers:
+            optimizer.step()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        """SGD."""
+        layers = [self.network[0], self.network[2]] if self.count == 2 else [self.network]
+        return [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in layers]
+
+
+class Notes(pl.Callback):
+    """Writes what rank 0 announced, expected and did."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Also the largest difference from an averaged model."""
+        averages = [each for each in vars(trainer)["callbacks"] if isinstance(each, StochasticWeightAveraging)]
+        differences = [
+            float((own - mean).abs().max().detach())
+            for each in averages
+            for own, mean in zip(pl_module.parameters(), each._average_model.parameters())  # type: ignore[union-attr]
+        ]
+        if trainer.is_global_zero:
+            strategy: Any = trainer.strategy
+            made = max(tracked.steps for tracked in strategy.engine.registry.optimizers)
+            torch.save((strategy.announced, strategy.engine.length, made, max(differences, default=0.0)), self.path)
+
+
+def _noted(
+    tmp_path: Path, model: Model, *callbacks: pl.Callback, **options: Any
+) -> tuple[list[str], float, int, float]:
+    path = tmp_path / "noted.pt"
+    strategy = SparseCommStrategy(dgc(ByLength(), scope="balanced"))
+    fit(tmp_path, model, strategy, callbacks=[*callbacks, Notes(path)], **options)
+    found: tuple[list[str], float, int, float] = torch.load(path)
+    return found
+
+
+@pytest.mark.parametrize("optimizers", [1, 2])
+@pytest.mark.parametrize(("options", "steps"), [({"max_epochs": 3}, 3 * BATCHES), ({"max_epochs": -1}, 6)])
+def test_manual_optimization_is_expected_to_step_once_for_each_batch(
+    tmp_path: Path, optimizers: int, options: dict[str, Any], steps: int
+) -> None:
+    if options["max_epochs"] < 0:
+        options = {**options, "max_steps": steps * optimizers}
+    lines, length, made, _ = _noted(tmp_path, ByHand(optimizers), **options)
+    assert (length, made) == (steps, steps)
+    assert len(lines) == optimizers
+    assert all(line.endswith(f"in each of {steps} steps (if each batch makes one)") for line in lines)
+
+
+def test_averaged_weights_with_batch_norm_stay_the_average(tmp_path: Path) -> None:
+    """Lightning adds an epoch that only measures: neither what waits nor an old gradient may move the weights then."""
+    network = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+    averaging = StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1)
+    _, length, made, difference = _noted(tmp_path, Model(network), averaging, max_epochs=3)
+    assert (length, made) == (3 * BATCHES, 3 * BATCHES)
+    assert difference == 0
