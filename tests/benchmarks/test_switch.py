@@ -1,13 +1,17 @@
 """The switch delays, loses and serializes as it was asked to: with packets made here, and at moments that are given."""
 
+import gc
 import itertools
 import random
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from multiprocessing import Pipe
+from types import SimpleNamespace
 
 import pytest
 
+from benchmarks import switch
 from benchmarks.cable import Cable
 from benchmarks.switch import Cut, Loss, Switch, Trip, Wander, without
 
@@ -157,7 +161,7 @@ def test_packets_of_two_senders_share_the_receivers_cable(bench: Bench) -> None:
         bench.sent(0, ones, 10.0)
         bench.sent(2, twos, 10.0)
     moments = [10.05 + 0.00153 * (1 + number) for number in range(6)]
-    assert [bench.arrived(1, now) for now in moments] == [[ones], [twos]] * 3
+    assert [[(ones, twos).index(each) for each in bench.arrived(1, now)] for now in moments] == [[0], [1]] * 3
 
 
 @pytest.mark.parametrize("bench", [(Trip(0.05, 0.0, 0.0), 10**9, 8_000_000)], indirect=True)
@@ -199,6 +203,34 @@ def test_packets_that_wait_to_be_read_are_late(bench: Bench) -> None:
     report = bench.switch.report()
     assert report.late_seconds == report.worst_seconds == pytest.approx(0.2)
     bench.sent(0, packet(PAYLOAD), 10.9)
+    assert bench.switch.report().late_seconds == 0
+
+
+@pytest.mark.parametrize("bench", [(Trip(0.05, 0.0, 0.0), 10**9, 10**9)], indirect=True)
+def test_a_device_that_was_found_empty_made_nobody_wait(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four packets come at once, and again 40 ms later: as many as are read in one go."""
+    device, waits, moments = bench.devices[0].fileno(), [], iter([10.0, 10.0, 10.04])
+
+    def ready(
+        files: Sequence[int], _: object, __: object, wait: float | None
+    ) -> tuple[list[int], tuple[()], tuple[()]]:
+        waits.append(wait)
+        moment = next(moments)
+        monkeypatch.setattr(switch, "time", SimpleNamespace(monotonic=lambda: moment))
+        found = [device] if len(waits) != 2 else []
+        for _ in range(4 * len(found)):
+            bench.hosts[0].send(packet(PAYLOAD))
+        return found, (), ()
+
+    monkeypatch.setattr(switch, "select", SimpleNamespace(select=ready))
+    monkeypatch.setattr(switch, "time", SimpleNamespace(monotonic=lambda: 10.0))
+    control, here = Pipe()
+    with control, here, pytest.raises(StopIteration):
+        bench.switch.carry(control)
+    gc.enable()
+    monkeypatch.undo()
+    # It looks again at once, and then waits for what is due first.
+    assert waits[:2] == [None, 0.0] and waits[2] == pytest.approx(0.05, abs=0.001)
     assert bench.switch.report().late_seconds == 0
 
 
