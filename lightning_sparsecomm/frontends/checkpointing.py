@@ -8,6 +8,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_sparsecomm.basis.ledger import Ledger
 from lightning_sparsecomm.basis.wire import Wire
+from lightning_sparsecomm.frontends.loading import loading
 from lightning_sparsecomm.frontends.mixin import SynchronizingMixin
 from lightning_sparsecomm.frontends.own_callbacks import DeferredSaves, EndOfTraining
 from lightning_sparsecomm.run.checkpoint import Resumed
@@ -71,7 +72,7 @@ class CheckpointingMixin(SynchronizingMixin, DDPStrategy):
         return self._own_callbacks is not None and self._own_callbacks[1].due
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        checkpoint = loading(super().load_checkpoint, weights_only)(checkpoint_path)
         self._resumed = None
         if self.lightning_module is not None and self.lightning_module.trainer.state.fn == "fit":
             # Before hooks that change the loaded checkpoint: they must find this rank's own entries.

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_sparsecomm.basis.parts import parts_in
 from lightning_sparsecomm.basis.schedules import ByLength, Schedule, check_every
+from lightning_sparsecomm.frontends.loading import loading
 from lightning_sparsecomm.frontends.mixin import SynchronizingMixin
 from lightning_sparsecomm.frontends.uneven import UnevenLoader
 from lightning_sparsecomm.run.agreement import CHECK_REPLICAS_EVERY
@@ -176,7 +177,7 @@ class FabricMixin(SynchronizingMixin, DDPStrategy):
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        remainder = super().load_checkpoint(path, state, strict, weights_only)
+        remainder = loading(super().load_checkpoint, weights_only)(path, state, strict)
         ready, trains = self._engine is not None, self._trains(state)
         # Loading a model after its optimizer, from the same checkpoint, has discarded the method's state.
         again = state is not None and self._resumed_from == os.fspath(path)
@@ -184,7 +185,7 @@ class FabricMixin(SynchronizingMixin, DDPStrategy):
             # Lightning does not return all that it has read.
             checkpoint: dict[str, Any] = {}
             if self.global_rank == 0:
-                checkpoint = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+                checkpoint = loading(self.checkpoint_io.load_checkpoint, weights_only)(path)
             resumed = self._read_state(path, fingerprint_of(checkpoint), weights_only, self.engine.wire)
             self._load_state(path, resumed)
             self._resumed_from = os.fspath(path)

@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparsecomm.basis.wire import Wire
+from lightning_sparsecomm.frontends.loading import loading
 from lightning_sparsecomm.run.agreement import plain_repr
 from lightning_sparsecomm.run.checkpoint import Resumed, read
 from lightning_sparsecomm.run.contents import State, fingerprint_of
@@ -110,7 +110,7 @@ class SavingMixin:
 
     def _read_state(self, path: Any, fingerprint: str, weights_only: bool | None, wire: Wire) -> Resumed:
         """Reads what the ranks wrote beside a checkpoint whose fingerprint rank 0 passes. A collective."""
-        load = partial(self.checkpoint_io.load_checkpoint, weights_only=weights_only)
+        load = loading(self.checkpoint_io.load_checkpoint, weights_only)
         return read(RankFiles(path, self.checkpoint_io, follow=True), fingerprint, load, wire, self.root_device)
 
     def _load_state(self, path: Any, resumed: Resumed) -> None:
