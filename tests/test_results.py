@@ -27,3 +27,14 @@ def test_tables_of_sparse_binary_compression(task: str, seeds: int, monkeypatch:
         assert any(line.startswith(f"| {title} | {quality} |") and f"| {ratio:,.0f} x |" in line for line in lines), (
             f"no line of {title} with {quality} and {ratio:,.0f} x"
         )
+
+
+def test_table_of_the_battery(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    battery = import_module("defaults")
+    runs = json.loads((ROOT / "docs" / "results" / "battery.json").read_text())["runs"]
+    lines = (ROOT / "docs" / "results.md").read_text().splitlines()
+    printed = battery.table(battery.rows(runs)).splitlines()
+    assert len(printed) > 2
+    assert [line for line in printed if line not in lines] == []
