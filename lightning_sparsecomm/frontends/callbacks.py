@@ -15,6 +15,9 @@ class SparsityWarmup(Callback):
     It replaces a warm-up of the method's own. `dense`, `federated_averaging` and `diloco` have no density and always
     send everything.
 
+    >>> round(SparsityWarmup(epochs=4).warmup.density(0.001, step=0, epoch=0), 3)
+    0.251
+
     Args:
         steps: Length in optimizer steps; 0 if it is given in epochs.
         epochs: Length in epochs; 0 if it is given in steps.
@@ -43,6 +46,9 @@ class ParameterAveraging(Callback):
     """Averages the parameters over all ranks every `every` optimizer steps, with any method.
 
     It replaces the method's own averaging. If replicas are equal already, only their last bits change.
+
+    >>> ParameterAveraging(every=1000, buffers=True).averaging.every
+    1000
 
     Args:
         every: Optimizer steps between two averages.

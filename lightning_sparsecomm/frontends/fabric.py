@@ -37,6 +37,10 @@ class FabricMixin(SynchronizingMixin, DDPStrategy):
     Call `fabric.strategy.settle()` after the last step: it applies what residuals still hold, unless `length` tells
     when that is, and makes replicas equal with methods that let them drift (a local mode, weights exchanged every few
     steps). With these, use `with fabric.strategy.shared_model():` to evaluate or save the model before that.
+
+    >>> from lightning_fabric import Fabric
+    >>> from lightning_sparsecomm.strategies.lightning_fabric import SparseCommStrategy
+    >>> fabric = Fabric(accelerator="cpu", devices=2, strategy=SparseCommStrategy(methods.dgc(0.01), length=5000))
     """
 
     _checked = False

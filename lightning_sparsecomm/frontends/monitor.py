@@ -123,6 +123,9 @@ class CompressionMonitor(Observer):
 
     And as they are now: `bytes_sent_total`, `residual_norm`.
 
+    >>> import pytorch_lightning as pl
+    >>> trainer = pl.Trainer(accelerator="cpu", callbacks=[CompressionMonitor(progress_bar=False)], logger=False)
+
     Args:
         progress_bar: Whether to show the ratio on the progress bar, as `sparsecomm/ratio`.
         summary: Whether to print the table at the end of fit.

@@ -21,6 +21,9 @@ class CompressionReport(Observer):
     runs in the folder. So for a comparison, train twice into one folder: with ddp, and with sparsecomm. Adds no
     collective. `sparsecomm report FOLDER` makes the page anew.
 
+    >>> import pytorch_lightning as pl
+    >>> trainer = pl.Trainer(accelerator="cpu", callbacks=[CompressionReport("reports", name="ddp")], logger=False)
+
     Args:
         folder: Where to write; None for the Trainer's log_dir, or its default_root_dir.
         name: Names the run, in the folder and on the page; None for the strategy's name, such as `dgc` or `ddp`.

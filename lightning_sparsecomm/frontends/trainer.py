@@ -38,6 +38,12 @@ class TrainerMixin(UnevenMixin, CheckpointingMixin, DDPStrategy):
     and accumulation stay as they are. Two hooks see other gradients: `on_after_backward` finds this rank's own, and
     `on_before_optimizer_step` the mean of what ranks sent, which with dgc already contains momentum.
 
+    >>> import pytorch_lightning as pl
+    >>> from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
+    >>> strategy = SparseCommStrategy(methods.dgc(density=0.01, warmup_steps=100))
+    >>> pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False).strategy.method
+    dgc(density=0.01, warmup_steps=100)
+
     Attributes:
         ledger: What this rank has sent. Where `fit` started processes of its own, rank 0's, once they have ended.
         announced: What was said at the start: a line for each optimizer; on rank 0.

@@ -30,6 +30,9 @@ class SparseCommStrategy(str, metaclass=_Either):
     of its own in the registries of both packages, like "ddp". The Trainer or Fabric that is given it makes the strategy
     of its own package, whose attributes are then found here too.
 
+    >>> SparseCommStrategy(methods.dgc(density=0.01), check_replicas_every=100)
+    SparseCommStrategy(method=dgc(density=0.01), seed=0, check_replicas_every=100)
+
     Args:
         method: How gradients or weights are exchanged; None for the default.
         seed: Seed of the method's own randomness; equal on all ranks.
