@@ -65,24 +65,30 @@ class ResNet(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+def train(model: nn.Module, steps: int) -> float:
+    """Trains in two processes; the accuracy on 360 other images."""
+    pl.seed_everything(0, verbose=False)
+    # A tenth of the steps for the warm-up: by default it takes 1,000.
+    method = methods.dgc(density=0.01, warmup_steps=steps // 10)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=SparseCommStrategy(method, start_method="fork"),
+        callbacks=[lightning_sparsecomm.CompressionMonitor()],
+        max_steps=steps,
+        val_check_interval=min(steps, 22),  # of 22 batches in an epoch
+        gradient_clip_val=1.0,
+        logger=False,
+        enable_checkpointing=False,
+    )
+    trainer.fit(ResNet(model, learning_rate=0.02), Images())
+    return float(trainer.callback_metrics["accuracy"])
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=at_least(1), default=60)
     options = parser.parse_args()
 
     quieten()
-    pl.seed_everything(0)
-    # A tenth of the steps for the warm-up: by default it takes 1,000.
-    method = methods.dgc(density=0.01, warmup_steps=options.steps // 10)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=SparseCommStrategy(method, start_method="fork"),
-        callbacks=[lightning_sparsecomm.CompressionMonitor()],
-        max_steps=options.steps,
-        gradient_clip_val=1.0,
-        logger=False,
-        enable_checkpointing=False,
-    )
-    trainer.fit(ResNet(resnet18(classes=10), learning_rate=0.02), Images())
-    print(f"accuracy {trainer.callback_metrics['accuracy']:.1%}")
+    print(f"accuracy {train(resnet18(classes=10), options.steps):.1%}")

@@ -1,23 +1,18 @@
 """The examples of front ends and other libraries run, in short form."""
 
+import importlib
 import importlib.util
 import json
 import re
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 from tests.examples.test_commands import EXAMPLES, run_example
 
 # Each run imports Lightning anew, which is slow on a busy machine.
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
-
-STAND_IN = """
-from torch import nn
-
-def resnet18(num_classes):
-    return nn.Sequential(nn.Conv2d(3, 8, 3, stride=4), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(512, num_classes))
-"""
 
 
 def has(module: str) -> bool:
@@ -37,7 +32,7 @@ def test_gan(tmp_path: Path) -> None:
     # 22 batches of each of two ranks, and two optimizers.
     assert "over 44 steps" in output
     generator, discriminator = (float(loss) for loss in re.findall(r"(?:loss|discriminator's) ([\d.]+)", output))
-    assert 0 < generator < 5 and 0 < discriminator < 0.7
+    assert 0 < generator < 2 and 0 < discriminator < 1
 
 
 @pytest.mark.skipif(has("torchvision"), reason="torchvision is there")
@@ -46,18 +41,13 @@ def test_resnet_without_torchvision(tmp_path: Path) -> None:
         run_example("resnet.py", "--steps=1", folder=tmp_path)
 
 
-def test_resnet_with_a_small_network_in_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
+def test_resnet_with_a_small_network_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """torchvision's wheels fit few builds of torch, and ResNet-18 takes seconds for each step here."""
-    (tmp_path / "torchvision").mkdir()
-    (tmp_path / "torchvision" / "__init__.py").touch()
-    (tmp_path / "torchvision" / "models.py").write_text(STAND_IN)
-    copy = tmp_path / "resnet.py"
-    copy.write_text((EXAMPLES / "resnet.py").read_text())
-    for needed in ("command_line.py", "images.py"):
-        (tmp_path / needed).write_text((EXAMPLES / needed).read_text())
-    output = run_example(str(copy), "--steps=30", folder=tmp_path)
-    assert float(re.findall(r"accuracy ([\d.]+)%", output)[0]) > 20  # chance is 10
-    assert "compression ratio" in output
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    resnet = importlib.import_module("resnet")
+    small = nn.Sequential(nn.Conv2d(3, 8, 3, 4, 1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(512, 10))
+    assert resnet.train(small, steps=44) > 0.5  # chance is 0.1
 
 
 @pytest.mark.skipif(not has("transformers"), reason="needs transformers")
