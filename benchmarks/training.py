@@ -143,6 +143,8 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "federated_averaging(every=10)": ours(lambda methods: methods.federated_averaging(every=10)),
     "diloco(every=10)": ours(lambda methods: methods.diloco(every=10)),
     "sparse_loco(every=10)": ours(lambda methods: methods.sparse_loco(every=10)),
+    "sparsecomm": ours(lambda methods: methods.default()),
+    "auto()": ours(lambda methods: methods.auto()),
 }
 """The rows. Methods that exchange every 30 to 500 steps by default do so every 10 here, to be measured at all."""
 

@@ -181,9 +181,9 @@ def test_classes_stay_small() -> None:
     assert large == {each for each in EXCEPTIONS if not each.endswith(".py")}
 
 
-def test_only_the_wire_and_the_runner_of_ranks_know_torch_distributed() -> None:
+def test_only_the_wire_and_what_starts_ranks_know_torch_distributed() -> None:
     knowing = {module for module in MODULES for name in imports(module) if f"{name}.".startswith("torch.distributed.")}
-    assert knowing == {f"{PACKAGE}.basis.wire", f"{PACKAGE}.testing.ranks"}
+    assert knowing == {f"{PACKAGE}.basis.{name}" for name in ("wire", "launched")} | {f"{PACKAGE}.testing.ranks"}
 
 
 def test_only_the_front_ends_and_a_training_for_the_laws_know_lightning() -> None:

@@ -16,6 +16,7 @@ PARAMETERS = "parameters"
 OURS = (GRADIENTS, UPDATES, PARAMETERS)
 SETUP = "set-up"
 SAVING = "checkpoints"
+PROBING = "measuring the network"
 COMPARISON = "comparison of replicas"
 UNEVEN = "uneven inputs"
 DDP_SETUP = "DDP set-up"

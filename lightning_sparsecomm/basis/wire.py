@@ -1,4 +1,4 @@
-"""Collectives, entered in a ledger. With testing.ranks, the only file that imports torch.distributed."""
+"""Collectives, entered in a ledger. With `launched` and testing.ranks, the only file that imports torch.distributed."""
 
 import copy
 import re
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket as GradBucket
 from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import Work as Work
 
 from lightning_sparsecomm.basis.ledger import GRADIENTS, Collective, Ledger
 from lightning_sparsecomm.basis.peers import PeerError as PeerError
@@ -181,7 +182,7 @@ class Wire:
 
     def all_reduce_later_(self, tensor: Tensor, row: str | None = None) -> Callable[[], None]:
         """Starts to sum `tensor` over ranks, in place. Call what it returns to wait until that is done."""
-        waiting, work = self._start_sum(tensor, row)
+        waiting, work = self.start_sum(tensor, row)
 
         def wait() -> None:
             with waiting:
@@ -194,7 +195,7 @@ class Wire:
 
         torch replaces an error in a future by one of its own that only quotes it: `failures` has the original.
         """
-        waiting, work = self._start_sum(tensor, row)
+        waiting, work = self.start_sum(tensor, row)
 
         def received(future: torch.futures.Future[list[Tensor]]) -> list[Tensor]:
             with waiting:
@@ -203,7 +204,8 @@ class Wire:
         future: torch.futures.Future[list[Tensor]] = work.get_future()
         return future.then(received)
 
-    def _start_sum(self, tensor: Tensor, row: str | None) -> tuple[Waiting, dist.Work]:
+    def start_sum(self, tensor: Tensor, row: str | None = None) -> tuple[Waiting, Work]:
+        """Starts to sum `tensor` over ranks, in place. Wait for the work within the context that comes with it."""
         waiting = self._calling("all_reduce", tensor, row)
         with waiting:
             work = dist.all_reduce(tensor, group=self.group, async_op=True)

@@ -5,8 +5,9 @@ import json
 import math
 from typing import Any, get_args
 
+from lightning_sparsecomm.methods.auto import Quality
 from lightning_sparsecomm.planning import Network, Work, plan, square_layers
-from lightning_sparsecomm.planning.planner import Quality, optimizer_for
+from lightning_sparsecomm.planning.planner import optimizer_for
 from lightning_sparsecomm.planning.quantities import bits_per_second, count, seconds
 
 

@@ -1,6 +1,6 @@
 """DistributedDataParallel whose reducer is idle: gradients stay local, and everything else works as in DDP."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -30,26 +30,26 @@ class CountedDataParallel(DistributedDataParallel):
             super()._sync_buffers()  # type: ignore[no-untyped-call]
 
 
-class LocalDataParallel(CountedDataParallel):
-    """DDP that never reduces a gradient, as if always in `no_sync()`.
+class SwitchedDataParallel(CountedDataParallel):
+    """DDP whose reducer can be told to be idle, before any forward pass: then gradients stay local.
 
-    DDP still broadcasts parameters once, and buffers before forward passes. The options of its reducer (unused
-    parameters, static graph, gradient views) would have no effect and are dropped. So it copies nothing into buckets,
-    and neither exchanges a map of unused parameters nor complains about them. Without `broadcasts`, buffers are never
-    broadcast before forward passes, whatever DDP's options say.
+    Args:
+        idle: Whether it is idle now.
+        broadcasts: Whether forward passes broadcast buffers, as DDP's options say; never, otherwise.
     """
 
-    REDUCER_OPTIONS = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view")
-
-    def __init__(self, module: nn.Module, wire: Wire, broadcasts: bool = True, **options: object) -> None:
+    def __init__(
+        self, module: nn.Module, wire: Wire, idle: Callable[[], bool], broadcasts: bool = True, **options: object
+    ) -> None:
+        self._idle = idle
         self._wanted = self._buffers_due = self._broadcasts = broadcasts
-        super().__init__(module, wire, **{k: v for k, v in options.items() if k not in self.REDUCER_OPTIONS})
+        super().__init__(module, wire, **options)
 
-    # DDP and Lightning switch reduction on and off by this attribute. It reads False, so gradients stay local. The
-    # value that was set decides whether the next forward pass broadcasts buffers.
+    # DDP and Lightning switch reduction on and off by this attribute. While idle it reads False, so gradients stay
+    # local. The value that was set decides whether the next forward pass broadcasts buffers.
     @property
     def require_backward_grad_sync(self) -> bool:
-        return False
+        return self._wanted and not self._idle()
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, value: bool) -> None:
@@ -71,3 +71,19 @@ class LocalDataParallel(CountedDataParallel):
             yield
         finally:
             self._wanted = wanted
+
+
+class LocalDataParallel(SwitchedDataParallel):
+    """DDP that never reduces a gradient, as if always in `no_sync()`.
+
+    DDP still broadcasts parameters once, and buffers before forward passes. The options of its reducer (unused
+    parameters, static graph, gradient views) would have no effect and are dropped. So it copies nothing into buckets,
+    and neither exchanges a map of unused parameters nor complains about them. Without `broadcasts`, buffers are never
+    broadcast before forward passes, whatever DDP's options say.
+    """
+
+    REDUCER_OPTIONS = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view")
+
+    def __init__(self, module: nn.Module, wire: Wire, broadcasts: bool = True, **options: object) -> None:
+        kept = {name: value for name, value in options.items() if name not in self.REDUCER_OPTIONS}
+        super().__init__(module, wire, lambda: True, broadcasts, **kept)

@@ -117,6 +117,8 @@ class FabricMixin(SynchronizingMixin, DDPStrategy):
             self.engine.agreement.on_optimizers([tracked.optimizer for tracked in registry.optimizers])
             registry.check()
             self._checked = True
+            if self._chooser is not None:
+                self._chooser.begin()
         if self._uneven is not None and self._uneven.filling:
             tensor = tensor * 0
         with self.engine.guards.backward():

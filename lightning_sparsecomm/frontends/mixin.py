@@ -17,8 +17,9 @@ from lightning_sparsecomm import methods
 from lightning_sparsecomm.basis.arguments import check_options, plain_for_command_lines
 from lightning_sparsecomm.basis.ledger import Ledger
 from lightning_sparsecomm.basis.wire import Wire
-from lightning_sparsecomm.frontends.data_parallel import CountedDataParallel, LocalDataParallel
+from lightning_sparsecomm.frontends.data_parallel import CountedDataParallel, LocalDataParallel, SwitchedDataParallel
 from lightning_sparsecomm.frontends.saving import SavingMixin
+from lightning_sparsecomm.planning.chooser import AutoChooser
 from lightning_sparsecomm.run.agreement import CHECK_REPLICAS_EVERY
 from lightning_sparsecomm.run.engine import Engine
 from lightning_sparsecomm.sharing.method import Method
@@ -87,6 +88,7 @@ class SynchronizingMixin(SavingMixin):
         self.seed = seed
         self.check_replicas_every = check_replicas_every
         self._engine: Engine | None = None
+        self._chooser: AutoChooser | None = None
         self.ledger = None
 
     @property
@@ -95,6 +97,11 @@ class SynchronizingMixin(SavingMixin):
         if self._engine is None:
             raise RuntimeError("no model is set up for training yet: the method has nothing to synchronize.")
         return self._engine
+
+    @property
+    def chooser(self) -> AutoChooser | None:
+        """Chooses the method of a run with `methods.auto`, and knows what it has measured; None with other methods."""
+        return self._chooser
 
     def synchronize(self, optimizer: Optimizer) -> None:
         """Shares the optimizer's gradients now instead of at its step.
@@ -151,6 +158,8 @@ class SynchronizingMixin(SavingMixin):
         scaler = scaler if scaler is not None and scaler.is_enabled() else None
         engine = self._engine = Engine(self.method, wire, self.seed, self.check_replicas_every, scaler)
         engine.agreement.arguments["uneven_inputs"] = self.uneven_inputs
+        if isinstance(self.method, methods.auto):
+            engine.chooser = self._chooser = AutoChooser(engine, self.method.choices)
         if engine.scaling is not None:
             engine.scaling.take_over(lambda optimizer: engine.unscale_(self._bare(optimizer)))
         if wire.world_size == 1 and not all(sync.shares_gradients for sync in engine.registry.syncs):
@@ -173,7 +182,11 @@ class SynchronizingMixin(SavingMixin):
                 local = LocalDataParallel(module, wire, engine.state.broadcasts_buffers, **options)
                 engine.begin()
                 return local
-            model = CountedDataParallel(module, wire, **options)
+            model: CountedDataParallel
+            if engine.chooser is None:
+                model = CountedDataParallel(module, wire, **options)
+            else:
+                model = SwitchedDataParallel(module, wire, lambda: not engine.registry.in_buckets, **options)
             in_buckets = [
                 parameter
                 for name, parameter in module.named_parameters()

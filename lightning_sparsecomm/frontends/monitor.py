@@ -115,13 +115,14 @@ class CompressionMonitor(Observer):
     - `bytes_sent`, `bytes_received`: on the link, by the collectives' published algorithms.
     - `compression_ratio`: DDP's link bytes divided by these.
     - `density`: elements sent divided by elements trained.
-    - `exchange_seconds`: selecting, coding and waiting for the network. `dense` and ddp overlap this with the backward
-      pass.
+    - `exchange_seconds`: selecting, coding and waiting for the network. Of what `dense` and ddp send during backward
+      passes, only what is left at their ends is waited for.
     - `seconds_update`, `seconds_select`, `seconds_encode`, `seconds_wait`, `seconds_decode`: its phases. On CUDA, the
       host's time. ddp has `seconds_wait` only, as DDP's own logging samples it.
     - `exchange_share`: exchange_seconds of the time in training batches.
 
-    And as they are now: `bytes_sent_total`, `residual_norm`.
+    And as they are now: `bytes_sent_total`, `residual_norm`; and `choice`, what `methods.auto` uses: 0 for ddp, 1 for
+    ddp in bfloat16, 2 for sparsecomm, and then its candidates.
 
     >>> import pytorch_lightning as pl
     >>> trainer = pl.Trainer(accelerator="cpu", callbacks=[CompressionMonitor(progress_bar=False)], logger=False)
@@ -160,6 +161,8 @@ class CompressionMonitor(Observer):
         values = new.values()
         values["bytes_sent_total"] = totals.counts["sent_link_bytes"]
         values["residual_norm"] = self.residual_norm(trainer)
+        if (chooser := getattr(trainer.strategy, "chooser", None)) is not None:
+            values["choice"] = list(chooser.choices).index(chooser.record.current)
         named = {f"sparsecomm/{name}": value for name, value in values.items()}
         pl_module.log_dict(named, on_step=True, on_epoch=False)
         if self.progress_bar and "compression_ratio" in values:

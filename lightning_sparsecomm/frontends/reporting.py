@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_sparsecomm.basis.ledger import Ledger
 from lightning_sparsecomm.basis.phases import Profile
+from lightning_sparsecomm.run.rehearsal import compile_kernels
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
@@ -22,12 +23,32 @@ def say(line: str, trainer: "pl.Trainer") -> None:
     logging.getLogger(package).info(line)
 
 
-def announce(lines: Sequence[str], trainer: "pl.Trainer") -> None:
+def announce(lines: Sequence[str], trainer: "pl.Trainer", name: str = "sparsecomm") -> None:
     """Says the lines on the terminal, and enters them as a hyperparameter in the Trainer's loggers."""
     for line in lines:
         say(line, trainer)
     for logger in trainer.loggers:
-        logger.log_hyperparams({"sparsecomm": "; ".join(lines)})
+        logger.log_hyperparams({name: "; ".join(lines)})
+
+
+def get_ready(strategy: Any, trainer: "pl.Trainer") -> None:
+    """Compiles kernels, and lets a chooser begin, before the first step. A collective.
+
+    What it chooses is said on rank 0: on the terminal, in the loggers, and above the end table.
+    """
+
+    def tell(line: str) -> None:
+        if trainer.is_global_zero:
+            strategy.announced = [*strategy.announced, line]
+            announce([line], trainer, f"sparsecomm_step_{trainer.global_step}")
+
+    chooser = strategy.chooser
+    choices = list(chooser.choices.values()) if chooser is not None else None
+    first = strategy.local_rank == 0
+    compile_kernels(strategy.engine, first, strategy.barrier, lambda line: say(line, trainer), choices)
+    if chooser is not None:
+        chooser.say = tell
+        chooser.begin()
 
 
 def profile_of(profiler: Any, strategy: str) -> Profile | None:

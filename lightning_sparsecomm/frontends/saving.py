@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.frontends.loading import loading
+from lightning_sparsecomm.methods import auto
 from lightning_sparsecomm.run.agreement import plain_repr
 from lightning_sparsecomm.run.checkpoint import Resumed, read
 from lightning_sparsecomm.run.contents import State, fingerprint_of
@@ -106,7 +107,8 @@ class SavingMixin:
 
     @property
     def _holds_state(self) -> bool:
-        return not any(isinstance(sync, BucketSync) for sync in self.method.syncs)
+        in_buckets = any(isinstance(sync, BucketSync) for sync in self.method.syncs)
+        return not in_buckets or isinstance(self.method, auto)
 
     def _read_state(self, path: Any, fingerprint: str, weights_only: bool | None, wire: Wire) -> Resumed:
         """Reads what the ranks wrote beside a checkpoint whose fingerprint rank 0 passes. A collective."""

@@ -16,11 +16,11 @@ from lightning_sparsecomm.basis.wire import Waiting
 from lightning_sparsecomm.frontends.checkpointing import CheckpointingMixin
 from lightning_sparsecomm.frontends.expected import expected
 from lightning_sparsecomm.frontends.own_callbacks import DeferredSaves, EndOfTraining
-from lightning_sparsecomm.frontends.reporting import announce, forget_actions, profile_of, say
+from lightning_sparsecomm.frontends.reporting import announce, forget_actions, get_ready, profile_of
 from lightning_sparsecomm.frontends.uneven import UnevenMixin
+from lightning_sparsecomm.planning.saving import times_fewer_bytes
 from lightning_sparsecomm.run.announcement import announcement
 from lightning_sparsecomm.run.length import likely_length, warn_of_short_run
-from lightning_sparsecomm.run.rehearsal import compile_kernels
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
@@ -114,11 +114,13 @@ class TrainerMixin(UnevenMixin, CheckpointingMixin, DDPStrategy):
         found = expected(trainer)
         self.engine.expect(found.left)
         self.engine.may_end_sooner = found.may_end_sooner
-        compile_kernels(self.engine, self.local_rank == 0, self.barrier, lambda line: say(line, trainer))
+        get_ready(self, trainer)
         if trainer.is_global_zero:
             warn_of_short_run(self.engine.registry, self.engine.warmup, found.steps, found.epochs)
             length = likely_length(self.engine.length, self.engine.may_end_sooner)
-            self.announced = announcement(self.engine.registry, length, self.world_size, found.estimated)
+            fewer = [times_fewer_bytes(self.engine, each, length) for each in self.engine.registry.optimizers]
+            registry, ranks = self.engine.registry, self.world_size
+            self.announced = announcement(registry, length, ranks, found.estimated, fewer)
             announce(self.announced, trainer)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -144,6 +146,8 @@ class TrainerMixin(UnevenMixin, CheckpointingMixin, DDPStrategy):
         return self._trainer.current_epoch + done
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._chooser is not None:
+            self._chooser.before_batch()
         # From 2.6 on, Lightning broadcasts before each batch whether rank 0 was told to stop: one 64-bit integer.
         if hasattr(self._trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"):
             self.engine.wire.ledger.record(LIGHTNING, "broadcast", 8)

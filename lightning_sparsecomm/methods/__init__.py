@@ -7,8 +7,9 @@ name. As it is a class, LightningCLI can list it, find it by its bare name, and 
 from collections.abc import Callable
 
 from lightning_sparsecomm.basis.arguments import did_you_mean
-from lightning_sparsecomm.basis.schedules import ByLength
 from lightning_sparsecomm.methods.adam import local_adam
+from lightning_sparsecomm.methods.auto import auto
+from lightning_sparsecomm.methods.defaults import default
 from lightning_sparsecomm.methods.dropping import dgc, gradient_dropping
 from lightning_sparsecomm.methods.periodic import diloco, federated_averaging, sbc, sbc1, sbc2, sbc3, sparse_loco
 from lightning_sparsecomm.methods.split import split
@@ -17,6 +18,7 @@ from lightning_sparsecomm.sharing import Method
 
 __all__ = [
     "RECIPES",
+    "auto",
     "default",
     "dense",
     "dgc",
@@ -45,19 +47,3 @@ RECIPES: dict[str, Callable[[], Method]] = {recipe.__name__: recipe for recipe i
 
 def __getattr__(name: str) -> object:
     raise AttributeError(f"module {__name__!r} has no method {name!r}.{did_you_mean(name, __all__)}")
-
-
-def default() -> Method:
-    """The method of `strategy="sparsecomm"`: dgc for SGD, local_adam for Adam and AdamW, else gradient dropping.
-
-    The density follows from the run's length, small tensors are sent more densely, and positions in the shortest code.
-    Values are bfloat16; Adam's directions, which differ less, take two bits each, and four times as many are sent.
-
-    >>> default().fallback.fallback
-    gradient_dropping(density=ByLength(...), scope='balanced', values='bfloat16', positions='short')
-    """
-    denser = ByLength(0.095, exponent=0.83, most=0.3)
-    others = gradient_dropping(ByLength(), scope="balanced", values="bfloat16", positions="short")
-    adam = local_adam(denser, scope="balanced", values="two_bit", positions="short")
-    sgd = dgc(ByLength(), scope="balanced", values="bfloat16", positions="short")
-    return sgd.with_fallback(adam.with_fallback(others))

@@ -3,39 +3,19 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Literal, get_args
 
 import torch
 from torch.nn import Parameter
 from torch.optim import SGD, Adam, Optimizer
 
 from lightning_sparsecomm import methods
+from lightning_sparsecomm.methods.auto import BASELINE, DEFAULT, ROUNDED, Quality, allowed
 from lightning_sparsecomm.planning.links import Link
 from lightning_sparsecomm.planning.model import Predicted, Work, predict
 from lightning_sparsecomm.planning.quantities import as_bytes, as_time
 from lightning_sparsecomm.planning.rehearsed import rehearse
 from lightning_sparsecomm.sharing import Method
 from lightning_sparsecomm.sharing.gradients import NamedParameters
-
-Quality = Literal["exact", "rounded", "trained"]
-"""What may be chosen: "exact" ddp alone; "rounded" also ddp in bfloat16; "trained" also "sparsecomm", which trains as
-well as ddp (docs/results.md)."""
-
-BASELINE, ROUNDED, DEFAULT = "ddp", "ddp, bfloat16", "sparsecomm"
-
-
-def allowed(quality: Quality) -> dict[str, Method]:
-    """The methods that may be chosen, by name.
-
-    Raises:
-        ValueError: Unknown quality.
-    """
-    if quality not in get_args(Quality):
-        raise ValueError(
-            f"quality must be one of {', '.join(get_args(Quality))}; got {quality!r}. Leave it out for trained."
-        )
-    chosen = {BASELINE: methods.dense(), ROUNDED: methods.dense("bfloat16"), DEFAULT: methods.default()}
-    return {name: chosen[name] for name in list(chosen)[: 1 + get_args(Quality).index(quality)]}
 
 
 def known() -> dict[str, Method]:

@@ -1,24 +1,42 @@
 """What a run says at its start: which method each optimizer has, and the density that follows from the run's length."""
 
 import math
+from collections.abc import Sequence
 
 from lightning_sparsecomm.basis.parts import parts_in
 from lightning_sparsecomm.basis.schedules import ByLength
 from lightning_sparsecomm.run.registry import Registry
 
 
-def announcement(registry: Registry, length: float, world_size: int, estimated: bool = False) -> list[str]:
-    """A line for each optimizer; `length` in its steps, infinite where unknown.
+def announcement(
+    registry: Registry, length: float, world_size: int, estimated: bool = False, fewer: Sequence[float] = ()
+) -> list[str]:
+    """A line for each optimizer.
 
-    `estimated` is whether the length supposes one step for each batch.
+    Args:
+        registry: The run's optimizers and their methods.
+        length: Optimizer steps of the run; infinite where unknown.
+        world_size: Number of ranks.
+        estimated: Whether the length supposes one step for each batch.
+        fewer: How many times fewer bytes each optimizer sends than with ddp; NaN where unknown.
     """
     run = f"in each of {length:,.0f} steps" if length < math.inf else "in each step of a run of unknown length"
     if estimated and length < math.inf:
         run += " (if each batch makes one)"
     lines: list[str] = []
-    for tracked in registry.optimizers:
+    for number, tracked in enumerate(registry.optimizers):
         if tracked.method is not None:
             following = dict.fromkeys(parts_in(list(tracked.method.syncs), ByLength))
             densities = "".join(f"; {each.for_length(length):.2%} of the elements {run}" for each in following)
-            lines.append(f"sparsecomm: {world_size} ranks, {tracked.name} by {tracked.method!r}{densities}")
+            bytes_sent = _words(fewer[number]) if fewer else ""
+            by = f"{tracked.name} by {tracked.method!r}"
+            lines.append(f"sparsecomm: {world_size} ranks, {by}{densities}{bytes_sent}")
     return lines
+
+
+def _words(times: float) -> str:
+    """Nothing where the number is unknown, or too close to 1 to speak of."""
+    if not times > 1.1:
+        return ""
+    number = f"{times:,.0f}" if times >= 10 else f"{times:.2g}"
+    return f"; about {number} times fewer bytes than ddp"

@@ -11,8 +11,9 @@ from torch.optim import Optimizer
 from lightning_sparsecomm.basis.schedules import Warmup
 from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.run.agreement import Agreement
+from lightning_sparsecomm.run.chooser import Chooser
 from lightning_sparsecomm.run.clipping import check_clipping, check_trainers_clipping, clips_locally, norm_to_clip
-from lightning_sparsecomm.run.guards import Guards, unchanged, versions_of
+from lightning_sparsecomm.run.guards import Guards, not_shared, unchanged, versions_of
 from lightning_sparsecomm.run.length import likely_length
 from lightning_sparsecomm.run.optimizers import TrackedOptimizer
 from lightning_sparsecomm.run.registry import Registry
@@ -38,7 +39,8 @@ class Engine:
     Attributes:
         scaling: None without a loss scaler.
         hook: Averages DDP's buckets; None if the method does not.
-        max_norm: The Trainer's threshold, for methods that clip each rank's own gradient.
+        max_norm, clips_by_value: The Trainer's clipping, for methods that clip each rank's own gradient.
+        chooser: May choose other methods while the run goes on; None for one method.
         epoch: Epochs finished, including a fraction.
         warmup: Replaces the method's densities early in training; None for no such warm-up.
         length: Steps of each optimizer in the whole run, equal on all ranks; infinite where unknown.
@@ -59,7 +61,8 @@ class Engine:
         self.seed = seed
         self.check_replicas_every = check_replicas_every
         self.max_norm: float | None = None
-        self.epoch = 0.0
+        self.chooser: Chooser | None = None
+        self.epoch, self.clips_by_value = 0.0, False
         self.warmup: Warmup | None = None
         self.length = math.inf
         self.may_end_sooner = False
@@ -67,8 +70,8 @@ class Engine:
         self.registry = Registry(method, wire, self.hook)
         self.agreement = Agreement(self.registry, wire, seed, check_replicas_every, scaler is not None)
         self.replicas = Replicas(self.registry, wire)
-        self.guards = Guards(self.registry, wire, self.hook is not None, scaler is not None)
-        self.state = RunState(self.registry, self.replicas, self.scaling, wire)
+        self.guards = Guards(self.registry, wire, self.hook, scaler is not None)
+        self.state = RunState(self.registry, self.replicas, self.scaling, wire, lambda: self.chooser)
 
     def register(self, optimizer: Optimizer) -> TrackedOptimizer:
         """Adds an optimizer, unless it is registered; see `Registry.register` and `RunState.hand_over`."""
@@ -82,7 +85,7 @@ class Engine:
 
     def begin(self) -> None:
         """Call it when a module has become equal on all ranks."""
-        if self._averages_buffers:
+        if self.state.averages_buffers:
             self.replicas.keep_untrained()
 
     def expect(self, steps: float) -> None:
@@ -115,6 +118,8 @@ class Engine:
             self._share_gradients(tracked)
         if tracked.skips:
             make_nonfinite_(tracked.parameters)
+        elif tracked.owed:
+            tracked.pay()
         tracked.shared = True
         note_shared(tracked, self.guards)
         # Another optimizer may hold the gradients that were just written to.
@@ -134,7 +139,7 @@ class Engine:
     def take_over_clipping(self, max_norm: float, by_value: bool) -> None:
         """Takes the Trainer's threshold, for methods that clip each rank's own gradient; see `clipping`."""
         check_trainers_clipping((tracked.method for tracked in self.registry.optimizers), max_norm, by_value)
-        self.max_norm = max_norm
+        self.max_norm, self.clips_by_value = max_norm, by_value
 
     def clip(self, optimizer: Optimizer, max_norm: float, by_value: bool) -> bool:
         """Shares an optimizer's gradients, after clipping each rank's own if the method does; see `check_clipping`.
@@ -188,12 +193,8 @@ class Engine:
             if tracked.takeover is not None:
                 tracked.takeover.armed = False
                 tracked.takeover.release()
-        if not stepped_shared and self.hook is None:
-            raise RuntimeError(
-                f"{tracked.name}.step() did not call the closure that it was given, so its gradients were not shared"
-                " and the replicas have drifted apart. Let its step() call the closure first, as torch's optimizers do,"
-                " or call strategy.synchronize(optimizer) before it."
-            )
+        if not stepped_shared and not self.registry.in_buckets:
+            raise not_shared(tracked.name)
         with self.guards.exchange():
             self._after_step(tracked)
 
@@ -202,9 +203,9 @@ class Engine:
         optimizers = self.registry.optimizers
         self.replicas.view_own()
         for tracked in optimizers:
-            self._exchange_weights(tracked, "end", max(tracked.steps - 1, 0))
+            self.exchange_weights(tracked, "end", max(tracked.steps - 1, 0))
         # Forward passes since the last exchange may have changed buffers.
-        if any(tracked.steps for tracked in optimizers) and self._averages_buffers:
+        if any(tracked.steps for tracked in optimizers) and self.state.averages_buffers:
             self.replicas.untrained.average()
         self.replicas.settle()
         self.agreement.on_weights([(each.steps, {id(p): p for _, p in each.parameters}) for each in optimizers])
@@ -266,17 +267,20 @@ class Engine:
     def _after_step(self, tracked: TrackedOptimizer) -> None:
         for share in tracked.shares.values():
             share.after_step()
-        self._exchange_weights(tracked, "weights", tracked.steps)
+        self.exchange_weights(tracked, "weights", tracked.steps)
         tracked.steps += 1
         if tracked.steps == self.length:
             # The model that is validated and saved after the last step is then the one that training ends with.
-            self._exchange_weights(tracked, "end", tracked.steps - 1)
+            self.exchange_weights(tracked, "end", tracked.steps - 1)
         self.replicas.after_step(tracked)
         self.wire.step = tracked.steps
         if self.check_replicas_every is not None:
             self.agreement.on_weights([(tracked.steps, self.replicas.in_common(tracked, self.check_replicas_every))])
+        if self.chooser is not None:
+            self.chooser.after_step(tracked)
 
-    def _exchange_weights(self, tracked: TrackedOptimizer, moment: Moment, step: int) -> None:
+    def exchange_weights(self, tracked: TrackedOptimizer, moment: Moment, step: int) -> None:
+        """A turn of those shares of an optimizer that have weights to exchange, or to apply at the end."""
         self.wire.step = step
         turn = self._turn(tracked, moment, step)
         due: list[Share] = []
@@ -294,7 +298,3 @@ class Engine:
             self.registry.leading = self.registry.leading or tracked
             if self.registry.leading is tracked:
                 self.replicas.untrained.average()
-
-    @property
-    def _averages_buffers(self) -> bool:
-        return any(sync.buffers == "average" for sync in self.registry.syncs)

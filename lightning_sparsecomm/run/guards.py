@@ -13,6 +13,7 @@ from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.channel.inspection import elements_of
 from lightning_sparsecomm.run.optimizers import TrackedOptimizer
 from lightning_sparsecomm.run.registry import Registry
+from lightning_sparsecomm.sharing.bucket import BucketHook
 
 Versions = list[tuple[Tensor | None, int]]
 
@@ -20,17 +21,24 @@ Versions = list[tuple[Tensor | None, int]]
 class Guards:
     """Watches one run's backward passes and, unless DDP's buckets average gradients, its optimizer steps."""
 
-    def __init__(self, registry: Registry, wire: Wire, uses_buckets: bool, scales_loss: bool) -> None:
+    def __init__(self, registry: Registry, wire: Wire, hook: BucketHook | None, scales_loss: bool) -> None:
         # How many optimizer steps are in progress through the strategy.
         self.depth = 0
         # Whether gradients or weights are being exchanged.
         self.exchanging = False
         self._registry = registry
         self._wire = wire
-        self._uses_buckets = uses_buckets
+        self._hook = hook
+        self._uses_buckets = False
         self._scales_loss = scales_loss
         self._release: Callable[[], object] | None = None
-        if not uses_buckets:
+        self.watch_steps(hook is None)
+
+    def watch_steps(self, watch: bool) -> None:
+        """Begins or stops to refuse optimizer steps past the strategy; DDP's buckets make them harmless."""
+        self.close()
+        self._uses_buckets = not watch
+        if watch:
             # A global hook also sees optimizers that are created later or stepped without Lightning. It refers to this
             # object weakly, and goes with it, since nothing closes a Fabric run.
             this = weakref.proxy(self)
@@ -41,6 +49,7 @@ class Guards:
         """Stops watching optimizer steps."""
         if self._release is not None:
             self._release()
+            self._release = None
 
     @property
     def in_step(self) -> bool:
@@ -100,12 +109,18 @@ class Guards:
     @contextmanager
     def _peer_errors(self) -> Iterator[None]:
         """Raises the wire's own error instead of DDP's, which only quotes it and does not name the step."""
-        if self._uses_buckets:
-            self._wire.step = max((tracked.steps for tracked in self._registry.optimizers), default=0)
+        if self._hook is None or not self._uses_buckets:
+            with self._wire.in_step():
+                yield
+            return
+        self._wire.step = max((tracked.steps for tracked in self._registry.optimizers), default=0)
+        self._hook.begin()
         try:
             with self._wire.in_step():
                 yield
+            self._hook.finish()
         except RuntimeError:
+            self._hook.raise_failure()
             if not self._wire.failures:
                 raise
             raise self._wire.failures[0] from self._wire.failures[0].__cause__
@@ -118,6 +133,15 @@ class Guards:
             " the replicas would drift apart. Step the optimizer that self.optimizers() or fabric.setup() returns"
             " (without use_pl_optimizer=False)."
         )
+
+
+def not_shared(name: str) -> RuntimeError:
+    """What to raise after a step of an optimizer in which gradients were not shared."""
+    return RuntimeError(
+        f"{name}.step() did not call the closure that it was given, so its gradients were not shared"
+        " and the replicas have drifted apart. Let its step() call the closure first, as torch's optimizers do,"
+        " or call strategy.synchronize(optimizer) before it."
+    )
 
 
 def versions_of(tracked: TrackedOptimizer) -> Versions:

@@ -33,6 +33,7 @@ class TrackedOptimizer:
         skips: Whether the next step is skipped, because the loss scaler found a gradient that is not finite.
         norm: Norm of this rank's gradient before clipping; NaN if nothing needs it, infinite if the step is skipped.
         max_norm: The clipping threshold that applied when gradients were shared; None for none.
+        owed: By identity, what the next shared gradient of a parameter is increased by, after a switch of methods.
         written: Version counters of the gradients after the last backward pass.
         given: The gradients as they were shared before the step, or clipped then, with their version counters.
         clipped_norm: The norm from which these were clipped; None if they were not.
@@ -54,6 +55,7 @@ class TrackedOptimizer:
     skips: bool = False
     norm: float = math.nan
     max_norm: float | None = None
+    owed: dict[int, Tensor] = field(default_factory=dict)
     written: list[int] = field(default_factory=list)
     given: list[tuple[Tensor | None, int]] = field(default_factory=list)
     clipped_norm: Tensor | None = None
@@ -67,6 +69,14 @@ class TrackedOptimizer:
     def unshare(self) -> None:
         """Notes that the next step's gradients are not shared yet, or no longer."""
         self.shared, self.given, self.clipped_norm, self.clipped_before = False, [], None, False
+
+    def pay(self) -> None:
+        """Adds to the shared gradients what is owed."""
+        for _, parameter in self.parameters:
+            part = self.owed.pop(id(parameter), None)
+            if part is not None:
+                part = part.view(parameter.shape).to(parameter.dtype)
+                parameter.grad = part if parameter.grad is None else parameter.grad.add_(part)
 
     @property
     def name(self) -> str:

@@ -18,7 +18,7 @@ from lightning_sparsecomm.run.refusals import (
     refuse_unmatched,
 )
 from lightning_sparsecomm.sharing.adam import AdamTakeover
-from lightning_sparsecomm.sharing.bucket import BucketHook
+from lightning_sparsecomm.sharing.bucket import BucketHook, BucketSync
 from lightning_sparsecomm.sharing.gradients import NamedParameters, note_sparse_gradient
 from lightning_sparsecomm.sharing.method import Method
 from lightning_sparsecomm.sharing.share import Share
@@ -37,9 +37,7 @@ class Registry:
     """
 
     def __init__(self, method: Method, wire: Wire, hook: BucketHook | None) -> None:
-        self.methods = [method]
-        while (fallback := self.methods[-1].fallback) is not None:
-            self.methods.append(fallback)
+        self.methods = chain_of(method)
         self.modules: list[nn.Module] = []
         self.known: dict[int, tuple[str, Parameter]] = {}
         self.ignored: set[int] = set()
@@ -55,6 +53,11 @@ class Registry:
     @property
     def named(self) -> list[tuple[str, Parameter]]:
         return list(self.known.values())
+
+    @property
+    def in_buckets(self) -> bool:
+        """Whether DDP's buckets average gradients now."""
+        return isinstance(self.methods[0].syncs[0], BucketSync)
 
     def add_module(self, module: nn.Module) -> None:
         """Adds a module that trains; refuses complex parameters, and sparse gradients that the method cannot take."""
@@ -166,7 +169,7 @@ class Registry:
             tracked.takeover.direct(directed(parts))
         shares: dict[Sync, Share] = {}
         for sync, piece in parts:
-            if self._hook is not None:
+            if self._hook is not None and isinstance(sync, BucketSync):
                 piece = self._hook.not_in_buckets(piece)
             if sync in tracked.shares:
                 tracked.shares[sync].extend(piece)
@@ -205,6 +208,14 @@ class Registry:
                         " (torch.view_as_real), or use strategy='ddp'."
                     )
                 self.known.setdefault(id(parameter), (prefix + name, parameter))
+
+
+def chain_of(method: Method) -> list[Method]:
+    """A method and its fallbacks."""
+    methods = [method]
+    while (fallback := methods[-1].fallback) is not None:
+        methods.append(fallback)
+    return methods
 
 
 def ignored_by_ddp(module: nn.Module) -> set[str]:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_sparsecomm.basis.mirror import MirrorWire
 from lightning_sparsecomm.run.engine import Engine
+from lightning_sparsecomm.sharing.bucket import BucketSync
 from lightning_sparsecomm.sharing.gradients import NamedParameters
 from lightning_sparsecomm.sharing.method import Method
 
@@ -24,7 +25,13 @@ _KNOWN = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 _COMPILING = "sparsecomm: compiling kernels, once per machine; `sparsecomm warm` does it beforehand"
 
 
-def compile_kernels(engine: Engine, first: bool, barrier: Callable[[str], object], say: Callable[[str], None]) -> None:
+def compile_kernels(
+    engine: Engine,
+    first: bool,
+    barrier: Callable[[str], object],
+    say: Callable[[str], None],
+    methods: Sequence[Method] | None = None,
+) -> None:
     """Compiles what a run will need, on one rank of each machine; then the others load that. A collective.
 
     Args:
@@ -32,23 +39,26 @@ def compile_kernels(engine: Engine, first: bool, barrier: Callable[[str], object
         first: Whether this rank is the first of its machine.
         barrier: Waits for all ranks.
         say: Prints a line, before the first kernel that is compiled.
+        methods: What the run may use; its method by default.
     """
     # Not at the top: it imports numba, which takes a second.
     from lightning_sparsecomm.kernels.numba_jit import announcing
 
     # DDP's buckets need no kernel.
-    if engine.hook is None:
+    methods = [each for each in methods or engine.registry.methods[:1] if not isinstance(each.syncs[0], BucketSync)]
+    if methods:
         if first:
             with announcing(lambda: say(_COMPILING)):
-                _rehearse(engine)
+                _rehearse(engine, methods)
         barrier("kernels are compiled")
         if not first:
-            _rehearse(engine)
+            _rehearse(engine, methods)
 
 
-def _rehearse(engine: Engine) -> None:
+def _rehearse(engine: Engine, methods: Sequence[Method]) -> None:
     kinds = [(each.optimizer, _trained_by(each.optimizer, engine)) for each in engine.registry.optimizers]
-    rehearse_method(engine.registry.methods[0], kinds)
+    for method in methods:
+        rehearse_method(method, kinds)
 
 
 def rehearse_method(method: Method, kinds: Sequence[tuple[Optimizer, NamedParameters]]) -> None:

@@ -1,11 +1,14 @@
 """Saves and loads the state of a run that is not part of ddp's checkpoint."""
 
+from collections.abc import Callable
+
 from torch.optim import Optimizer
 
 from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.channel.adam import LocalAdam
 from lightning_sparsecomm.channel.momentum import Momentum, MomentumCorrection
 from lightning_sparsecomm.channel.saved import Saved, pop_named
+from lightning_sparsecomm.run.chooser import Chooser
 from lightning_sparsecomm.run.contents import State
 from lightning_sparsecomm.run.optimizers import TrackedOptimizer, parameters_of
 from lightning_sparsecomm.run.registry import Registry
@@ -15,7 +18,7 @@ from lightning_sparsecomm.run.shared_gradients import is_ahead, saved_gradients
 from lightning_sparsecomm.sharing.set_weights import NOTED
 
 # Kinds of state besides those of the shares.
-_OPTIMIZER, _BEGUN = "the optimizer's own state", "momentum begun"
+_OPTIMIZER, _BEGUN, _OWED = "the optimizer's own state", "momentum begun", "owed to the next gradient"
 
 # What these memories hold belongs to the optimizer: one that takes its place begins anew, as under ddp.
 _OF_ITS_OPTIMIZER = {kind.__name__ for kind in (MomentumCorrection, Momentum, LocalAdam)}
@@ -24,16 +27,29 @@ _OF_ITS_OPTIMIZER = {kind.__name__ for kind in (MomentumCorrection, Momentum, Lo
 class RunState:
     """The state of one run on this rank: of shares, drifting replicas, the loss scaler and the ledger."""
 
-    def __init__(self, registry: Registry, replicas: Replicas, scaling: LossScaling | None, wire: Wire) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        replicas: Replicas,
+        scaling: LossScaling | None,
+        wire: Wire,
+        chooser: Callable[[], Chooser | None] = lambda: None,
+    ) -> None:
         self._registry = registry
         self._replicas = replicas
         self._scaling = scaling
         self._wire = wire
+        self._chooser = chooser
 
     @property
     def drifts(self) -> bool:
         """Whether replicas may drift apart."""
         return any(sync.drifts for sync in self._registry.syncs)
+
+    @property
+    def averages_buffers(self) -> bool:
+        """Whether exchanges of weights average buffers too."""
+        return any(sync.buffers == "average" for sync in self._registry.syncs)
 
     @property
     def broadcasts_buffers(self) -> bool:
@@ -45,8 +61,8 @@ class RunState:
 
         Tensors share storage with their owners.
         """
-        leading = self._registry.leading
-        return {
+        leading, chooser = self._registry.leading, self._chooser()
+        return ({} if chooser is None else {"choice": chooser.state_dict()}) | {
             "streams": [
                 self._saved(tracked) | {"shared": saved_gradients(tracked)} for tracked in self._registry.optimizers
             ],
@@ -68,7 +84,9 @@ class RunState:
         Unless `as_many_ranks` saved it as load it, the state is the mean over those that saved it.
         Returns the parts of the state that the method cannot use, in words.
         """
-        optimizers, dropped = self._registry.optimizers, []
+        optimizers, dropped, chooser = self._registry.optimizers, [], self._chooser()
+        if chooser is not None and "choice" in state:
+            chooser.load_state_dict(state["choice"])
         for saved in state["streams"] if not as_many_ranks else []:
             # Means of weights and of what was noted of them may be rounded in other ways.
             for kind in [kind for kind in saved["held"] if kind.endswith(f".{NOTED}")]:
@@ -124,6 +142,10 @@ class RunState:
             held[_OPTIMIZER] = {name: dict(state[parameter]) for name, parameter in named if parameter in state}
         if tracked.takeover is not None:
             held[_BEGUN] = {name: True for name, parameter in named if tracked.takeover.has_begun(parameter)}
+        if tracked.owed:
+            held[_OWED] = {
+                name: tracked.owed[id(parameter)] for name, parameter in named if id(parameter) in tracked.owed
+            }
         return {"steps": tracked.steps, "members": [name for name, _ in named], "held": held}
 
     def _load(self, tracked: TrackedOptimizer, saved: State) -> list[str]:
@@ -139,6 +161,7 @@ class RunState:
         if _OPTIMIZER in held and tracked.drifts:
             own = pop_named(held, _OPTIMIZER, named)
             _load_optimizer(tracked.optimizer, {id(parameter): own.get(name) for name, parameter in named.items()})
+        tracked.owed |= {id(named[name]): part for name, part in pop_named(held, _OWED, named).items()}
         begun = pop_named(held, _BEGUN, named)
         if tracked.takeover is not None:
             tracked.takeover.load_begun([named[name] for name in begun])

@@ -58,6 +58,13 @@ def average_(tensors: Iterable[Tensor], wire: Wire) -> None:
                 tensor.copy_(mean.view(tensor.shape))
 
 
+def averaged(weights: Sequence[Tensor], wire: Wire) -> list[Tensor]:
+    """The means of weights over ranks, in float32 or wider and in other memory. A collective; see `average_`."""
+    means = [weight.detach().to(torch.promote_types(weight.dtype, torch.float32), copy=True) for weight in weights]
+    average_(means, wire)
+    return means
+
+
 def _chunks(tensors: Sequence[Tensor]) -> Iterable[list[Tensor]]:
     chunk: list[Tensor] = []
     for tensor in tensors:

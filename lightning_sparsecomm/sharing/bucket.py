@@ -9,7 +9,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_sparsecomm.basis import DDP_UNUSED, Wire
-from lightning_sparsecomm.basis.wire import GradBucket
+from lightning_sparsecomm.basis.wire import GradBucket, Waiting, Work
 from lightning_sparsecomm.channel import Channel
 from lightning_sparsecomm.exchange import DenseAllReduce
 from lightning_sparsecomm.exchange.dense import WIRE_DTYPES, WireDtype, addend_limit, check_wire_dtype
@@ -62,12 +62,18 @@ class BucketHook:
 
     Finite values beyond float16's range are clamped and counted, unless a loss scaler `scales_loss`: it has to see the
     infinities that they become, and lowers the scale.
+
+    Attributes:
+        sync: What runs in it.
+        first, last: When the first and the last bucket of the last backward pass were ready, by `time.perf_counter`.
     """
 
     def __init__(self, sync: BucketSync, wire: Wire, scales_loss: bool = False) -> None:
-        self._sync = sync
+        self.sync = sync
+        self.first = self.last = 0.0
         self._wire = wire
         self._scales_loss = scales_loss
+        self._started: list[tuple[Waiting, Work]] = []
         self._in_buckets: set[int] = set()
         self._finds_unused = False
 
@@ -84,7 +90,10 @@ class BucketHook:
     def hook(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """DDP communication hook: the mean of one bucket over ranks."""
         ledger, buffer = self._wire.ledger, bucket.buffer()
-        dtype = self._sync.dtype(buffer)
+        self.last = time.perf_counter()
+        if not self._started:
+            self.first = self.last
+        dtype = self.sync.dtype(buffer)
         ledger.ddp_bytes += buffer.nbytes
         ledger.elements += buffer.numel()
         ledger.sent_elements += buffer.numel()
@@ -95,14 +104,29 @@ class BucketHook:
         sending = buffer.div_(self._wire.world_size).to(dtype)
         if dtype == torch.float16 and buffer.dtype != dtype and not self._scales_loss:
             self._clamp_(sending, buffer)
-        begin = time.perf_counter()
+        waiting, work = self._wire.start_sum(sending)
+        self._started.append((waiting, work))
+        # Python that runs when a sum is done competes with the backward pass, so it is short.
+        future: torch.futures.Future[list[Tensor]] = work.get_future()
+        if sending.dtype == buffer.dtype:
+            return future.then(lambda done: done.value()[0])
+        return future.then(lambda done: buffer.copy_(done.value()[0]))
 
-        def received(future: torch.futures.Future[list[Tensor]]) -> Tensor:
-            ledger.clock.seconds["wait"] += time.perf_counter() - begin
-            reduced: Tensor = future.value()[0]
-            return buffer if reduced.dtype == buffer.dtype else buffer.copy_(reduced)
+    def begin(self) -> None:
+        """Call it before each backward pass."""
+        self._started = []
 
-        return self._wire.all_reduce_future(sending).then(received)
+    def finish(self) -> None:
+        """Call it after each backward pass: notes how long it has waited for the last buckets."""
+        if self._started:
+            self._wire.ledger.clock.seconds["wait"] += time.perf_counter() - self.last
+
+    def raise_failure(self) -> None:
+        """Raises the `PeerError` of a sum that has failed, if one has."""
+        for waiting, work in self._started:
+            if work.is_completed():
+                with waiting:
+                    work.wait()
 
     def _clamp_(self, sending: Tensor, exact: Tensor) -> None:
         limit = addend_limit(sending.dtype, self._wire.world_size)

@@ -15,9 +15,10 @@ from lightning_sparsecomm.channel import Channel, ClipLocalNorm, LocalAdam
 from lightning_sparsecomm.channel.momentum import Velocity
 from lightning_sparsecomm.channel.saved import Saved, add_prefix, pop_named, strip_prefix
 from lightning_sparsecomm.exchange import Exchanged
+from lightning_sparsecomm.sharing.averaging import averaged
 from lightning_sparsecomm.sharing.gradients import NamedParameters, add_, wide_dtype
 from lightning_sparsecomm.sharing.outer import OuterOptimizer, check_outer, make_outer
-from lightning_sparsecomm.sharing.set_weights import NOTED, SetWeights, averaged
+from lightning_sparsecomm.sharing.set_weights import NOTED, SetWeights
 from lightning_sparsecomm.sharing.share import Share, Turn
 from lightning_sparsecomm.sharing.sync import Buffers, Sync
 from lightning_sparsecomm.sharing.takeover import mask_momentum_

@@ -18,6 +18,7 @@ from lightning_sparsecomm.exchange import Exchanged, SparseExchange
 from lightning_sparsecomm.sharing.adam import adam_rules, show_moments
 from lightning_sparsecomm.sharing.averaging import average_
 from lightning_sparsecomm.sharing.gradients import NamedParameters, gradient_of, write_gradients, write_sparse_gradients
+from lightning_sparsecomm.sharing.hand_back import averaged_residuals, hand_back
 from lightning_sparsecomm.sharing.local_mode import LOCAL_MODES
 from lightning_sparsecomm.sharing.share import Share, Turn
 from lightning_sparsecomm.sharing.sync import Sync
@@ -188,6 +189,13 @@ class GradientShare(Share):
         self.channel.abort()
         self._gradients = []
         self._waiting = None
+
+    def hand_back(self) -> dict[int, Tensor]:
+        if self._bound is None:
+            return {}
+        hand_back(self.optimizer, self.parameters, self.channel, self.wire)
+        # What follows the learning rate was delivered in the turn at the end.
+        return {} if self._finishes else averaged_residuals(self.parameters, self.channel, self.wire)
 
     def _finish(self, mean: Tensor) -> None:
         rising = {

@@ -13,7 +13,6 @@ from torch import Tensor
 from lightning_sparsecomm.basis import PARAMETERS, Wire
 from lightning_sparsecomm.basis.digests import digest_of
 from lightning_sparsecomm.codecs import PayloadError
-from lightning_sparsecomm.sharing.averaging import average_
 from lightning_sparsecomm.sharing.gradients import NamedParameters
 
 # Of each weight, this many stretches of this many elements are compared.
@@ -132,13 +131,6 @@ class SetWeights:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Takes over what `state_dict` returned."""
         self.found = {name: int(value) for name, value in state.items()}
-
-
-def averaged(weights: Sequence[Tensor], wire: Wire) -> list[Tensor]:
-    """The means of weights over ranks, in float32 or wider and in other memory. A collective; see `average_`."""
-    means = [weight.detach().to(torch.promote_types(weight.dtype, torch.float32), copy=True) for weight in weights]
-    average_(means, wire)
-    return means
 
 
 def _sample(weight: Tensor) -> Tensor:

@@ -118,6 +118,14 @@ class Share(ABC):
         """Euclidean norm of what this rank has not sent yet."""
         return self.channel.residual_norm()
 
+    def hand_back(self) -> dict[int, Tensor]:
+        """Gives away what it holds, when another method goes on: to the optimizer, or in what it returns. A collective.
+
+        Returns:
+            By the parameter's identity, what its next shared gradient is to be increased by.
+        """
+        return {}
+
     @abstractmethod
     def state_dict(self) -> Saved:
         """What it holds, by kind and name; tensors share storage with it."""

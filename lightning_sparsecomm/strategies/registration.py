@@ -49,7 +49,7 @@ def _callers() -> set[str]:
 
 def register_strategies() -> None:
     """Enters `sparsecomm`, and a name for each method, with Lightning's ways to start processes."""
-    recipes = {f"sparsecomm_{name}": recipe for name, recipe in methods.RECIPES.items()}
+    recipes = {f"sparsecomm_{name}": recipe for name, recipe in (methods.RECIPES | {"auto": methods.auto}).items()}
     for registry, strategy in bindings():
         for name, recipe in {"sparsecomm": methods.default, **recipes}.items():
             for suffix, start_method in START_METHODS.items():

@@ -51,8 +51,9 @@ def planned(bandwidth: float, rtt: float = 0.0, compute: float = 0.1, **options:
 
 def test_a_fast_network_needs_no_compression() -> None:
     result = planned(40e9)
-    assert result.choice == "ddp"
-    assert result.reason().startswith("Use ddp")
+    # What rounding saves and what it costs is about the same here.
+    assert result.choice in ("ddp", "ddp-bf16")
+    assert planned(40e9, quality="exact").reason().startswith("Use ddp: its step takes ")
 
 
 def test_a_slow_network_does() -> None:
@@ -63,7 +64,7 @@ def test_a_slow_network_does() -> None:
     assert result.refused.keys() == {"local_adam"}
 
 
-@pytest.mark.parametrize(("quality", "choice"), [("exact", "ddp"), ("rounded", "ddp, bfloat16")])
+@pytest.mark.parametrize(("quality", "choice"), [("exact", "ddp"), ("rounded", "ddp-bf16")])
 def test_quality_limits_the_choice(quality: str, choice: str) -> None:
     result = planned(20e6, quality=quality)
     assert result.choice == choice

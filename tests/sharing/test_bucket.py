@@ -39,13 +39,17 @@ def reduced(hook: BucketHook, bucket: Any) -> Tensor:
 def test_a_bucket_becomes_its_mean_as_the_wire_rounds_it(wire: Wire, dtype: Any) -> None:
     wire.world_size = 2  # One addend, divided by two: what a rank of zeros would leave.
     bucket = Bucket([1.0, 3.0, 1 / 3])
-    found = reduced(BucketHook(BucketSync(dtype), wire), bucket)
+    hook = BucketHook(BucketSync(dtype), wire)
+    hook.begin()
+    found = reduced(hook, bucket)
+    hook.finish()
     half = torch.tensor([0.5, 1.5, 1 / 6])
     assert torch.equal(found, half.to(WIRE_DTYPES[dtype] or half.dtype).to(half.dtype))
     assert found.data_ptr() == bucket.values.data_ptr()
     ledger = wire.ledger
     assert ledger.handed_bytes() == 3 * (WIRE_DTYPES[dtype] or torch.float32).itemsize
     assert (ledger.ddp_bytes, ledger.elements, ledger.sent_elements) == (12, 3, 3)
+    # What is left of the sum when the backward pass has ended is waited for.
     assert ledger.exchange_seconds > 0
 
 

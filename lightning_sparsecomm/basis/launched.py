@@ -1,0 +1,43 @@
+"""For tools that a launcher starts once per rank, without a Trainer: a wire between them, and messages of two ranks."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_sparsecomm.basis.wire import Waiting, Wire
+
+
+@contextmanager
+def joined(timeout: timedelta) -> Iterator[Wire]:
+    """A wire between the processes that a launcher such as torchrun has started, on Gloo.
+
+    Raises:
+        ValueError: No launcher has set the environment.
+    """
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise ValueError(
+            f"{', '.join(missing)} must be set in the environment, which tells each process who it is. Start this under"
+            " torchrun, for example: torchrun --nnodes=2 --nproc-per-node=1 --master-addr=HOST --no-python sparsecomm"
+            " probe"
+        )
+    dist.init_process_group("gloo", timeout=timeout)
+    try:
+        yield Wire()
+    finally:
+        dist.destroy_process_group()
+
+
+def ping(wire: Wire, peer: int, tensor: Tensor) -> None:
+    """Sends `tensor` to another rank and back again. Both call it, with tensors of one size; it is overwritten.
+
+    For measuring: it is not entered in the ledger.
+    """
+    first, second = (dist.send, dist.recv) if wire.rank < peer else (dist.recv, dist.send)
+    with Waiting(wire, f"ping of {tensor.numel() * tensor.element_size():,} bytes between ranks"):
+        first(tensor, peer, group=wire.group)
+        second(tensor, peer, group=wire.group)

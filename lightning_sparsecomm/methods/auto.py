@@ -1,0 +1,81 @@
+"""The method that measures, and chooses."""
+
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+from lightning_sparsecomm.methods.defaults import default
+from lightning_sparsecomm.methods.sums import dense
+from lightning_sparsecomm.sharing import BucketSync, Method
+
+Quality = Literal["exact", "rounded", "trained"]
+"""What may be chosen: "exact" ddp alone; "rounded" also ddp in bfloat16; "trained" also "sparsecomm", which trains as
+well as ddp (docs/results.md)."""
+
+BASELINE, ROUNDED, DEFAULT = "ddp", "ddp-bf16", "sparsecomm"
+
+
+def allowed(quality: Quality) -> dict[str, Method]:
+    """The methods that may be chosen, by name.
+
+    Raises:
+        ValueError: Unknown quality.
+    """
+    known = get_args(Quality)
+    if quality not in known:
+        raise ValueError(
+            f"quality must be one of {', '.join(known)}; got {quality!r}. Leave it out for trained, which allows all"
+            " that trains as well as ddp."
+        )
+    chosen = {BASELINE: dense(), ROUNDED: dense("bfloat16"), DEFAULT: default()}
+    return {name: chosen[name] for name in list(chosen)[: 1 + known.index(quality)]}
+
+
+class auto(Method):
+    """Measures the network and the step, predicts a step with each method, tries the best, and keeps the fastest.
+
+    It begins as ddp, or as the method that the network's speed leaves no doubt about. All ranks switch in the same
+    step, and nothing that a method holds is lost. When a step's time drifts it looks again. With ddp chosen, training
+    is ddp's, to the bit from then on. A run of one process is ddp's from the start.
+
+    >>> list(auto(quality="rounded").choices)
+    ['ddp', 'ddp-bf16']
+
+    Args:
+        quality: What may be chosen: "exact", ddp alone; "rounded", also ddp in bfloat16; "trained", also
+            `"sparsecomm"`, which trains as well as ddp.
+        candidates: Further methods that may be chosen. They must keep replicas equal after each step, so methods that
+            exchange weights every few steps are refused.
+
+    Raises:
+        ValueError: An unknown quality, or a candidate that a run cannot switch to.
+        TypeError: A candidate is no method.
+    """
+
+    def __init__(self, quality: Quality = "trained", candidates: Sequence[Method] = ()) -> None:
+        self.choices = allowed(quality)
+        for candidate in candidates:
+            if not isinstance(candidate, Method) or isinstance(candidate, auto):
+                raise TypeError(
+                    f"candidates must be methods, such as [methods.dgc(0.01)]; got {candidate!r}. Call the recipe."
+                )
+            check_switchable(candidate)
+            self.choices[repr(candidate)] = candidate
+        self.quality = quality
+        super().__init__([BucketSync()])
+
+
+def check_switchable(method: Method) -> None:
+    """Refuses methods that a run cannot leave, or take up, between two steps.
+
+    Raises:
+        ValueError: Replicas drift with the method, or it averages them.
+    """
+    chain = [method]
+    while (fallback := chain[-1].fallback) is not None:
+        chain.append(fallback)
+    drifts = any(sync.drifts or sync.buffers != "broadcast" for each in chain for sync in each.syncs)
+    if drifts or any(each.averaging is not None for each in chain):
+        raise ValueError(
+            f"candidates must keep replicas equal after each step; got {method!r}, with which they drift apart. Use it"
+            " by itself, as SparseCommStrategy(method=...)."
+        )

@@ -1,0 +1,22 @@
+"""The method of `strategy="sparsecomm"`."""
+
+from lightning_sparsecomm.basis.schedules import ByLength
+from lightning_sparsecomm.methods.adam import local_adam
+from lightning_sparsecomm.methods.dropping import dgc, gradient_dropping
+from lightning_sparsecomm.sharing import Method
+
+
+def default() -> Method:
+    """The method of `strategy="sparsecomm"`: dgc for SGD, local_adam for Adam and AdamW, else gradient dropping.
+
+    The density follows from the run's length, small tensors are sent more densely, and positions in the shortest code.
+    Values are bfloat16; Adam's directions, which differ less, take two bits each, and four times as many are sent.
+
+    >>> default().fallback.fallback
+    gradient_dropping(density=ByLength(...), scope='balanced', values='bfloat16', positions='short')
+    """
+    denser = ByLength(0.095, exponent=0.83, most=0.3)
+    others = gradient_dropping(ByLength(), scope="balanced", values="bfloat16", positions="short")
+    adam = local_adam(denser, scope="balanced", values="two_bit", positions="short")
+    sgd = dgc(ByLength(), scope="balanced", values="bfloat16", positions="short")
+    return sgd.with_fallback(adam.with_fallback(others))

@@ -1,0 +1,250 @@
+"""Chooses a run's method while it trains: measures, predicts, tries the best, and keeps the fastest."""
+
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+
+from lightning_sparsecomm.methods.auto import BASELINE
+from lightning_sparsecomm.planning.links import MeasuredLink
+from lightning_sparsecomm.planning.model import Work, predict
+from lightning_sparsecomm.planning.probe import agreed, measure_link
+from lightning_sparsecomm.planning.quantities import as_rate, as_time
+from lightning_sparsecomm.planning.rehearsed import Rehearsed, rehearse
+from lightning_sparsecomm.planning.watch import DriftWatch, StepTimes
+from lightning_sparsecomm.run.choice import method_for
+from lightning_sparsecomm.run.clipping import check_trainers_clipping
+from lightning_sparsecomm.run.contents import State
+from lightning_sparsecomm.run.engine import Engine
+from lightning_sparsecomm.run.optimizers import TrackedOptimizer
+from lightning_sparsecomm.run.switching import adopt, switch
+from lightning_sparsecomm.sharing.bucket import BucketSync
+from lightning_sparsecomm.sharing.method import Method
+
+# A method that is predicted to take at most so many times the best is tried, and at most so many are.
+_WORTH_TRYING, _MOST_TRIED = 1.3, 2
+
+# Of two methods that differ by less, the one that is closer to ddp is used.
+_ALIKE = 1.015
+
+# ddp's first steps are not worth their time where its sums alone take so many times the best exchange, and longer.
+_HOPELESS, _HOPELESS_SECONDS = 3.0, 0.05
+
+# Steps that must be left for a trial to pay.
+_LEFT = 40
+
+
+@dataclass
+class Record:
+    """What is known of each method, by name; seconds per step.
+
+    Attributes:
+        current: The method in use.
+        settled: Whether it is chosen, and not only tried.
+        queue: Methods still to be tried.
+        measured, predicted: Seconds of a step; `predicted` as it was before the method was first measured.
+        history: Each switch and choice: the steps done, the method, why, and what was known then.
+    """
+
+    current: str = BASELINE
+    settled: bool = False
+    queue: list[str] = field(default_factory=list)
+    measured: dict[str, float] = field(default_factory=dict)
+    predicted: dict[str, float] = field(default_factory=dict)
+    history: list[dict[str, object]] = field(default_factory=list)
+
+
+class AutoChooser:
+    """Runs `methods.auto`. All ranks decide alike, from numbers that they have agreed on.
+
+    Args:
+        engine: The run. It begins as ddp.
+        choices: The methods, by name; ddp first.
+        seconds: About how long measuring the network may take.
+        say: Prints a line, on the rank that prints.
+
+    Attributes:
+        choices: The methods that can be used in this run.
+        record: What is known, and what was chosen.
+        link: The network as it was last measured; None before.
+        measuring_seconds: Spent on measuring the network and rehearsing methods.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        choices: Mapping[str, Method],
+        seconds: float = 1.0,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self.choices = dict(choices)
+        self.record = Record()
+        self.say = say
+        self.link: MeasuredLink | None = None
+        self._engine = engine
+        self._seconds = seconds
+        self._costs: dict[str, Rehearsed] = {}
+        self._times = StepTimes(engine)
+        self._watch = DriftWatch(engine.wire)
+        self._begun = False
+        self.measuring_seconds = 0.0
+
+    def begin(self) -> None:
+        """Measures the network, rehearses the methods, and chooses how to begin. A collective, before the first step.
+
+        A resumed run goes on with the method that it had.
+        """
+        if self._begun:
+            return
+        self._begun = True
+        self.choices = self._usable()
+        if not self._has_choice:
+            self.record.settled = True
+        if self.record.settled:
+            return
+        self._look()
+        if not self.record.history:
+            nets = self._predicted(Work(0.0))
+            best = min(nets, key=lambda name: nets[name])
+            if nets[BASELINE] > max(_HOPELESS * nets[best], nets[best] + _HOPELESS_SECONDS):
+                self._use(best, f"ddp's sums alone would take {as_time(nets[BASELINE])}", deliver=False)
+
+    def before_batch(self) -> None:
+        self._times.begin()
+
+    def after_step(self, tracked: TrackedOptimizer) -> None:
+        # Several optimizers take turns; the last one ends a round.
+        engine = self._engine
+        last = tracked is engine.registry.optimizers[-1]
+        # A trial run, such as a search for a learning rate, stays with ddp.
+        if not (last and self._begun and self._has_choice) or tracked.steps == engine.length:
+            return
+        self._times.end()
+        with engine.wire.in_step():
+            if self.record.settled:
+                if self._watch.drifted(self._times.last, self._times.waited):
+                    self._look_again(tracked)
+            elif self._times.enough:
+                self._decide(tracked)
+
+    def state_dict(self) -> State:
+        return asdict(self.record)
+
+    def load_state_dict(self, state: State) -> None:
+        record = Record(**state)
+        if record.current not in self.choices:
+            warnings.warn(
+                f"the checkpoint was saved while methods.auto used {record.current}, which is not among its methods"
+                f" now: {', '.join(self.choices)}. It begins anew, and what that method held is left out.",
+                stacklevel=2,
+            )
+            return
+        self.record = record
+        adopt(self._engine, self.choices[record.current])
+        self._times.restart()
+
+    @property
+    def _has_choice(self) -> bool:
+        return self._engine.wire.world_size > 1 and len(self.choices) > 1
+
+    def _usable(self) -> dict[str, Method]:
+        """The methods that are defined for the run's optimizers and its clipping."""
+        usable: dict[str, Method] = {}
+        registry = self._engine.registry
+        for name, method in self.choices.items():
+            if registry.ignored and not isinstance(method.syncs[0], BucketSync):
+                # Their optimizer's momentum cannot be taken over.
+                continue
+            chain = [method]
+            while (fallback := chain[-1].fallback) is not None:
+                chain.append(fallback)
+            try:
+                for tracked in registry.optimizers:
+                    chosen = method_for(tracked.optimizer, chain, registry.held_by(tracked.optimizer))
+                    if self._engine.max_norm is not None:
+                        check_trainers_clipping([chosen], self._engine.max_norm, self._engine.clips_by_value)
+            except (TypeError, ValueError):
+                # What cannot be used is no choice; used by itself, it says why.
+                continue
+            usable[name] = method
+        return usable
+
+    def _look(self) -> None:
+        """Measures the network, and rehearses the methods where that was not done yet."""
+        engine, begin = self._engine, time.perf_counter()
+        self.link = measure_link(engine.wire, self._seconds, engine.registry.named[0][1].device)
+        if not self._costs:
+            kinds = [(each.optimizer, engine.registry.held_by(each.optimizer)) for each in engine.registry.optimizers]
+            ranks = engine.wire.world_size
+            self._costs = {name: rehearse(method, kinds, ranks, engine.length) for name, method in self.choices.items()}
+        self.measuring_seconds += time.perf_counter() - begin
+
+    def _predicted(self, work: Work) -> dict[str, float]:
+        """Seconds of a step with each method, agreed on by all ranks."""
+        assert self.link is not None
+        mine = [predict(costs, self.link, work).seconds for costs in self._costs.values()]
+        return dict(zip(self._costs, agreed(self._engine.wire, mine)))
+
+    def _decide(self, tracked: TrackedOptimizer) -> None:
+        """What to do when the method in use has been measured: try another one, or settle."""
+        record = self.record
+        step, computing, negative_overlap = agreed(self._engine.wire, self._times.summary())
+        record.measured[record.current] = step
+        if len(record.measured) == 1:
+            overlapped = -negative_overlap if negative_overlap < 0 else None
+            predicted = self._predicted(Work(computing, overlapped))
+            for name, seconds in predicted.items():
+                record.predicted[name] = seconds
+            rest = {name: seconds for name, seconds in predicted.items() if name != record.current}
+            bound = _WORTH_TRYING * min(step, *rest.values())
+            worth = sorted((name for name in rest if rest[name] <= bound), key=lambda name: rest[name])
+            enough = self._engine.length - tracked.steps > _LEFT
+            record.queue = worth[:_MOST_TRIED] if enough else []
+        if record.queue:
+            self._use(record.queue.pop(0), "to try it")
+            return
+        best = min(record.measured, key=lambda name: record.measured[name])
+        # ddp comes first, and what rounds before what is sparse.
+        order = [name for name in self.choices if name in record.measured]
+        chosen = next(name for name in order if record.measured[name] <= _ALIKE * record.measured[best])
+        record.settled = True
+        if chosen != record.current:
+            self._use(chosen, "")
+        self._watch.begin(record.measured[chosen])
+        line = f"sparsecomm: step {tracked.steps}: {_reason(record, self.link, chosen)}"
+        record.history.append({"step": tracked.steps, "method": chosen, "why": line})
+        self.say(line)
+
+    def _look_again(self, tracked: TrackedOptimizer) -> None:
+        """A step's time has drifted: measures the network anew, and decides with the steps just made."""
+        record = self.record
+        self._look()
+        record.history.append({"step": tracked.steps, "method": record.current, "why": "the step's time has drifted"})
+        record.measured, record.predicted, record.settled, record.queue = {}, {}, False, []
+        self._decide(tracked)
+
+    def _use(self, name: str, why: str, deliver: bool = True) -> None:
+        record = self.record
+        method = self.choices[name]
+        (switch if deliver else adopt)(self._engine, method)
+        record.current = name
+        steps = max((tracked.steps for tracked in self._engine.registry.optimizers), default=0)
+        if why:
+            record.history.append({"step": steps, "method": name, "why": why})
+        self._times.restart()
+
+
+def _reason(record: Record, link: MeasuredLink | None, chosen: str) -> str:
+    """The choice in words, with what was known."""
+    measured, predicted = record.measured, record.predicted
+    tried = [
+        f"{name} {as_time(seconds)}" + (f" (predicted {as_time(predicted[name])})" if name in predicted else "")
+        for name, seconds in measured.items()
+    ]
+    rest = [f"{name} {as_time(seconds)}" for name, seconds in predicted.items() if name not in measured]
+    words = f"chose {chosen}. A step takes: {', '.join(tried)}"
+    if rest:
+        words += f"; predicted: {', '.join(rest)}"
+    if link is not None:
+        words += f". Link: {as_rate(link.bandwidth)}, {as_time(link.latency)} a hop"
+    return f"{words}."

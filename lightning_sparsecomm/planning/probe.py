@@ -1,0 +1,66 @@
+"""Measures what collectives take between these very ranks."""
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lightning_sparsecomm.basis.ledger import PROBING, Collective
+from lightning_sparsecomm.basis.wire import Wire
+from lightning_sparsecomm.planning.links import MeasuredLink
+
+# Bytes handed over; the largest tell the rate, and are left out on a link where they would take too long.
+_SIZES = (8, 16 * 2**10, 128 * 2**10, 2**20, 8 * 2**20)
+_REPETITIONS = 3
+
+
+def measure_link(wire: Wire, seconds: float = 1.0, device: torch.device | None = None) -> MeasuredLink:
+    """Sums and gathers of growing size, as long as time allows. A collective; the result is equal on all ranks.
+
+    A gather hands each byte to all others, so it is measured with as many bytes on the link as the sum.
+
+    Args:
+        wire: Between which ranks.
+        seconds: About how long it may take. Two sizes are measured in any case.
+        device: Where tensors are; the CPU by default.
+    """
+    kinds: dict[Collective, Callable[[Tensor], object]] = {
+        "all_reduce": lambda tensor: wire.all_reduce_(tensor, PROBING),
+        "all_gather": lambda tensor: wire.all_gather(tensor, PROBING),
+    }
+    begin = time.perf_counter()
+    points: dict[Collective, list[tuple[float, float]]] = {kind: [] for kind in kinds}
+    repetitions = _REPETITIONS
+    for index, size in enumerate(_SIZES):
+        for kind, collective in kinds.items():
+            elements = max(2, (size if kind == "all_reduce" else 2 * size // wire.world_size) // 4)
+            tensor = torch.ones(elements, device=device)
+            taken = []
+            for _ in range(repetitions):
+                since = time.perf_counter()
+                collective(tensor.clone())
+                if tensor.is_cuda:
+                    torch.cuda.synchronize(tensor.device)
+                taken.append(time.perf_counter() - since)
+            points[kind].append((4.0 * elements, min(taken)))
+        slowest, spent = agreed(wire, [points["all_reduce"][-1][1], time.perf_counter() - begin], device)
+        if index + 1 == len(_SIZES):
+            break
+        # As if only bytes counted; on a long link the next size takes less.
+        next_slowest = slowest * _SIZES[index + 1] / size if index else slowest
+        repetitions = _REPETITIONS if next_slowest < seconds / 20 else 1
+        if index > 0 and 2 * next_slowest > seconds - spent:
+            break
+    flat = [time for several in points.values() for _, time in several]
+    times = iter(agreed(wire, flat, device))
+    return MeasuredLink(
+        wire.world_size, {kind: [(size, next(times)) for size, _ in several] for kind, several in points.items()}
+    )
+
+
+def agreed(wire: Wire, numbers: list[float], device: torch.device | None = None) -> list[float]:
+    """The largest of each number over ranks. A collective; as many numbers on all ranks."""
+    mine = torch.tensor(numbers, dtype=torch.float64, device=device)
+    largest: list[float] = wire.all_gather(mine, PROBING).max(0).values.tolist()
+    return largest

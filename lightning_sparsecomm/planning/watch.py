@@ -1,0 +1,146 @@
+"""Times of a run's steps, and whether they drift."""
+
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from lightning_sparsecomm.basis.ledger import PROBING
+from lightning_sparsecomm.basis.wire import Wire
+from lightning_sparsecomm.run.engine import Engine
+
+# After a switch: steps that touch new memory, and steps that count.
+_SKIPPED, _MEASURED = 2, 5
+
+# A step's time has drifted if the median of so many steps is so far from what it was.
+_WINDOW, _DRIFT = 4, 1.5
+
+# So has its waiting, by that factor, and by so much of a step.
+_WAIT_DRIFT, _MUCH = 2.0, 0.15
+
+# Steps between two looks; twice as many after each look that changed nothing.
+_PATIENCE = 40
+
+
+class StepTimes:
+    """How long steps take, and how much of that is computing.
+
+    Attributes:
+        last: Seconds of the last step.
+        waited: What of it was waiting for the network.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.last = self.waited = 0.0
+        self._engine = engine
+        self._since: float | None = None
+        self._ended = time.perf_counter()
+        self._communicated = self._waiting = 0.0
+        self._made = 0
+        self._steps: deque[tuple[float, float, float]] = deque(maxlen=_MEASURED)
+
+    def restart(self) -> None:
+        """Forgets what was measured, for another method."""
+        self._made = 0
+        self._steps.clear()
+
+    def begin(self) -> None:
+        """Marks the begin of a step, unless it has begun: validation and saving in between do not count."""
+        if self._since is None:
+            self._since = time.perf_counter()
+            self._communicated = self._exchanging()
+
+    def end(self) -> None:
+        """Marks the end of a step. Without `begin`, a step begins where the last one has ended."""
+        now = time.perf_counter()
+        self.last = now - (self._ended if self._since is None else self._since)
+        exchanged = max(0.0, self._exchanging() - self._communicated)
+        self.waited, self._waiting = self._clock["wait"] - self._waiting, self._clock["wait"]
+        hook = self._engine.hook
+        overlapped = hook.last - hook.first if hook is not None and self._engine.registry.in_buckets else 0.0
+        self._made += 1
+        if self._made > _SKIPPED:
+            self._steps.append((self.last, max(0.0, self.last - exchanged), -overlapped))
+        self._since, self._ended, self._communicated = None, now, self._exchanging()
+
+    @property
+    def enough(self) -> bool:
+        """Whether enough steps were measured since the last switch."""
+        return len(self._steps) >= _MEASURED
+
+    def summary(self) -> list[float]:
+        """Medians of the last steps: the whole, what is computed besides the exchange, and the negative of the time
+        between DDP's first and last bucket (0 without buckets); so the largest over ranks is what counts."""
+        return [statistics.median(column) for column in zip(*self._steps)]
+
+    @property
+    def _clock(self) -> dict[str, float]:
+        return self._engine.wire.ledger.clock.seconds
+
+    def _exchanging(self) -> float:
+        return sum(self._clock.values())
+
+
+class DriftWatch:
+    """Whether any rank finds that steps, or their waiting for the network, take longer or shorter than they did.
+
+    A method that sends little hardly shows in its step that the network recovers, but in what it waits. It costs 4
+    bytes every few steps.
+
+    Args:
+        wire: Between all ranks.
+    """
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+        self._step = self._waited = math.nan
+        self._recent: deque[tuple[float, float]] = deque(maxlen=_WINDOW)
+        self._flags = torch.zeros(1)
+        self._wait: Callable[[], None] | None = None
+        self._steps, self._patience = 0, _PATIENCE // 2
+
+    def begin(self, seconds: float) -> None:
+        """Begins to watch, after a choice: a step takes so many seconds."""
+        self._step, self._waited, self._steps = seconds, math.nan, 0
+        self._recent.clear()
+        self._patience *= 2
+
+    def drifted(self, seconds: float, waited: float) -> bool:
+        """Enters a step, and what of it was waiting; whether it is time to look again, equally on all ranks.
+
+        A collective.
+        """
+        self._recent.append((seconds, waited))
+        self._steps += 1
+        if self._steps % _WINDOW:
+            return False
+        if self._found():
+            self._steps = 0
+            return True
+        step, wait = (statistics.median(column) for column in zip(*self._recent))
+        if math.isnan(self._step):
+            # Of a resumed run.
+            self._step = step
+        if math.isnan(self._waited):
+            self._waited = wait
+        away = self._steps >= self._patience // 2 and self._is_away(step, wait)
+        self._flags = torch.tensor([float(away)])
+        self._wait = self._wire.all_reduce_later_(self._flags, PROBING)
+        return False
+
+    def _is_away(self, step: float, wait: float) -> bool:
+        if not 1 / _DRIFT < step / self._step < _DRIFT:
+            return True
+        much = abs(wait - self._waited) > _MUCH * self._step
+        return much and not 1 / _WAIT_DRIFT < wait / max(self._waited, 1e-9) < _WAIT_DRIFT
+
+    def _found(self) -> bool:
+        """What the last window's sum says; it has arrived by now."""
+        if self._wait is None:
+            return False
+        self._wait()
+        self._wait = None
+        return bool(self._flags.item() > 0)

@@ -1,0 +1,169 @@
+"""A run that switches between methods loses nothing: with any sequence of them it ends where ddp would."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.optim import Optimizer
+
+from lightning_sparsecomm.basis.wire import Wire
+from lightning_sparsecomm.methods import auto, default, dense, dgc, gradient_dropping, local_adam, sbc, sketched_sgd
+from lightning_sparsecomm.run.engine import Engine
+from lightning_sparsecomm.run.switching import switch
+from lightning_sparsecomm.sharing import Method
+from tests.distributed.launch import run_ranks
+from tests.distributed.test_following_the_rate import RATES, _ddp
+from tests.distributed.test_reference import SIZES, STEPS, WORLD_SIZE, Parameters, flat, gradients_of, starting_weights
+from tests.run.training import backward, chain, step
+
+
+class Summing(Optimizer):
+    """Adds up what it is given: no rate, and no momentum."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1.0})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.data.sub_(parameter.grad)
+
+
+def _train(rank: int, methods: list[Method], rates: list[float], kind: str, save: bool) -> Any:
+    """Trains with each of the methods in turn, equally long."""
+    module = Parameters()
+    for parameter, part in zip(module.parameters(), torch.from_numpy(starting_weights()).split(SIZES)):
+        parameter.data.copy_(part.view(parameter.shape))
+    engine = Engine(auto(), Wire())
+    engine.registry.add_module(module)
+    optimizer: Optimizer = Summing(module.parameters())
+    if kind == "sgd":
+        optimizer = torch.optim.SGD(module.parameters(), 1.0, 0.9, weight_decay=0.0)
+    engine.register(optimizer)
+    each = len(rates) // len(methods)
+    for number, (rate, gradient) in enumerate(zip(rates, gradients_of(rank), strict=True)):
+        if number % each == 0 and number // each < len(methods):
+            switch(engine, methods[number // each])
+            if save:
+                state = engine.state.state_dict()
+                for tracked in engine.registry.optimizers:
+                    tracked.owed = {}
+                engine.state.load_state_dict(state, as_many_ranks=True)
+        optimizer.param_groups[0]["lr"] = rate
+        for parameter, part in zip(module.parameters(), torch.from_numpy(gradient).split(SIZES)):
+            parameter.grad = part.clone().view(parameter.shape)
+        with engine.stepping(optimizer):
+            engine.synchronize(optimizer)
+            optimizer.step()
+    engine.settle()
+    weights = flat(p.detach() for p in module.parameters())
+    engine.close()
+    return weights
+
+
+@pytest.mark.filterwarnings("ignore:.* values beyond")
+@pytest.mark.parametrize(
+    "methods",
+    [
+        [dense(), dgc(0.02), dense()],
+        [dgc(0.05, warmup_steps=0), dense(), sketched_sgd(0.05), default(), dense()],
+    ],
+    ids=["sparse between", "five"],
+)
+def test_the_weights_end_where_ddp_would_put_them(tmp_path: Path, methods: list[Method]) -> None:
+    found = run_ranks(tmp_path, WORLD_SIZE, _train, methods, RATES, "sgd", False)
+    for weights in found:
+        np.testing.assert_array_equal(weights, found[0])
+        np.testing.assert_allclose(weights, _ddp(RATES, 0.9), rtol=1e-4, atol=3e-3)
+
+
+@pytest.mark.parametrize("save", [False, True])
+def test_what_no_rate_scales_comes_with_the_next_gradient(tmp_path: Path, save: bool) -> None:
+    """Also where a checkpoint was saved between the switch and that gradient."""
+    methods: list[Method] = [gradient_dropping(0.02), dense(), gradient_dropping(0.1), dense()]
+    for weights in run_ranks(tmp_path, WORLD_SIZE, _train, methods, [1.0] * STEPS, "plain", save):
+        np.testing.assert_allclose(weights, _ddp([1.0] * STEPS, 0.0), rtol=1e-4, atol=2e-3)
+
+
+def test_without_the_residual_it_would_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_sparsecomm.run.switching._deliver", lambda engine, tracked: None)
+    methods: list[Method] = [dgc(0.02), dense()]
+    weights, *_ = run_ranks(tmp_path, WORLD_SIZE, _train, methods, RATES, "sgd", False)
+    assert np.abs(weights - _ddp(RATES, 0.9)).max() > 1
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_adam_goes_on_as_it_was(wire: Wire, kind: type[torch.optim.Adam], decay: float) -> None:
+    """On one rank and at density 1 all methods are torch's Adam, so a switch must not be seen."""
+    ours, theirs = chain(), chain()
+    theirs.load_state_dict(ours.state_dict())
+    engine = Engine(auto(), wire)
+    engine.registry.add_module(ours)
+    optimizer, other = (kind(each.parameters(), lr=0.01, weight_decay=decay) for each in (ours, theirs))
+    engine.register(optimizer)
+    for method in (None, local_adam(1.0), dense(), local_adam(1.0)):
+        if method is not None:
+            switch(engine, method)
+        for _ in range(3):
+            optimizer.zero_grad()
+            other.zero_grad()
+            backward(engine, ours)
+            theirs(torch.ones(1, 2)).sum().backward()
+            step(engine, optimizer)
+            other.step()
+    for mine, torchs in zip(ours.parameters(), theirs.parameters()):
+        torch.testing.assert_close(mine, torchs)
+    engine.close()
+
+
+def _moments(rank: int) -> Any:
+    module = Parameters()
+    engine = Engine(auto(), Wire())
+    engine.registry.add_module(module)
+    optimizer = torch.optim.Adam(module.parameters(), betas=(0.9, 0.99))
+    engine.register(optimizer)
+    switch(engine, local_adam(1.0))
+    torch.manual_seed(0)
+    steady = [torch.randn(parameter.shape) for parameter in module.parameters()]
+    noise = torch.Generator().manual_seed(rank + 1)
+    squares = [torch.zeros_like(each) for each in steady]
+    for _ in range(400):
+        for parameter, mean, square in zip(module.parameters(), steady, squares):
+            parameter.grad = mean + 0.5 * torch.randn(mean.shape, generator=noise)
+            shared = Wire().all_reduce_(parameter.grad.clone()) / WORLD_SIZE
+            square.mul_(0.99).add_(shared.square(), alpha=0.01)
+        step(engine, optimizer)  # type: ignore[arg-type]
+    switch(engine, dense())
+    found = flat(optimizer.state[parameter]["exp_avg_sq"] for parameter in module.parameters())
+    engine.close()
+    return found, flat(squares)
+
+
+def test_second_moments_become_those_of_the_mean_gradient(tmp_path: Path) -> None:
+    """Those of a rank's own gradient hold its noise, which is W times that of the mean."""
+    found = run_ranks(tmp_path, WORLD_SIZE, _moments)
+    for moments, _ in found:
+        np.testing.assert_array_equal(moments, found[0][0])
+    moments, of_mean = found[0]
+    assert abs(float(np.mean(moments / of_mean)) - 1) < 0.1
+
+
+@pytest.mark.parametrize("method", [sbc(), gradient_dropping(local="sum", average_every=10)], ids=["sbc", "local"])
+def test_methods_with_which_replicas_drift_are_no_candidates(method: Method) -> None:
+    with pytest.raises(ValueError, match="candidates must keep replicas equal after each step; got"):
+        auto(candidates=[method])
+
+
+@pytest.mark.parametrize("candidate", [dgc, "dgc", auto()])
+def test_candidates_are_methods(candidate: Any) -> None:
+    with pytest.raises(TypeError, match="candidates must be methods, such as"):
+        auto(candidates=[candidate])
+
+
+def test_an_unknown_quality_is_refused() -> None:
+    with pytest.raises(ValueError, match="quality must be one of exact, rounded, trained; got 'best'"):
+        auto(quality="best")  # type: ignore[arg-type]

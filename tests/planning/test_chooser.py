@@ -1,0 +1,268 @@
+"""methods.auto in a Trainer: what it chooses from given times, that all ranks switch together, and what it leaves."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.plugins.environments import TorchElasticEnvironment
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_sparsecomm import methods
+from lightning_sparsecomm.basis.wire import Wire
+from lightning_sparsecomm.planning import MeasuredLink
+from lightning_sparsecomm.planning.chooser import AutoChooser
+from lightning_sparsecomm.planning.probe import measure_link
+from lightning_sparsecomm.planning.watch import DriftWatch, StepTimes
+from lightning_sparsecomm.sharing import Method
+from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
+from tests.distributed.launch import QUIET, run_ranks
+
+# Seconds of a step with each method, and what of it is computed.
+Times = dict[str, float]
+
+# In each of three epochs.
+BATCHES = 30
+
+
+class Network(pl.LightningModule):
+    def __init__(self, adam: bool = False) -> None:
+        super().__init__()
+        self.adam = adam
+        self.layers = torch.nn.Sequential(torch.nn.Linear(6, 20), torch.nn.Tanh(), torch.nn.Linear(20, 3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        return torch.nn.functional.cross_entropy(self.layers(x), y)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        if self.adam:
+            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def data(rank: int) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(4 * BATCHES, 6, generator=generator)
+    return DataLoader(TensorDataset(x, x[:, :3].argmax(1)), batch_size=4)
+
+
+def pretend(times: Times, later: Times | None = None, after: int = 10**9) -> None:
+    """Steps seem to take these times with each method, and later others; the network too."""
+
+    def now(engine: Any) -> Times:
+        steps = max(tracked.steps for tracked in engine.registry.optimizers)
+        return later if later is not None and steps > after else times
+
+    def end(self: StepTimes) -> None:
+        engine = self._engine
+        name = engine.chooser.record.current
+        self.last = now(engine)[name]
+        self.waited = now(engine)["wait"] if name == "sparsecomm" else self.last - now(engine)["compute"]
+        self._made += 1
+        if self._made > 2:
+            self._steps.append((self.last, now(engine)["compute"], 0.0))
+
+    def predicted(self: AutoChooser, work: Any) -> Times:
+        known = now(self._engine)
+        return {name: known[name] - known["compute"] + work.seconds for name in self.choices}
+
+    StepTimes.end = end  # type: ignore[method-assign]
+    AutoChooser._predicted = predicted  # type: ignore[method-assign]
+
+
+def train(
+    rank: int,
+    folder: str,
+    method: Method | str,
+    times: tuple[Any, ...] | None,
+    resume: str | None = None,
+    adam: bool = False,
+    **options: Any,
+) -> Any:
+    """A fit; returns weights, the chooser's record, and what was said."""
+    if times is not None:
+        pretend(*times)
+    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
+    os.environ.update({"MASTER_ADDR": "localhost", "MASTER_PORT": "0"})
+    torch.manual_seed(1)
+    torch.set_num_threads(1)
+    model = Network(adam)
+    strategy = "ddp" if method == "ddp" else SparseCommStrategy(method)  # type: ignore[arg-type]
+    callbacks = (
+        [ModelCheckpoint(folder, save_top_k=-1, save_on_train_epoch_end=True)] if options.pop("saves", False) else []
+    )
+    trainer = pl.Trainer(
+        devices=2,
+        plugins=[TorchElasticEnvironment()],
+        strategy=strategy,
+        max_epochs=3,
+        callbacks=callbacks,
+        enable_checkpointing=bool(callbacks),
+        use_distributed_sampler=False,
+        default_root_dir=folder,
+        **QUIET,
+        **options,
+    )
+    trainer.fit(model, data(rank), ckpt_path=resume)
+    record = getattr(trainer.strategy, "chooser", None)
+    weights = np.concatenate([p.detach().numpy().ravel() for p in model.parameters()])
+    return weights, None if record is None else record.record, list(getattr(trainer.strategy, "announced", []))
+
+
+FAST = {"ddp": 0.10, "ddp-bf16": 0.11, "sparsecomm": 0.16, "compute": 0.09, "wait": 0.01}
+SLOW = {"ddp": 1.0, "ddp-bf16": 0.55, "sparsecomm": 0.2, "compute": 0.1, "wait": 0.06}
+"""On a fast and on a slow network."""
+
+
+def switches(record: Any) -> list[tuple[int, str]]:
+    return [(each["step"], each["method"]) for each in record.history]
+
+
+def test_on_a_fast_network_it_stays_with_ddp(tmp_path: Path) -> None:
+    for _, record, _ in run_ranks(tmp_path, 2, train, str(tmp_path), methods.auto(), (FAST,)):
+        # sparsecomm is too slow to be tried.
+        assert switches(record) == [(7, "ddp-bf16"), (14, "ddp")]
+        assert record.settled
+        assert record.measured == {"ddp": 0.1, "ddp-bf16": 0.11}
+
+
+def test_on_a_slow_network_it_does_not_begin_with_ddp(tmp_path: Path) -> None:
+    (_, record, said), (_, other, _) = run_ranks(tmp_path, 2, train, str(tmp_path), methods.auto(), (SLOW,))
+    assert switches(record) == [(0, "sparsecomm"), (7, "sparsecomm")]
+    assert other == record
+    assert said[0].startswith("sparsecomm: 2 ranks, SGD by dgc(")
+    assert said[1].startswith(
+        "sparsecomm: step 7: chose sparsecomm. A step takes: sparsecomm 200 ms (predicted 200 ms); predicted: ddp 1 s,"
+        " ddp-bf16 550 ms. Link:"
+    )
+
+
+def test_what_quality_forbids_is_not_tried(tmp_path: Path) -> None:
+    for _, record, _ in run_ranks(tmp_path, 2, train, str(tmp_path), methods.auto(quality="rounded"), (SLOW,)):
+        assert {name for _, name in switches(record)} == {"ddp-bf16"}
+
+
+def test_a_candidate_of_ones_own(tmp_path: Path) -> None:
+    method = methods.auto("exact", [methods.gradient_dropping(0.1)])
+    name = "gradient_dropping(density=0.1)"
+    times = {"ddp": 1.0, name: 0.9, "compute": 0.8, "wait": 0.05}
+    for _, record, _ in run_ranks(tmp_path, 2, train, str(tmp_path), method, (times,)):
+        assert switches(record) == [(7, name), (14, name)]
+
+
+@pytest.mark.parametrize("option", [{"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"}])
+def test_what_cannot_clip_as_the_trainer_does_is_left_out(tmp_path: Path, option: dict[str, Any]) -> None:
+    """dgc clips by norm alone."""
+
+    def fit(rank: int) -> Any:
+        return train(rank, str(tmp_path), methods.auto(), (SLOW,), **option)
+
+    for _, record, _ in run_ranks(tmp_path, 2, fit):
+        assert "sparsecomm" not in record.measured | record.predicted
+
+
+@pytest.mark.parametrize("adam", [False, True])
+def test_with_ddp_chosen_training_is_ddps_to_the_bit(tmp_path: Path, adam: bool) -> None:
+    def fit(rank: int, method: Any, times: Any) -> Any:
+        return train(rank, str(tmp_path), method, times, adam=adam)[0]
+
+    ours = run_ranks(tmp_path, 2, fit, methods.auto("exact"), None)
+    theirs = run_ranks(tmp_path, 2, fit, "ddp", None)
+    np.testing.assert_array_equal(ours[0], theirs[0])
+    np.testing.assert_array_equal(ours[0], ours[1])
+
+
+def test_when_the_network_slows_down_it_switches_within_fifty_steps(tmp_path: Path) -> None:
+    found = run_ranks(tmp_path, 2, train, str(tmp_path), methods.auto(), (FAST, SLOW, 30))
+    np.testing.assert_array_equal(found[0][0], found[1][0])
+    for _, record, _ in found:
+        *_, (noticed, _), (tried, first), (chosen, last) = switches(record)
+        assert 30 < noticed <= tried < chosen <= 80
+        assert first == last == "sparsecomm"
+        assert found[0][1].history == record.history
+
+
+def test_when_the_network_recovers_it_returns_to_ddp(tmp_path: Path) -> None:
+    """What the residual held is delivered: replicas are equal, and so are the ranks' optimizers."""
+    found = run_ranks(tmp_path, 2, train, str(tmp_path), methods.auto(), (SLOW, FAST, 30))
+    np.testing.assert_array_equal(found[0][0], found[1][0])
+    for _, record, _ in found:
+        assert record.current == "ddp"
+        assert record.settled
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_a_resumed_run_goes_on_with_its_choice_to_the_bit(tmp_path: Path, epochs: int) -> None:
+    saves = tmp_path / "saves"
+
+    def fit(rank: int, resume: str | None) -> Any:
+        return train(
+            rank, str(saves if resume is None else tmp_path / "later"), methods.auto(), (SLOW,), resume, saves=True
+        )
+
+    whole = run_ranks(tmp_path, 2, fit, None)
+    path = saves / f"epoch={epochs - 1}-step={30 * epochs}.ckpt"
+    assert path.exists()
+    for (expected, _, _), (found, record, _) in zip(whole, run_ranks(tmp_path, 2, fit, str(path))):
+        np.testing.assert_array_equal(found, expected)
+        assert record.current == "sparsecomm"
+        # It was not measured anew.
+        assert switches(record) == [(0, "sparsecomm"), (7, "sparsecomm")]
+
+
+def _links(rank: int) -> Any:
+    link = measure_link(Wire(), 0.3)
+    return link.points, link.latency, link.bandwidth
+
+
+def test_all_ranks_measure_the_same_link(tmp_path: Path) -> None:
+    (points, latency, bandwidth), *others = run_ranks(tmp_path, 3, _links)
+    assert all(each == (points, latency, bandwidth) for each in others)
+    for several in points.values():
+        assert len(several) >= 2
+        assert all(seconds > 0 for _, seconds in several)
+        assert [size for size, _ in several] == sorted(size for size, _ in several)
+    # With as many bytes on the link: 2(W-1)/W for each of a sum, W-1 for each of a gather.
+    assert points["all_gather"][-1][0] == pytest.approx(points["all_reduce"][-1][0] * 2 / 3, rel=0.01)
+
+
+def _watch(rank: int, seconds: list[list[float]]) -> list[int]:
+    watch = DriftWatch(Wire())
+    watch.begin(1.0)
+    return [step for step, each in enumerate(seconds[rank], 1) if watch.drifted(each, each / 10)]
+
+
+def test_a_drift_that_one_rank_sees_is_seen_by_all(tmp_path: Path) -> None:
+    steady, slower = [1.0] * 60, [1.0] * 30 + [2.0] * 30
+    found = run_ranks(tmp_path, 2, _watch, [steady, slower])
+    assert found[0] == found[1]
+    assert 30 < found[0][0] <= 42
+
+
+def test_a_few_slow_steps_are_no_drift(tmp_path: Path) -> None:
+    seconds = [1.0, 1.1, 9.0, 1.0, 0.9] * 12
+    assert run_ranks(tmp_path, 2, _watch, [seconds, seconds]) == [[], []]
+
+
+def _alone(rank: int) -> Any:
+    strategy = SparseCommStrategy(methods.auto())
+    trainer = pl.Trainer(strategy=strategy, devices=1, max_epochs=1, enable_checkpointing=False, **QUIET)
+    trainer.fit(Network(), data(0))
+    assert trainer.strategy.chooser.link is None
+    return trainer.strategy.chooser.record
+
+
+def test_one_process_needs_no_choice(tmp_path: Path) -> None:
+    (record,) = run_ranks(tmp_path, 1, _alone)
+    assert record.current == "ddp"
+    assert record.history == []
+
+
+def test_a_measured_link_answers_for_its_own_ranks() -> None:
+    assert MeasuredLink(2, {"all_reduce": [(8, 0.1), (80, 0.2)]}).seconds("all_reduce", 8, 2) == 0.1

@@ -1,0 +1,42 @@
+"""How many times fewer bytes a run says that it will send."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+
+from lightning_sparsecomm import methods
+from lightning_sparsecomm.sharing import Method
+from tests.distributed.launch import run_ranks
+from tests.planning.test_chooser import train
+
+
+def _said(rank: int, folder: str, method: Method) -> Any:
+    ratios: list[float] = []
+    end = pl.Trainer.fit
+
+    def fit(trainer: pl.Trainer, *args: Any, **options: Any) -> None:
+        end(trainer, *args, **options)
+        ratios.append(trainer.strategy.ledger.compression_ratio())  # type: ignore[attr-defined]
+
+    pl.Trainer.fit = fit  # type: ignore[method-assign]
+    _, _, said = train(rank, folder, method, None)
+    return said, ratios[0]
+
+
+@pytest.mark.parametrize(
+    "method", [methods.gradient_dropping(0.1), methods.sbc(0.2, every=5), methods.dgc(0.1, warmup_steps=0)], ids=repr
+)
+def test_the_line_at_the_start_says_what_the_ledger_counts_in_the_end(tmp_path: Path, method: Method) -> None:
+    (said, ratio), (nothing, _) = run_ranks(tmp_path, 2, _said, str(tmp_path), method)
+    assert nothing == []
+    found = re.search(r"; about ([\d.,]+) times fewer bytes than ddp$", said[0])
+    assert found is not None, said
+    assert float(found[1].replace(",", "")) == pytest.approx(ratio, rel=0.15)
+
+
+def test_ddp_says_nothing_of_the_kind(tmp_path: Path) -> None:
+    (said, _), _ = run_ranks(tmp_path, 2, _said, str(tmp_path), methods.dense())
+    assert "times fewer" not in said[0]
