@@ -58,6 +58,13 @@ def _kernels() -> None:
         part()
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    marker = item.get_closest_marker("gpu")
+    # Asks the driver, and starts no CUDA: tests fork.
+    if marker is not None and (there := torch.cuda.device_count()) < marker.args[0]:
+        pytest.skip(f"needs {marker.args[0]} NVIDIA GPUs; torch finds {there}")
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)

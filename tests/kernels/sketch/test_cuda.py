@@ -11,10 +11,7 @@ from tests.kernels.triton_process import needs_triton, run
 @needs_triton
 @pytest.mark.parametrize(
     "device",
-    [
-        "cpu",
-        pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")),
-    ],
+    ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(1))],
 )
 def test_triton(device, tmp_path):
     run(__name__, f"compare({device!r})", tmp_path, **({"TRITON_INTERPRET": "1"} if device == "cpu" else {}))

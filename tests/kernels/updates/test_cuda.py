@@ -25,7 +25,7 @@ def test_compiled_for_a_gpu(tmp_path):
     run(__name__, "check_compiled()", tmp_path)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.gpu(1)
 def test_on_a_gpu(tmp_path):
     run(__name__, "compare('cuda', 10**6 + 3)", tmp_path)
 
