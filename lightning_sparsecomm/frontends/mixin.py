@@ -159,6 +159,11 @@ class SynchronizingMixin(SavingMixin):
         engine = self._engine = Engine(self.method, wire, self.seed, self.check_replicas_every, scaler)
         engine.agreement.arguments["uneven_inputs"] = self.uneven_inputs
         if isinstance(self.method, methods.auto):
+            if self._ddp_kwargs.get("static_graph"):
+                raise ValueError(
+                    "static_graph must be False with methods.auto, which switches DDP's reducer on and off; got True."
+                    " Leave it out, or choose a method by hand."
+                )
             engine.chooser = self._chooser = AutoChooser(engine, self.method.choices)
         if engine.scaling is not None:
             engine.scaling.take_over(lambda optimizer: engine.unscale_(self._bare(optimizer)))

@@ -5,6 +5,8 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 
+import torch
+
 from lightning_sparsecomm.methods.auto import BASELINE
 from lightning_sparsecomm.planning.links import MeasuredLink
 from lightning_sparsecomm.planning.model import Work, predict
@@ -122,7 +124,7 @@ class AutoChooser:
         self._times.end()
         with engine.wire.in_step():
             if self.record.settled:
-                if self._watch.drifted(self._times.last, self._times.waited):
+                if self._watch.drifted(self._times.last, self._times.waited, self._device):
                     self._look_again(tracked)
             elif self._times.enough:
                 self._decide(tracked)
@@ -142,6 +144,10 @@ class AutoChooser:
         self.record = record
         adopt(self._engine, self.choices[record.current])
         self._times.restart()
+
+    @property
+    def _device(self) -> torch.device:
+        return self._engine.registry.named[0][1].device
 
     @property
     def _has_choice(self) -> bool:
@@ -172,7 +178,7 @@ class AutoChooser:
     def _look(self) -> None:
         """Measures the network, and rehearses the methods where that was not done yet."""
         engine, begin = self._engine, time.perf_counter()
-        self.link = measure_link(engine.wire, self._seconds, engine.registry.named[0][1].device)
+        self.link = measure_link(engine.wire, self._seconds, self._device)
         if not self._costs:
             kinds = [(each.optimizer, engine.registry.held_by(each.optimizer)) for each in engine.registry.optimizers]
             ranks = engine.wire.world_size
@@ -183,12 +189,12 @@ class AutoChooser:
         """Seconds of a step with each method, agreed on by all ranks."""
         assert self.link is not None
         mine = [predict(costs, self.link, work).seconds for costs in self._costs.values()]
-        return dict(zip(self._costs, agreed(self._engine.wire, mine)))
+        return dict(zip(self._costs, agreed(self._engine.wire, mine, self._device)))
 
     def _decide(self, tracked: TrackedOptimizer) -> None:
         """What to do when the method in use has been measured: try another one, or settle."""
         record = self.record
-        step, computing, negative_overlap = agreed(self._engine.wire, self._times.summary())
+        step, computing, negative_overlap = agreed(self._engine.wire, self._times.summary(), self._device)
         record.measured[record.current] = step
         if len(record.measured) == 1:
             overlapped = -negative_overlap if negative_overlap < 0 else None

@@ -108,10 +108,10 @@ class DriftWatch:
         self._recent.clear()
         self._patience *= 2
 
-    def drifted(self, seconds: float, waited: float) -> bool:
+    def drifted(self, seconds: float, waited: float, device: torch.device | None = None) -> bool:
         """Enters a step, and what of it was waiting; whether it is time to look again, equally on all ranks.
 
-        A collective.
+        A collective, whose tensor is on `device`.
         """
         self._recent.append((seconds, waited))
         self._steps += 1
@@ -127,7 +127,7 @@ class DriftWatch:
         if math.isnan(self._waited):
             self._waited = wait
         away = self._steps >= self._patience // 2 and self._is_away(step, wait)
-        self._flags = torch.tensor([float(away)])
+        self._flags = torch.tensor([float(away)], device=device)
         self._wait = self._wire.all_reduce_later_(self._flags, PROBING)
         return False
 

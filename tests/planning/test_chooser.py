@@ -216,6 +216,33 @@ def test_a_resumed_run_goes_on_with_its_choice_to_the_bit(tmp_path: Path, epochs
         assert switches(record) == [(0, "sparsecomm"), (7, "sparsecomm")]
 
 
+def test_a_static_graph_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"static_graph must be False with methods\.auto"):
+        run_ranks(tmp_path, 1, _static)
+
+
+def _static(rank: int) -> None:
+    strategy = SparseCommStrategy(methods.auto(), static_graph=True)
+    trainer = pl.Trainer(strategy=strategy, devices=1, max_epochs=1, enable_checkpointing=False, **QUIET)
+    trainer.fit(Network(), data(0))
+
+
+@pytest.mark.parametrize("times", [(FAST,), (SLOW,), (SLOW, FAST, 30)], ids=["fast", "slow", "recovering"])
+@pytest.mark.parametrize(
+    "options", [{"accumulate_grad_batches": 2}, {"precision": "bf16-mixed"}, {"gradient_clip_val": 0.5}], ids=str
+)
+def test_what_a_trainer_does_besides(tmp_path: Path, options: dict[str, Any], times: tuple[Any, ...]) -> None:
+    """Replicas stay equal while the method switches."""
+
+    def fit(rank: int) -> Any:
+        return train(rank, str(tmp_path), methods.auto(), times, **options)
+
+    (weights, record, _), (others, _, _) = run_ranks(tmp_path, 2, fit)
+    np.testing.assert_array_equal(weights, others)
+    assert np.isfinite(weights).all()
+    assert len(record.history) >= 2
+
+
 def _links(rank: int) -> Any:
     link = measure_link(Wire(), 0.3)
     return link.points, link.latency, link.bandwidth
