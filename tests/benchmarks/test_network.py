@@ -305,6 +305,7 @@ def test_a_rank_that_fails_ends_the_others(permitted: bool) -> None:
             lab.run(one_dies, timeout=100)
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_named(permitted: bool) -> None:
     if not permitted:
         return

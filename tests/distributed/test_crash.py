@@ -199,7 +199,10 @@ def test_killed_at_twenty_steps(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "kills"),
-    [("dgc", 2), *(pytest.param(name, 40, marks=pytest.mark.slow) for name in ("dgc", "sbc", "diloco"))],
+    [
+        pytest.param("dgc", 2, marks=pytest.mark.slow),
+        *(pytest.param(name, 40, marks=pytest.mark.slow) for name in ("dgc", "sbc", "diloco")),
+    ],
 )
 @pytest.mark.timeout(900)
 def test_one_rank_killed_while_one_path_is_overwritten(name: str, kills: int, tmp_path: Path) -> None:

@@ -141,8 +141,14 @@ METHODS: dict[str, tuple[Method, str]] = {
 }
 
 
+# One of gradients and one of weights; the others are slow together.
+QUICK = ("dgc", "sbc")
+
+
 @pytest.mark.parametrize("event", EVENTS)
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in METHODS]
+)
 def test_replicas_stay_equal(tmp_path: Path, name: str, event: str) -> None:
     method, kind = METHODS[name]
     ranks = run_ranks(tmp_path, WORLD_SIZE, _train, method, kind, event)

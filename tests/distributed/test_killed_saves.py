@@ -145,7 +145,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow if "later" in case else []) for case in CASES]
+)
 @pytest.mark.parametrize("victim", range(RANKS))
 def test_killed_at_every_point(tmp_path: Path, victim: int, case: str) -> None:
     later, steps = CASES[case]

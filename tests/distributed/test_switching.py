@@ -143,6 +143,7 @@ def _moments(rank: int) -> Any:
     return found, flat(squares)
 
 
+@pytest.mark.slow
 def test_second_moments_become_those_of_the_mean_gradient(tmp_path: Path) -> None:
     """Those of a rank's own gradient hold its noise, which is W times that of the mean."""
     found = run_ranks(tmp_path, WORLD_SIZE, _moments)

@@ -227,6 +227,7 @@ def _static(rank: int) -> None:
     trainer.fit(Network(), data(0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("times", [(FAST,), (SLOW,), (SLOW, FAST, 30)], ids=["fast", "slow", "recovering"])
 @pytest.mark.parametrize(
     "options", [{"accumulate_grad_batches": 2}, {"precision": "bf16-mixed"}, {"gradient_clip_val": 0.5}], ids=str
@@ -240,7 +241,7 @@ def test_what_a_trainer_does_besides(tmp_path: Path, options: dict[str, Any], ti
     (weights, record, _), (others, _, _) = run_ranks(tmp_path, 2, fit)
     np.testing.assert_array_equal(weights, others)
     assert np.isfinite(weights).all()
-    assert len(record.history) >= 2
+    assert record.settled
 
 
 def _links(rank: int) -> Any:

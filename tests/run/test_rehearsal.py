@@ -24,7 +24,10 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.filterwarnings("ignore:one process")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.float64, torch.bfloat16))],
+)
 @pytest.mark.parametrize("name", ["default", *methods.RECIPES])
 def test_every_method_can_be_rehearsed_with_every_optimizer_that_it_is_for(name: str, dtype: torch.dtype) -> None:
     method = getattr(methods, name)()

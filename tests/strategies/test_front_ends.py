@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_sparsecomm.methods import RECIPES, default, federated_averaging, gradient_dropping
+from lightning_sparsecomm.methods import RECIPES, auto, default, federated_averaging, gradient_dropping
 from lightning_sparsecomm.sharing import Method
 from lightning_sparsecomm.strategies.registration import START_METHODS
 from tests.distributed.launch import QUIET
@@ -169,7 +169,7 @@ def test_every_method_has_a_name_for_every_way_to_start_processes(package: str) 
     assert START_METHODS == {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
     assert {"dense", "gradient_dropping", "dgc"} <= RECIPES.keys()
     recipes: dict[str, Callable[[], Method]] = {f"sparsecomm_{name}": recipe for name, recipe in RECIPES.items()}
-    recipes["sparsecomm"] = default
+    recipes |= {"sparsecomm": default, "sparsecomm_auto": auto}
     for name, recipe in recipes.items():
         for suffix, start_method in START_METHODS.items():
             strategy = registry.get(name + suffix)

@@ -92,6 +92,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 HERE = "lightning_sparsecomm.strategies"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", ["pytorch_lightning first", "lightning first", "both first", "neither first", "from import", "both CLIs"]
 )
@@ -99,11 +100,13 @@ def test_the_order_of_imports_does_not_matter(printed: dict[str, str], case: str
     assert printed[case] == f"{HERE}.either"
 
 
+@pytest.mark.slow
 def test_a_cli_needs_a_class_of_its_own_package(printed: dict[str, str]) -> None:
     assert printed["one CLI"] == f"{HERE}.lightning.pytorch"
     assert printed["the other CLI"] == f"{HERE}.pytorch_lightning"
 
 
+@pytest.mark.slow
 def test_one_installed_package_is_meant_whether_imported_or_not(printed: dict[str, str]) -> None:
     assert printed["one installed"].splitlines() == [
         "lightning_sparsecomm.strategies.pytorch_lightning",
