@@ -28,6 +28,9 @@ from tests.distributed.launch import run_ranks
 from tests.distributed.recording import recorded
 from tests.distributed.scenarios import CLASSES, FEATURES, SCENARIOS, RecordingSGD, Scenario, fit
 
+# Long together, and seldom touched: `pytest -m slow` has them.
+pytestmark = pytest.mark.slow
+
 
 class Finetuned(pl.LightningModule):
     def __init__(self) -> None:

@@ -21,6 +21,9 @@ from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
 from tests.distributed.launch import QUIET, run_ranks
 from tests.distributed.test_resume import BATCH, CLASSES, FEATURES, Network, differences, outside_launcher
 
+# Long together, and seldom touched: `pytest -m slow` has them.
+pytestmark = pytest.mark.slow
+
 STEPS, SAVED = 9, 5
 
 METHODS: dict[str, tuple[Callable[[], Method], bool]] = {

@@ -17,6 +17,9 @@ from tests import laws
 from tests.distributed.launch import run_ranks
 from tests.distributed.scenarios import Classifier, Scenario, fit
 
+# Long together, and seldom touched: `pytest -m slow` has them.
+pytestmark = pytest.mark.slow
+
 FULL = {"density": 1.0, "warmup_steps": 0, "momentum_masking": False}
 
 

@@ -35,6 +35,9 @@ from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
 from tests.distributed.launch import QUIET, run_ranks
 from tests.distributed.scenarios import CLASSES, FEATURES, Classifier
 
+# Long together, and seldom touched: `pytest -m slow` has them.
+pytestmark = pytest.mark.slow
+
 PATIENCE = timedelta(seconds=2)
 METHODS: dict[str, Callable[[], Method]] = {
     "dgc": lambda: dgc(0.1),
