@@ -9,7 +9,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_sparsecomm.basis import DDP_UNUSED, Wire
-from lightning_sparsecomm.basis.wire import GradBucket, Waiting, Work
+from lightning_sparsecomm.basis.wire import GradBucket, Waiting
 from lightning_sparsecomm.channel import Channel
 from lightning_sparsecomm.exchange import DenseAllReduce
 from lightning_sparsecomm.exchange.dense import WIRE_DTYPES, WireDtype, addend_limit, check_wire_dtype
@@ -73,7 +73,7 @@ class BucketHook:
         self.first = self.last = 0.0
         self._wire = wire
         self._scales_loss = scales_loss
-        self._started: list[tuple[Waiting, Work]] = []
+        self._started: list[tuple[Waiting, torch.futures.Future[list[Tensor]]]] = []
         self._in_buckets: set[int] = set()
         self._finds_unused = False
 
@@ -105,9 +105,9 @@ class BucketHook:
         if dtype == torch.float16 and buffer.dtype != dtype and not self._scales_loss:
             self._clamp_(sending, buffer)
         waiting, work = self._wire.start_sum(sending)
-        self._started.append((waiting, work))
-        # Python that runs when a sum is done competes with the backward pass, so it is short.
         future: torch.futures.Future[list[Tensor]] = work.get_future()
+        self._started.append((waiting, future))
+        # Python that runs when a sum is done competes with the backward pass, so it is short.
         if sending.dtype == buffer.dtype:
             return future.then(lambda done: done.value()[0])
         return future.then(lambda done: buffer.copy_(done.value()[0]))
@@ -123,10 +123,11 @@ class BucketHook:
 
     def raise_failure(self) -> None:
         """Raises the `PeerError` of a sum that has failed, if one has."""
-        for waiting, work in self._started:
-            if work.is_completed():
+        # Gloo fails the future, which is what DDP waits for, before it says that the work is completed.
+        for waiting, future in self._started:
+            if future.done():
                 with waiting:
-                    work.wait()
+                    future.value()
 
     def _clamp_(self, sending: Tensor, exact: Tensor) -> None:
         limit = addend_limit(sending.dtype, self._wire.world_size)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
+from lightning_sparsecomm import PeerError
 from lightning_sparsecomm.basis import DDP_UNUSED, Wire
 from lightning_sparsecomm.exchange import DenseAllReduce
 from lightning_sparsecomm.exchange.dense import WIRE_DTYPES
@@ -78,6 +79,32 @@ def test_ddps_map_of_unused_parameters_is_entered_once_per_pass(
     hook.attach(list(nn.Linear(2, 2).parameters()), finds_unused)
     reduced(hook, Bucket([1.0], last))
     assert wire.ledger.handed_bytes(DDP_UNUSED) == handed
+
+
+class Failed:
+    """Gloo's work at the moment when its future has failed, which wakes DDP, and the work does not say so yet."""
+
+    def __init__(self) -> None:
+        self.future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+        self.future.set_exception(RuntimeError("Connection closed by peer"))
+
+    def get_future(self) -> "torch.futures.Future[list[Tensor]]":
+        return self.future
+
+    def is_completed(self) -> bool:
+        return False
+
+
+def test_a_lost_peer_is_noticed_as_soon_as_the_future_has_failed(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda *args, **kwargs: Failed())
+    hook = BucketHook(BucketSync(), wire)
+    hook.begin()
+    with pytest.raises(RuntimeError):
+        reduced(hook, Bucket([1.0]))
+    assert not wire.failures
+    with pytest.raises(PeerError, match="all_reduce of 4 bytes"):
+        hook.raise_failure()
+    assert len(wire.failures) == 1
 
 
 def test_parameters_in_no_bucket_are_averaged_at_the_step(wire: Wire) -> None:
