@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 torch.set_num_threads(1)
 
 from benchmarks.runs import COMMIT, versions  # noqa: E402
+from lightning_sparsecomm.commands import warm  # noqa: E402
 from tests.codecs import test_fuzz  # noqa: E402
 from tests.distributed import test_altered_collectives as altered  # noqa: E402
 from tests.distributed import test_crash as crash  # noqa: E402
@@ -42,6 +43,8 @@ Outcomes = dict[str, Counter[str]]
 
 def kills(folder: Path, count: int, names: list[str]) -> Iterator[tuple[str, str]]:
     """All ranks are killed at `count` random moments of one training, and resumed."""
+    # Ranks are forked: kernels that are loaded here are not loaded again after each kill.
+    warm.run(argparse.Namespace(methods=None, dtypes=["float32"]))
     for name in names or ["ddp", *(name for name in crash.CASES if name not in crash.LEFT_OUT)]:
         place = folder / name.replace(" ", "_")
         place.mkdir(parents=True)
