@@ -109,11 +109,11 @@ def test_two_packages_train_in_turns(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--package=."], "--package: a package must be a folder that holds lightning_sparsecomm; got /"),
         (["--models=gpt", "--text=short.txt"], "the text must have at least 65 symbols; got 6. Name a longer text."),
         *(
             pytest.param(*each, marks=pytest.mark.slow)
             for each in (
+                (["--package=."], "--package: a package must be a folder that holds lightning_sparsecomm; got /"),
                 ([f"--package={CHECKOUT}"] * 2, "--package: give one folder, or two that differ; got"),
                 (["--models=gpt", "--batch-size=999999"], "--batch-size 999999 is too large: gpt has"),
                 (["--only-print", "--output=none"], "training.json does not exist. Run without --only-print first"),

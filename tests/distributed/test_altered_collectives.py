@@ -160,8 +160,8 @@ def outcomes(tmp_path: Path, name: str, seeds: range) -> Counter[str]:
     return Counter(outcome_of(tmp_path, name, seed) for seed in seeds)
 
 
-# One for each kind of exchange: payloads, sums, sketches, blocks, weights. All others are slow ones.
-_QUICK = {"dgc", "federated_averaging", "sketched_sgd", "s2_reducer", "sbc"}
+# One for each kind of exchange: payloads, sketches, blocks, updates of weights. All others are slow ones.
+_QUICK = {"dgc", "sketched_sgd", "s2_reducer", "sbc"}
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def _ddp(rates: list[float], momentum: float) -> np.ndarray:
 
 # As the rate falls, what waits is scaled up beyond float16.
 @pytest.mark.filterwarnings("ignore:.* values beyond")
-@pytest.mark.parametrize("settle", [False, True])
+@pytest.mark.parametrize("settle", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(
     ("method", "momentum"),
     [

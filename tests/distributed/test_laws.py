@@ -66,8 +66,14 @@ METHODS: dict[str, Method] = {
 NOT_CLIPPING = [name for name in SCENARIOS if name not in ("clip_norm", "clip_value", "several_backwards")]
 
 
-@pytest.mark.parametrize("recipe", [dgc, sketched_sgd])
-@pytest.mark.parametrize("name", quick_and_slow(NOT_CLIPPING))
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [
+        pytest.param(*each.values, recipe, marks=each.marks)
+        for recipe, quick in ((dgc, KINDS), (sketched_sgd, ("plain", "unused_by_turns", "adversarial")))
+        for each in quick_and_slow(NOT_CLIPPING, quick)
+    ],
+)
 def test_momentum_correction_at_full_density_equals_ddp(tmp_path: Path, name: str, recipe: Any) -> None:
     """With everything else at its default."""
     world_size = 2
