@@ -10,6 +10,7 @@ Needs Linux, the commands ip, tc and unshare (packages iproute2 and util-linux),
     --up 20mbit --down 200mbit --rtt 20ms                        cables that are slower from the hosts than to them
     --ranks 4 --rate 1gbit --rank 3:rate=10mbit,rtt=200ms        one slow rank of four
     --nodes 2x2 --rate 100mbit --rtt 20ms                        two hosts of two ranks: fast inside, slow between
+    --rate 1gbit --then 60s:50mbit                               a network that becomes slow after a minute
 
 Between two hosts, the worse of their two cables counts: the slower rate, the longer round-trip time (rtt), the larger
 jitter, the larger loss.
@@ -22,6 +23,7 @@ import argparse
 import array
 import contextlib
 import fcntl
+import functools
 import multiprocessing.connection
 import os
 import queue
@@ -41,7 +43,7 @@ from typing import Any, NamedTuple
 # Its neighbours, also where this is imported as benchmarks.network.
 sys.path.append(str(Path(__file__).resolve().parent))
 from cable import UNLIMITED as UNLIMITED
-from cable import Cable, exception
+from cable import Cable, exception, seconds
 from cable import bits_per_second as bits_per_second
 from namespaces import FORK as FORK
 from namespaces import LabError as LabError
@@ -182,6 +184,7 @@ class Lab:
         self._seed = seed
         self._namespaces: Namespaces | None = None
         self._switch: BaseProcess | None = None
+        self._changer: BaseProcess | None = None
 
     def __enter__(self) -> "Lab":
         if not sys.platform.startswith("linux"):
@@ -272,6 +275,61 @@ class Lab:
             self._seed,
         ).carry(control)
 
+    def change_rate(self, rate: str, when: Callable[[], object]) -> None:
+        """Gives all cables another rate, in both directions, while ranks run.
+
+        Args:
+            rate: The rate.
+            when: Returns when it is time; called in a process of its own, which starts now.
+
+        Raises:
+            ValueError: Not a rate that they can change to.
+        """
+        self._changer = FORK.Process(target=self._change, args=(self.next_bits(rate), when), daemon=True)
+        self._changer.start()
+
+    def next_bits(self, rate: str) -> int:
+        """Bits a second, for a rate that cables can change to.
+
+        Raises:
+            ValueError: They cannot.
+        """
+        bits = bits_per_second(rate)
+        if bits is None:
+            raise ValueError(f"cables cannot change to {rate}, which nothing shapes. Try 100gbit.")
+        if self.has_length:
+            Cable(rate).require_slow()
+        return bits
+
+    def _change(self, bits: int, when: Callable[[], object]) -> None:
+        assert self._namespaces is not None
+        die_with_parent()
+        when()
+        if self.has_length:
+            self._control.send(bits)
+        self._namespaces.enter(0)
+        *hosts, switch = self._namespaces.networks if not self.has_length else (*self._namespaces.networks, 0)
+        for host in hosts:
+            enter_network(host)
+            run_commands(_shaping(DEVICE, bits))
+        if not self.has_length:
+            enter_network(switch)
+            run_commands([command for host in range(self.hosts) for command in _shaping(f"port{host}", bits)])
+        os._exit(0)
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether `change_rate` has done it.
+
+        Raises:
+            LabError: It has failed.
+        """
+        if self._changer is None or self._changer.exitcode is None:
+            return False
+        if self._changer.exitcode:
+            raise LabError("the cables' rate could not be changed: the error is above.")
+        return True
+
     def trip(self, sender: int, receiver: int) -> Trip:
         """What packets from one host to another meet."""
         cables = [self.cables[sender], self.cables[receiver]]
@@ -310,7 +368,7 @@ class Lab:
         if self._switch is None:
             raise LabError("a network without rtt and loss has no switch that could report.")
         try:
-            self._control.send_bytes(b"report")
+            self._control.send(None)
             report = self._control.recv()
         except (EOFError, OSError):
             raise LabError("the switch has ended: its error is above.") from None
@@ -320,6 +378,10 @@ class Lab:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._changer is not None:
+            self._changer.kill()
+            self._changer.join()
+            self._changer = None
         if self._switch is not None:
             self._switch.kill()
             self._switch.join()
@@ -497,7 +559,7 @@ def _shaping(device: str, bits: int | None) -> list[str]:
     if bits is None:
         return []
     latency = f"{QUEUE_SECONDS * 1000:.0f}ms"
-    return [f"tc qdisc add dev {device} root tbf rate {bits}bit burst {_burst_bytes(bits)} latency {latency}"]
+    return [f"tc qdisc replace dev {device} root tbf rate {bits}bit burst {_burst_bytes(bits)} latency {latency}"]
 
 
 def _keep_order(device: str) -> None:
@@ -576,6 +638,7 @@ def parse() -> tuple[argparse.Namespace, list[str], Lab]:
     add("--node", action="append", default=[], metavar="N:NAME=VALUE,...", help="the same, with --nodes")
     add("--inside", metavar="RATE", help=f"rate between the ranks of a node (default: {UNLIMITED})")
     add("--seed", type=int, default=0, metavar="N", help="of jitter and losses (default: 0)")
+    add("--then", metavar="TIME:RATE", help="change all cables to this rate after this time, such as 60s:50mbit")
     limit = "kill ranks that have not ended after this time, with exit code 124 (default: wait for ever)"
     add("--timeout", type=float, default=None, metavar="SECONDS", help=limit)
     rule = "measure the network; exit code 1 where it is not what was asked for"
@@ -589,10 +652,27 @@ def parse() -> tuple[argparse.Namespace, list[str], Lab]:
         parser.error("a command is missing: -- python my_training.py")
     if options.timeout is not None and not 0 < options.timeout < float("inf"):
         parser.error(f"--timeout must be positive and finite; got {options.timeout:g}. Leave it out to wait for ever.")
+    if options.then is not None and options.check:
+        parser.error(f"--check measures a network that stays as it is; got --then {options.then} too. Leave it out.")
     try:
-        return options, command, lab_of(options)
+        lab = lab_of(options)
+        options.then = None if options.then is None else then(options.then, lab)
+        return options, command, lab
     except ValueError as error:
         parser.error(str(error))
+
+
+def then(text: str, lab: Lab) -> tuple[float, str]:
+    """The seconds and the rate in a text such as `60s:50mbit`.
+
+    Raises:
+        ValueError: It has not both, or the lab cannot have that rate.
+    """
+    time, colon, rate = text.partition(":")
+    if not colon:
+        raise ValueError(f"--then must be a time, a colon and a rate; got {text!r}. Try 60s:50mbit.")
+    lab.next_bits(rate)
+    return seconds(time, "--then"), rate
 
 
 def lab_of(options: argparse.Namespace) -> Lab:
@@ -631,7 +711,12 @@ def main() -> None:
             sys.exit(not check(lab))
         with lab:
             begin = time.monotonic()
+            if options.then is not None:
+                later, rate = options.then
+                lab.change_rate(rate, functools.partial(time.sleep, later))
             code = lab.run_command(command, options.timeout)
+            if options.then is not None and not lab.has_changed:
+                print(f"the command ended before --then {later:g}s:{rate}", file=sys.stderr)
             seconds = time.monotonic() - begin
             sent = lab.run(_sent, timeout=60)[:: lab.ranks_per_node]
     except LabError as error:

@@ -289,7 +289,10 @@ class Switch:
         return report
 
     def carry(self, control: Connection) -> None:
-        """Carries packets until this process ends; sends a report for whatever comes from `control`."""
+        """Carries packets until this process ends.
+
+        `control` gets a report for None; a number is a new rate of all cables, in bits a second.
+        """
         # What is made here holds no circles, and a collection takes time.
         gc.disable()
         files = [control.fileno(), *self._devices]
@@ -306,9 +309,16 @@ class Switch:
                 else:
                     self._unread[sender] = None
             if files[0] in ready:
-                control.recv_bytes()
-                control.send(self.report())
+                bits = control.recv()
+                if bits is None:
+                    control.send(self.report())
+                else:
+                    self.change_rate(bits)
             self.turn(now)
+
+    def change_rate(self, bits: int) -> None:
+        """From now on, all cables carry so many bits a second."""
+        self._up = self._down = [8 / bits] * len(self._devices)
 
     def read(self, sender: int, now: float) -> None:
         """Takes some of what a host has sent."""

@@ -57,14 +57,39 @@ def test_every_cable_has_the_rate_in_both_directions(permitted: bool, rate: str,
     if not permitted:
         return
     with Lab(2, rate) as lab:
-        found = []
-        assert lab._namespaces is not None
-        for namespace in lab._namespaces.networks:
-            enter = ["nsenter", f"--net=/proc/{os.getpid()}/fd/{namespace}", "tc", "qdisc", "show"]
-            shown = subprocess.run(enter, capture_output=True, text=True, check=True).stdout
-            found += re.findall(r"qdisc tbf \S+ dev (\S+) root .* rate (\S+) .* lat 400ms", shown)
+        found = shaped_devices(lab)
     # Each host, and then the switch.
     assert found == [(device, shaped) for device in (DEVICE, DEVICE, "port0", "port1")]
+
+
+def shaped_devices(lab: Lab) -> list[tuple[str, str]]:
+    """The names and rates of all hosts' devices, then those of the switch's."""
+    found = []
+    assert lab._namespaces is not None
+    for namespace in lab._namespaces.networks:
+        enter = ["nsenter", f"--net=/proc/{os.getpid()}/fd/{namespace}", "tc", "qdisc", "show"]
+        shown = subprocess.run(enter, capture_output=True, text=True, check=True).stdout
+        found += re.findall(r"qdisc tbf \S+ dev (\S+) root .* rate (\S+) .* lat 400ms", shown)
+    return found
+
+
+@pytest.mark.parametrize(("length", "devices"), [("", 4), (", rtt 20ms", 2)])
+def test_cables_change_their_rate(permitted: bool, length: str, devices: int) -> None:
+    if not permitted:
+        return
+    with Lab(2, f"50mbit{length}") as lab:
+        now = FORK.Event()
+        lab.change_rate("80mbit", now.wait)
+        assert not lab.has_changed
+        assert {rate for _, rate in shaped_devices(lab)} == {"50Mbit"}
+        now.set()
+        assert lab._changer is not None
+        lab._changer.join(60)
+        assert lab.has_changed
+        assert [rate for _, rate in shaped_devices(lab)] == ["80Mbit"] * devices
+        lab._judge = lambda: None  # type: ignore[method-assign]
+        (_, sender), _ = lab.run(transfer, LENGTH, timeout=60)
+    assert sender.sent_bytes > LENGTH
 
 
 def test_what_is_sent_is_counted(permitted: bool) -> None:
@@ -389,6 +414,14 @@ def test_what_the_lab_refuses() -> None:
         (["--nodes=2x2", "--ranks=4", "--check"], "--nodes says how many ranks there are; got --ranks 4 too"),
         (["--inside=1gbit", "--check"], "--inside 1gbit needs --nodes"),
         (["--rtt=20ms", "--rank=1:rate=10gbit", "--check"], "with rtt or loss, rate must be at most 1gbit"),
+        (["--then=60:50mbit", "--", "true"], "--then must be a number with its unit, ms or s; got '60'. Try 60ms."),
+        (["--then=60s", "--", "true"], "--then must be a time, a colon and a rate; got '60s'. Try 60s:50mbit."),
+        (
+            ["--then=60s:unlimited", "--", "true"],
+            "cables cannot change to unlimited, which nothing shapes. Try 100gbit",
+        ),
+        (["--rtt=20ms", "--then=1s:10gbit", "--", "true"], "with rtt or loss, rate must be at most 1gbit"),
+        (["--then=60s:1gbit", "--check"], "--check measures a network that stays as it is"),
     ):
         done = subprocess.run([sys.executable, SCRIPT, *options], capture_output=True, text=True)
         assert done.returncode == 2 and f"error: {sentence}" in done.stderr

@@ -164,6 +164,16 @@ def test_packets_of_two_senders_share_the_receivers_cable(bench: Bench) -> None:
     assert [[(ones, twos).index(each) for each in bench.arrived(1, now)] for now in moments] == [[0], [1]] * 3
 
 
+@pytest.mark.parametrize("bench", [(Trip(0.05, 0.0, 0.0), 10**9, 10**9)], indirect=True)
+def test_cables_may_become_slower(bench: Bench) -> None:
+    bench.sent(0, packet(PAYLOAD), 10.0)
+    assert len(bench.arrived(1, 10.0501)) == 1
+    bench.switch.change_rate(8_000_000)
+    for _ in range(3):
+        bench.sent(0, packet(PAYLOAD), 11.0)
+    assert [len(bench.arrived(1, 11.05 + 0.00153 * number)) for number in range(3)] == [1, 1, 1]
+
+
 @pytest.mark.parametrize("bench", [(Trip(0.05, 0.0, 0.0), 10**9, 8_000_000)], indirect=True)
 def test_a_large_packet_takes_the_time_of_its_parts(bench: Bench) -> None:
     large = packet(bytes(14600), 1460)
