@@ -5,6 +5,9 @@ Each rank runs on its own host in the lab of network.py (Linux, root). In each c
 it will have 1,000 steps, and stops earlier. Prints a Markdown table: each step's time, auto's by the faster of ddp and
 its bfloat16, auto's by the best row, its prediction by its measurement, and what measuring and trying would cost a run
 of 1,000 steps. --resume goes on with the file of runs.
+
+`--scenarios` are networks that are not equal or do not stay as they are: one slow rank of four, two nodes of two ranks,
+and cables that fall from 1 Gbit to 50 Mbit in mid-run. There, the table says after how many steps auto had chosen.
 """
 
 import argparse
@@ -16,7 +19,8 @@ import statistics
 import sys
 import time
 import warnings
-from multiprocessing.synchronize import Barrier
+from collections.abc import Callable
+from multiprocessing.synchronize import Barrier, Event
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,9 +37,22 @@ from runs import load, save, versions
 from torch.utils.data import DataLoader
 from training import STRATEGIES, keep_freed_memory
 
+from lightning_sparsecomm.planning.chooser import AutoChooser
+
 AUTO = "auto()"
 ROWS = ["ddp", "ddp, bf16 hook", "sparsecomm", AUTO]
 LENGTH = 1000
+
+SCENARIOS: dict[str, tuple[int, Callable[[], Lab]]] = {
+    "one slow rank": (4, lambda: Lab(4, "1gbit", {3: Cable("20mbit")})),
+    "two nodes of two": (4, lambda: Lab(4, "100mbit", ranks_per_node=2)),
+    "falls to 50mbit": (2, lambda: Lab(2, "50mbit")),
+}
+"""Their ranks and networks. The last one begins with `FAST` for auto; other rows have it as it is in the end."""
+
+FALLS, FAST = "falls to 50mbit", "1gbit"
+STEPS_BEFORE_IT_FALLS = 15
+"""After the first choice."""
 
 # Steps that count for a row, and a bound on what they may take on a slow network; but at least three.
 STEPS, WARM_UP, SECONDS, LEAST = 12, 3, 25.0, 3
@@ -45,21 +62,23 @@ class Run(NamedTuple):
     """One row in one cell.
 
     Attributes:
-        model, ranks, cable, row: What was run.
+        model, ranks, network, row: What was run; the network is a cable or a scenario.
         seconds: Of the steps that count.
         before: Seconds of all steps before them, measuring the network included.
         record: Of auto: what it knew, measured and chose; None for other rows.
         skipped: Steps before those that count.
+        choosing: Of auto: steps from the begin, or since the network has changed, to the choice.
     """
 
     model: str
     ranks: int
-    cable: str
+    network: str
     row: str
     seconds: list[float]
     before: float
     record: dict[str, Any] | None
     skipped: int
+    choosing: int | None = None
 
     @property
     def step(self) -> float:
@@ -67,16 +86,22 @@ class Run(NamedTuple):
 
     @property
     def key(self) -> tuple[str, int, str, str]:
-        return self.model, self.ranks, self.cable, self.row
+        return self.model, self.ranks, self.network, self.row
 
 
 class Meter(pl.Callback):
-    """Times steps, and ends the run when there are enough."""
+    """Times steps, and ends the run when there are enough.
 
-    def __init__(self, barrier: Barrier) -> None:
+    Args:
+        barrier: Where ranks wait for each other before the first step.
+        fall: Set when the network is to change; None where it stays.
+    """
+
+    def __init__(self, barrier: Barrier, fall: Event | None) -> None:
         self.barrier = barrier
+        self.fall = fall
         self.ends: list[float] = []
-        self.settled = 0
+        self.settled = self.changed = self.chosen = 0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # A strategy's own hook has measured the network before this.
@@ -87,28 +112,35 @@ class Meter(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self.ends.append(time.perf_counter())
-        chooser = getattr(trainer.strategy, "chooser", None)
-        if chooser is None or chooser.record.settled:
-            self.settled = self.settled or len(self.ends) - 1 + WARM_UP
-        counted = len(self.ends) - 1 - self.settled
+        steps = len(self.ends) - 1
+        chooser: AutoChooser | None = getattr(trainer.strategy, "chooser", None)
+        choices = 0 if chooser is None else sum("chose" in str(entry["why"]) for entry in chooser.record.history)
+        falls = self.fall is not None
+        if self.fall is not None and choices == 1 and not self.changed:
+            self.chosen = self.chosen or steps
+            if steps == self.chosen + STEPS_BEFORE_IT_FALLS:
+                self.changed = steps
+                self.fall.set()
+        if not self.settled and (chooser is None or choices > falls):
+            self.chosen, self.settled = steps, steps + WARM_UP
+        counted = steps - self.settled
         enough = counted >= STEPS or (counted >= LEAST and self.ends[-1] - self.ends[self.settled] > SECONDS)
         # Ranks count alike, but time a little differently.
         stop = torch.tensor(float(self.settled > 0 and enough))
         trainer.should_stop = bool(trainer.strategy.reduce(stop, reduce_op="mean") > 0.4)
 
 
-def train(rank: int, model: str, ranks: int, row: str, loaded: Loaded, barrier: Barrier) -> Any:
+def train(rank: int, model: str, lab: Lab, row: str, loaded: Loaded, barrier: Barrier, fall: Event | None) -> Any:
     """What each rank does, on its host."""
     keep_freed_memory()
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    meter = Meter(barrier)
-    begin = time.perf_counter()
+    meter = Meter(barrier, fall)
     trainer = pl.Trainer(
         strategy=STRATEGIES[row](),
         accelerator="cpu",
-        devices=1,
-        num_nodes=ranks,
+        devices=lab.ranks_per_node,
+        num_nodes=lab.hosts,
         plugins=[TorchElasticEnvironment()],
         max_steps=LENGTH,
         callbacks=[meter],
@@ -121,26 +153,43 @@ def train(rank: int, model: str, ranks: int, row: str, loaded: Loaded, barrier: 
     module = Trained(kind.network(loaded.classes), kind.learning_rate)
     trainer.fit(module, DataLoader(loaded.data, kind.batch_size, shuffle=True, drop_last=True))
     times = [after - before for before, after in itertools.pairwise(meter.ends)]
-    chooser: Any = getattr(trainer.strategy, "chooser", None)
-    record = None if chooser is None else chooser.state_dict() | {"measuring": chooser.measuring_seconds}
-    assert begin < meter.ends[0]
-    return times[meter.settled :], sum(times[: meter.settled]), record, meter.settled
+    chooser: AutoChooser | None = getattr(trainer.strategy, "chooser", None)
+    if chooser is None:
+        return times[meter.settled :], sum(times[: meter.settled]), None, meter.settled, None
+    record = chooser.state_dict() | {"measuring": chooser.measuring_seconds}
+    return times[meter.settled :], sum(times[: meter.settled]), record, meter.settled, meter.chosen - meter.changed
 
 
-def measure(model: str, ranks: int, cable: str, row: str, loaded: Loaded) -> Run:
-    """One row in one cell; rank 0's times."""
+def measure(model: str, network: str, ranks: int, row: str, loaded: Loaded) -> Run:
+    """One row in one cell; rank 0's times.
+
+    Args:
+        model: Its name.
+        network: A cable, or one of `SCENARIOS`.
+        ranks: Number of ranks.
+        row: One of `ROWS`.
+        loaded: The model's data.
+    """
     barrier = FORK.Barrier(ranks)
-    with Lab(ranks, cable) as lab:
-        seconds, before, record, skipped = lab.run(train, model, ranks, row, loaded, barrier, timeout=1500)[0]
-    return Run(model, ranks, cable, row, seconds, before, record, skipped)
+    falls = FORK.Event() if network == FALLS and row == AUTO else None
+    lab = SCENARIOS[network][1]() if network in SCENARIOS else Lab(ranks, network)
+    if falls is not None:
+        slow, lab = lab, Lab(ranks, FAST)
+    with lab:
+        if falls is not None:
+            lab.change_rate(str(slow.cables[0]), falls.wait)
+        found = lab.run(train, model, lab, row, loaded, barrier, falls, timeout=1500)
+        if falls is not None and not lab.has_changed:
+            raise LabError("the network has not changed while auto trained.")
+    return Run(model, ranks, network, row, *found[0])
 
 
 def table(runs: list[Run]) -> str:
     """The cells whose rows are all there."""
     by = {run.key: run for run in runs}
-    header = ["model", "ranks", "cable", *(f"{row}, ms" for row in ROWS), "chosen"]
-    header += ["by the faster ddp", "by the best", "predicted by measured", "cost in 1,000 steps"]
-    lines = [f"| {' | '.join(header)} |", f"|---|---:|---|{'---:|' * len(ROWS)}---|---:|---:|---:|---:|"]
+    header = ["model", "ranks", "network", *(f"{row}, ms" for row in ROWS), "chosen"]
+    header += ["by the faster ddp", "by the best", "predicted by measured", "cost in 1,000 steps", "chosen after"]
+    lines = [f"| {' | '.join(header)} |", f"|---|---:|---|{'---:|' * len(ROWS)}---|---:|---:|---:|---:|---:|"]
     for cell in dict.fromkeys(run.key[:3] for run in runs):
         rows = [by.get((*cell, row)) for row in ROWS]
         if not all(rows):
@@ -158,7 +207,7 @@ def table(runs: list[Run]) -> str:
         cells = [cell[0], str(cell[1]), cell[2], *(f"{1000 * step:,.0f}" for step in steps), chosen]
         cells += [f"{steps[-1] / min(steps[:2]):.2f}", f"{steps[-1] / min(steps[:-1]):.2f}"]
         cells += [", ".join(f"{ratio:.2f}" for ratio in ratios), f"{max(0.0, spent) / (LENGTH * auto.step):.1%}"]
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(f"| {' | '.join([*cells, f'{auto.choosing} steps'])} |")
     return "\n".join(lines)
 
 
@@ -170,6 +219,7 @@ def main() -> None:
     rates = ["10mbit", "100mbit", "1gbit", UNLIMITED]
     add("--rates", nargs="+", default=rates, metavar="RATE", help="rates of each rank's cable")
     add("--rtts", nargs="+", default=["0ms", "20ms", "100ms"], metavar="TIME", help="round-trip times")
+    add("--scenarios", nargs="*", choices=list(SCENARIOS), help="these networks instead; all if none is named")
     add("--data-dir", type=Path, default=Path("data"), metavar="DIR", help="folder of Fashion-MNIST")
     add("--text", type=Path, default=EXCERPT, metavar="FILE", help="text for the language models, in UTF-8")
     add("--output", type=Path, default=Path("auto.json"), metavar="FILE", help="JSON file of all runs")
@@ -180,17 +230,21 @@ def main() -> None:
     warnings.simplefilter("ignore")
     settings = {"rows": ROWS, "length": LENGTH, "steps": STEPS}
     try:
-        pairs = itertools.product(options.rates, options.rtts)
         # The lab's switch, which makes length, cannot carry more than 1 Gbit.
-        cables = [str(Cable(rate, rtt=rtt)) for rate, rtt in pairs if rate != UNLIMITED or rtt in ("0", "0ms")]
+        pairs = [
+            each for each in itertools.product(options.rates, options.rtts) if each[0] != UNLIMITED or each[1] == "0ms"
+        ]
+        networks = [(str(Cable(rate, rtt=rtt)), ranks) for ranks in options.ranks for rate, rtt in pairs]
+        if options.scenarios is not None:
+            networks = [(name, SCENARIOS[name][0]) for name in options.scenarios or SCENARIOS]
         runs = [Run(**stored) for stored in load(options.output, settings, options.resume)]
         loaded = {name: MODELS[name].load(options.data_dir, options.text) for name in options.models}
-        for model, ranks, cable, row in itertools.product(options.models, options.ranks, cables, ROWS):
-            if any(run.key == (model, ranks, cable, row) for run in runs):
+        for model, (network, ranks), row in itertools.product(options.models, networks, ROWS):
+            if any(run.key == (model, ranks, network, row) for run in runs):
                 continue
-            runs.append(measure(model, ranks, cable, row, loaded[model]))
+            runs.append(measure(model, network, ranks, row, loaded[model]))
             save([run._asdict() for run in runs], options.output, settings)
-            print(f"{model}, {ranks}, {cable}, {row}: {runs[-1].step:.3f} s", file=sys.stderr, flush=True)
+            print(f"{model}, {ranks}, {network}, {row}: {runs[-1].step:.3f} s", file=sys.stderr, flush=True)
     except (LabError, OSError, ValueError) as error:
         sys.exit(str(error))
     print(table(runs))
