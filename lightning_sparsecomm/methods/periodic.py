@@ -41,9 +41,11 @@ class sbc(Method):
         buffers: What happens to floating-point buffers: "average" in each exchange, "own" for each rank, or "broadcast"
             before every forward pass, as under ddp.
         exclude: Patterns of parameter names whose changes are sent whole, such as "*.bias".
+        fragments: In how many parts of whole layers to exchange the others, each every `every` steps, one after
+            another.
 
     Raises:
-        ValueError: A density outside (0, 1], or `every` below 1.
+        ValueError: A density outside (0, 1], or `every` or `fragments` below 1.
         TypeError: A switch is neither True nor False.
     """
 
@@ -55,11 +57,14 @@ class sbc(Method):
         momentum_masking: bool = True,
         buffers: Buffers = "average",
         exclude: Sequence[str] = (),
+        fragments: int = 1,
     ) -> None:
         check_booleans(error_feedback=error_feedback, momentum_masking=momentum_masking)
         codec = SparseCodec(OneSidedTopK(density), SharedMean(), Golomb())
         channel = Channel(Gather(codec), [ErrorFeedback()] if error_feedback else [])
-        sparse = DeltaSync(channel, every, mask_momentum=momentum_masking, buffers=buffers, exclude=exclude)
+        sparse = DeltaSync(
+            channel, every, mask_momentum=momentum_masking, buffers=buffers, exclude=exclude, fragments=fragments
+        )
         dense = DeltaSync(Channel(DenseAllReduce()), every, buffers=buffers, parameters=exclude)
         super().__init__([sparse, dense] if exclude else [sparse])
 
@@ -114,13 +119,20 @@ class federated_averaging(Method):
             narrower ones round off is lost; in float16, so is what exceeds about ±65,000.
         buffers: What happens to floating-point buffers: "average" in each exchange, "own" for each rank, or "broadcast"
             before every forward pass, as under ddp.
+        fragments: In how many parts of whole layers to exchange, each every `every` steps, one after another.
 
     Raises:
         ValueError: `every` below 1, or an unknown `wire_dtype`.
     """
 
-    def __init__(self, every: Every = 100, wire_dtype: WireDtype = "same", buffers: Buffers = "average") -> None:
-        super().__init__([DeltaSync(Channel(DenseAllReduce(wire_dtype)), every, buffers=buffers)])
+    def __init__(
+        self,
+        every: Every = 100,
+        wire_dtype: WireDtype = "same",
+        buffers: Buffers = "average",
+        fragments: int = 1,
+    ) -> None:
+        super().__init__([DeltaSync(Channel(DenseAllReduce(wire_dtype)), every, buffers=buffers, fragments=fragments)])
 
 
 class diloco(Method):
@@ -142,9 +154,11 @@ class diloco(Method):
             narrower ones round off is lost; in float16, so is what exceeds about ±65,000.
         buffers: What happens to floating-point buffers: "average" in each exchange, "own" for each rank, or "broadcast"
             before every forward pass, as under ddp.
+        fragments: In how many parts of whole layers to exchange, each every `every` steps, one after another.
 
     Raises:
-        ValueError: `every` below 1, a rate that is not positive, a momentum outside [0, 1), or an unknown `wire_dtype`.
+        ValueError: `every` or `fragments` below 1, a rate that is not positive, a momentum outside [0, 1), or an
+            unknown `wire_dtype`.
     """
 
     def __init__(
@@ -154,6 +168,7 @@ class diloco(Method):
         outer_momentum: float = 0.9,
         wire_dtype: WireDtype = "same",
         buffers: Buffers = "average",
+        fragments: int = 1,
     ) -> None:
         _check_rate(outer_lr, 0.7)
         if not (is_number(outer_momentum) and 0 <= outer_momentum < 1):
@@ -161,7 +176,7 @@ class diloco(Method):
         nesterov = outer_momentum > 0
         outer = partial(torch.optim.SGD, lr=outer_lr, momentum=outer_momentum, nesterov=nesterov)
         channel = Channel(DenseAllReduce(wire_dtype))
-        super().__init__([DeltaSync(channel, every, outer, buffers=buffers)])
+        super().__init__([DeltaSync(channel, every, outer, buffers=buffers, fragments=fragments)])
 
 
 class sparse_loco(Method):
@@ -183,9 +198,11 @@ class sparse_loco(Method):
         outer_lr: Factor on the mean change; 1 adds it unchanged.
         buffers: What happens to floating-point buffers: "average" in each exchange, "own" for each rank, or "broadcast"
             before every forward pass, as under ddp.
+        fragments: In how many parts of whole layers to exchange, each every `every` steps, one after another.
 
     Raises:
-        ValueError: `every` or `chunk` below 1, a density or decay outside (0, 1], or a rate that is not positive.
+        ValueError: `every`, `chunk` or `fragments` below 1, a density or decay outside (0, 1], or a rate that is not
+            positive.
     """
 
     def __init__(
@@ -196,12 +213,13 @@ class sparse_loco(Method):
         decay: float = 0.95,
         outer_lr: float = 1.0,
         buffers: Buffers = "average",
+        fragments: int = 1,
     ) -> None:
         _check_rate(outer_lr, 1)
         codec = SparseCodec(ChunkTopK(density, chunk), TwoBit(), Auto())
         outer = partial(torch.optim.SGD, lr=outer_lr) if outer_lr != 1 else None
         channel = Channel(Gather(codec), [ErrorFeedback(decay)])
-        super().__init__([DeltaSync(channel, every, outer, buffers=buffers)])
+        super().__init__([DeltaSync(channel, every, outer, buffers=buffers, fragments=fragments)])
 
 
 def _check_rate(outer_lr: float, papers: float) -> None:

@@ -22,7 +22,8 @@ from lightning_sparsecomm.basis.schedules import least_every
 from lightning_sparsecomm.run.engine import Engine
 from lightning_sparsecomm.run.rehearsal import alike
 from lightning_sparsecomm.sharing.bucket import BucketSync
-from lightning_sparsecomm.sharing.delta import DeltaShare, DeltaSync
+from lightning_sparsecomm.sharing.delta import DeltaSync
+from lightning_sparsecomm.sharing.delta_share import DeltaShare
 from lightning_sparsecomm.sharing.gradients import NamedParameters
 from lightning_sparsecomm.sharing.method import Method
 
@@ -130,7 +131,11 @@ class _Stage:
     ) -> None:
         self.ranks = ranks
         self.wire = MirrorWire(ranks)
-        self.engine = Engine(copy.deepcopy(method), self.wire)
+        method = copy.deepcopy(method)
+        for sync in parts_in(method, DeltaSync):
+            # On average over steps, fragments send and compute what one exchange of all does.
+            sync.fragments = 1
+        self.engine = Engine(method, self.wire)
         self.optimizers: list[Optimizer] = []
         for optimizer, parameters in kinds:
             stand_ins = [(name, _stand_in(parameter, fraction)) for name, parameter in parameters]

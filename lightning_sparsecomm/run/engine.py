@@ -25,7 +25,7 @@ from lightning_sparsecomm.run.turn import take_turn
 from lightning_sparsecomm.sharing.bucket import BucketHook, BucketSync
 from lightning_sparsecomm.sharing.gradients import make_nonfinite_
 from lightning_sparsecomm.sharing.method import Method
-from lightning_sparsecomm.sharing.share import Moment, Share, Turn
+from lightning_sparsecomm.sharing.share import Moment, Turn
 
 
 class Engine:
@@ -283,7 +283,6 @@ class Engine:
         """A turn of those shares of an optimizer that have weights to exchange, or to apply at the end."""
         self.wire.step = step
         turn = self._turn(tracked, moment, step)
-        due: list[Share] = []
         try:
             with torch.no_grad():
                 due = [share for share in tracked.shares.values() if share.due(turn)]
@@ -293,7 +292,8 @@ class Engine:
             for share in tracked.shares.values():
                 share.abort()
             raise
-        if moment == "weights" and any(s.buffers == "average" for s, share in tracked.shares.items() if share in due):
+        closing = [sync for sync, share in tracked.shares.items() if share in due and share.closes_round]
+        if moment == "weights" and any(sync.buffers == "average" for sync in closing):
             # Of several optimizers, the first that exchanges weights averages the buffers.
             self.registry.leading = self.registry.leading or tracked
             if self.registry.leading is tracked:

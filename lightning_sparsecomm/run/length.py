@@ -25,7 +25,7 @@ def warn_of_short_run(registry: Registry, warmup: Warmup | None, steps: float, e
         if tracked.method is None:
             continue
         for sync, _ in tracked.method.parts(registry.held_by(tracked.optimizer)):
-            if isinstance(sync, DeltaSync) and (every := least_every(sync.every)) > steps:
+            if isinstance(sync, DeltaSync) and (every := least_every(sync.every)) // sync.fragments > steps:
                 warnings.warn(
                     f"every={every:,} is more than the run's {steps:,.0f} optimizer steps: ranks exchange only once, at"
                     " the end of training. Until then the initial weights are validated and saved. Shorten `every`.",

@@ -76,6 +76,11 @@ class Share(ABC):
         """Whether `prepare` starts communication, so that other shares can do their work meanwhile."""
         return self.channel.exchange.overlaps
 
+    @property
+    def closes_round(self) -> bool:
+        """Whether all its parameters have had their turn with the last exchange, so that buffers are averaged."""
+        return True
+
     @abstractmethod
     def due(self, turn: Turn) -> bool:
         """Whether it takes part in this turn; equal on all ranks."""

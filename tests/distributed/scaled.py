@@ -26,7 +26,7 @@ from lightning_sparsecomm.methods import (
     split,
 )
 from lightning_sparsecomm.sharing import Method
-from lightning_sparsecomm.sharing.delta import DeltaShare
+from lightning_sparsecomm.sharing.delta_share import DeltaShare
 from lightning_sparsecomm.sharing.gradient import GradientShare
 from tests import laws
 from tests.distributed.scenarios import Classifier

@@ -15,7 +15,7 @@ from lightning_sparsecomm.channel.saved import Saved
 from lightning_sparsecomm.methods import diloco, federated_averaging, sbc
 from lightning_sparsecomm.run.engine import Engine
 from lightning_sparsecomm.sharing import Method
-from lightning_sparsecomm.sharing.delta import DeltaShare
+from lightning_sparsecomm.sharing.delta_share import DeltaShare
 from tests.distributed.launch import run_ranks
 from tests.distributed.recording import Recording, recorded
 from tests.distributed.test_reference import SIZES, STEPS, WORLD_SIZE, Parameters, flat, gradients_of, starting_weights

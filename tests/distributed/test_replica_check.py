@@ -21,7 +21,7 @@ from lightning_sparsecomm.methods import RECIPES, dense, dgc, federated_averagin
 from lightning_sparsecomm.run.agreement import CHECK_REPLICAS_EVERY
 from lightning_sparsecomm.run.engine import Engine
 from lightning_sparsecomm.sharing import Method
-from lightning_sparsecomm.sharing.delta import DeltaShare
+from lightning_sparsecomm.sharing.delta_share import DeltaShare
 from lightning_sparsecomm.strategies.lightning_fabric import SparseCommStrategy as FabricStrategy
 from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
 from tests.distributed.launch import run_ranks

@@ -15,7 +15,7 @@ from lightning_sparsecomm.channel import Channel, ClipLocalNorm, ErrorFeedback, 
 from lightning_sparsecomm.codecs import SparseCodec, TopK
 from lightning_sparsecomm.exchange import DenseAllReduce, Exchanged, Gather, NonFiniteGradientError
 from lightning_sparsecomm.sharing import DeltaSync, Turn
-from lightning_sparsecomm.sharing.delta import DeltaShare
+from lightning_sparsecomm.sharing.delta_share import DeltaShare
 
 
 def started(

@@ -1,0 +1,201 @@
+"""What ranks hold that exchange the changes of their weights: anchors, and the outer optimizer that moves them."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_sparsecomm.basis import UPDATES, SparseVector, Wire
+from lightning_sparsecomm.basis.schedules import every_at
+from lightning_sparsecomm.channel.saved import Saved, add_prefix, pop_named, strip_prefix
+from lightning_sparsecomm.exchange import Exchanged
+from lightning_sparsecomm.sharing.averaging import averaged
+from lightning_sparsecomm.sharing.fragments import is_due
+from lightning_sparsecomm.sharing.gradients import NamedParameters, add_, wide_dtype
+from lightning_sparsecomm.sharing.outer import make_outer
+from lightning_sparsecomm.sharing.set_weights import NOTED, SetWeights
+from lightning_sparsecomm.sharing.share import Share, Turn
+from lightning_sparsecomm.sharing.takeover import mask_momentum_
+
+if TYPE_CHECKING:
+    from lightning_sparsecomm.sharing.delta import DeltaSync
+
+# Kinds of state besides that of the channel.
+_ANCHORS, _STEPS, _OUTER, _SET = "anchor", "steps", "outer optimizer", "set by the user"
+
+
+class DeltaShare(Share):
+    """Runs a `DeltaSync`, or a fragment of it, for one optimizer.
+
+    Attributes:
+        anchors: By parameter name, the weights that all ranks share, in float32 or wider; noted before the first step.
+        steps: Optimizer steps since the last exchange.
+        outer: Moves the anchors; None where the mean of the changes is added to them.
+    """
+
+    def __init__(
+        self, sync: "DeltaSync", optimizer: Optimizer, parameters: NamedParameters, wire: Wire, fragment: int = 0
+    ) -> None:
+        self.sync = sync
+        self._fragment = fragment
+        self.channel = sync.channel.fresh()
+        self.anchors: dict[str, Parameter] = {}
+        self.steps = 0
+        self.outer: Optimizer | None = None
+        self._set_weights = SetWeights()
+        # In a turn: the anchors of weights that were set, by name; before the exchange, this rank's own weights.
+        self._set: dict[str, Tensor] = {}
+        super().__init__(optimizer, parameters, wire)
+
+    def due(self, turn: Turn) -> bool:
+        if turn.moment == "weights":
+            every, count = every_at(self.sync.every, turn.step, turn.epoch), self.sync.fragments
+            if count == 1:
+                return self.steps >= every
+            return self.steps > 0 and is_due(turn.step, every, self._fragment, count)
+        return turn.moment == "end" and self.steps > 0
+
+    def before_step(self) -> None:
+        self._bind()
+        self._set_weights.look(self.parameters, trained=self.steps > 0)
+        self._count_ddp()
+
+    def after_step(self) -> None:
+        self.steps += 1
+        self._set_weights.note(self.parameters)
+
+    def prepare(self, turn: Turn) -> None:
+        self._bind()
+        with self.wire.ledger.exchanging():
+            names = [name for name, _ in self.parameters]
+            if turn.moment == "end":
+                self._set_weights.look(self.parameters, trained=self.steps > 0)
+            found = self._set_weights.agree(names, self.wire, self.parameters[0][1].device)
+            self._set = {name: weight.detach() for name, weight in self.parameters if name in found}
+            # One that is not finite stays in the exchange, which refuses it on all ranks.
+            left_out = {name: weight for name, weight in self._set.items() if bool(weight.isfinite().all())}
+            if left_out and self.wire.rank == 0:
+                self._set_weights.warn(left_out)
+            anchored = zip(names, self._anchored(), strict=True)
+            changes = [None if name in left_out else _change_in(*pair) for name, pair in anchored]
+            self.channel.prepare(changes, self._context(turn, "weight update"), self.wire.under(UPDATES))
+
+    def exchange(self) -> None:
+        super().exchange()
+        if self._set:
+            with self.wire.ledger.exchanging():
+                self._set = dict(zip(self._set, averaged(list(self._set.values()), self.wire)))
+
+    def commit(self) -> None:
+        with self.wire.ledger.exchanging():
+            exchanged = self.channel.commit()
+            self._move(exchanged)
+            for name, mean in self._set.items():
+                self.anchors[name].detach().copy_(mean)
+            self._reset_weights()
+            if self.sync.mask_momentum:
+                mask_momentum_(self.optimizer, self.parameters, exchanged.sent, self.layout)
+        self._count_sent(exchanged.sent)
+
+    def abort(self) -> None:
+        """Sets the weights back to the anchors: what was trained since the last exchange is lost."""
+        self.channel.abort()
+        self._reset_weights()
+
+    def shared_weights(self) -> list[tuple[Tensor, Tensor]]:
+        return self._anchored() if self.steps else []
+
+    def state_dict(self) -> Saved:
+        if not self.anchors:
+            return {}
+        saved = self.channel.state_dict()
+        saved[_ANCHORS] = {name: anchor.detach() for name, anchor in self.anchors.items()}
+        if self._set_weights.found:
+            saved[_SET] = self._set_weights.state_dict()
+        if self._set_weights.noted:
+            # By this, what is set between now and the next step is found in a run that resumes too.
+            saved[NOTED] = dict(self._set_weights.noted)
+        saved[_STEPS] = dict.fromkeys(self.anchors, self.steps)
+        if self.outer is not None:
+            moving = {name: self.outer.state.get(anchor) for name, anchor in self.anchors.items()}
+            saved[_OUTER] = {name: dict(state) for name, state in moving.items() if state}
+        return add_prefix(type(self.sync).__name__, saved)
+
+    def load_state_dict(self, saved: Saved) -> None:
+        names = [name for name, _ in self.parameters]
+        saved = strip_prefix(type(self.sync).__name__, saved)
+        anchors = pop_named(saved, _ANCHORS, names)
+        self.steps = max(pop_named(saved, _STEPS, names).values(), default=0)
+        self._set_weights.load_state_dict(pop_named(saved, _SET, names))
+        noted, weights = pop_named(saved, NOTED, names), dict(self.parameters)
+        self._set_weights.noted = {
+            name: sample.to(weights[name].device, copy=True)
+            for name, sample in noted.items()
+            if sample.dtype == weights[name].dtype
+        }
+        outer = pop_named(saved, _OUTER, names) if self.sync.outer is not None else {}
+        self.channel.load_state_dict(saved, names)
+        self._add_anchors(anchors)
+        for name, moving in outer.items():
+            assert self.outer is not None
+            anchor = self.anchors[name]
+            self.outer.state[anchor] = {
+                key: value.to(anchor.device, copy=True) if isinstance(value, Tensor) else value
+                for key, value in moving.items()
+            }
+
+    def _anchored(self) -> list[tuple[Tensor, Tensor]]:
+        """Each weight with its anchor. A parameter that has just been unfrozen has none before its first step."""
+        known = [(name, weight) for name, weight in self.parameters if name in self.anchors]
+        return [(weight.detach(), self.anchors[name].detach()) for name, weight in known]
+
+    def _reset_weights(self) -> None:
+        """Sets the weights to the anchors."""
+        if pairs := self._anchored():
+            torch._foreach_copy_([weight for weight, _ in pairs], [anchor for _, anchor in pairs])
+            self.steps = 0
+            self._set_weights.note(self.parameters)
+        self._set_weights.forget()
+        self._set = {}
+
+    def _bind(self) -> bool:
+        new = super()._bind()
+        if new:
+            self._add_anchors({name: weight for name, weight in self.parameters if name not in self.anchors})
+        return new
+
+    def _add_anchors(self, weights: Mapping[str, Tensor]) -> None:
+        """Adds copies of these weights, by name, as anchors."""
+        dtype, devices = wide_dtype(self.parameters), {name: weight.device for name, weight in self.parameters}
+        new = {name: Parameter(each.detach().to(devices[name], dtype, copy=True)) for name, each in weights.items()}
+        self.anchors.update(new)
+        if self.outer is not None and new:
+            self.outer.add_param_group({"params": list(new.values())})
+        elif self.sync.outer is not None and new:
+            self.outer = make_outer(self.sync.outer, list(new.values()))
+
+    def _move(self, exchanged: Exchanged) -> None:
+        shared = exchanged.shared
+        if self.outer is None:
+            add_([anchor for _, anchor in self._anchored()], shared, self.layout)
+            return
+        mean = shared.dense() if isinstance(shared, SparseVector) else shared
+        for segment, change in zip(self.layout.segments, self.layout.views(mean)):
+            if segment.name not in self._set:
+                self.anchors[segment.name].grad = change.neg().to(self.anchors[segment.name].dtype)
+        self.outer.step()
+        self.outer.zero_grad()
+
+
+def _change_in(weight: Tensor, anchor: Tensor) -> Tensor:
+    """What a weight has changed since it was set to its anchor.
+
+    Where dtypes are equal, the change overwrites the weight, which spares the memory of another model: weights are
+    about to be set anew, by `abort` where the exchange fails.
+    """
+    if weight.dtype == anchor.dtype:
+        return weight.sub_(anchor)
+    return weight.to(anchor.dtype) - anchor.to(weight.dtype).to(anchor.dtype)

@@ -1,0 +1,208 @@
+"""Parameters in fragments, each of which is exchanged at a time of its own."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Literal, get_args
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_sparsecomm.basis import Wire
+from lightning_sparsecomm.basis.arguments import check_whole_number
+from lightning_sparsecomm.channel.saved import Saved
+from lightning_sparsecomm.sharing.gradients import NamedParameters
+from lightning_sparsecomm.sharing.share import Share, Turn
+
+FragmentOrder = Literal["strided", "sequential"]
+"""Which layers a fragment has: every P-th, or as many that follow one another."""
+
+
+def check_fragments(count: int, order: FragmentOrder, least_every: int) -> None:
+    """Raises `ValueError` unless parameters can be exchanged in so many fragments within `least_every` steps."""
+    check_whole_number("fragments", count, 1, "parts exchanged one after another", "Use 1 to exchange all at once.")
+    if count > least_every:
+        raise ValueError(
+            f"fragments must be at most every, {least_every} steps, so that each has a step of its own; got {count}."
+            f" Use fragments={least_every}."
+        )
+    if order not in get_args(FragmentOrder):
+        raise ValueError(
+            f"fragment_order must be one of {', '.join(get_args(FragmentOrder))}; got {order!r}. Use 'strided'."
+        )
+
+
+def layer_of(name: str) -> str:
+    """The layer that a parameter belongs to: its name up to the first number, or else up to its last part.
+
+    >>> layer_of("blocks.3.attention.weight"), layer_of("head.bias"), layer_of("scale")
+    ('blocks.3', 'head', '')
+    """
+    parts = name.split(".")
+    number = next((place for place, part in enumerate(parts) if part.isdigit()), len(parts) - 2)
+    return ".".join(parts[: number + 1])
+
+
+def fragments_of(parameters: NamedParameters, count: int, order: FragmentOrder) -> list[NamedParameters]:
+    """Cuts parameters into fragments of whole layers; it depends on names and sizes alone.
+
+    Args:
+        parameters: In named-parameter order.
+        count: How many fragments to make.
+        order: "strided": layer i goes to fragment i mod `count`. "sequential": layers that follow one another, about
+            the same number of elements in each fragment.
+
+    Returns:
+        `count` fragments. Where there are fewer layers, the last ones are empty.
+    """
+    sizes: dict[str, int] = {}
+    for name, parameter in parameters:
+        sizes[layer_of(name)] = sizes.get(layer_of(name), 0) + parameter.numel()
+    if order == "strided":
+        numbers = [place % count for place in range(len(sizes))]
+    else:
+        numbers = _sequential(list(sizes.values()), count)
+    fragment_of = dict(zip(sizes, numbers))
+    return [[pair for pair in parameters if fragment_of[layer_of(pair[0])] == number] for number in range(count)]
+
+
+def is_due(step: int, every: int, fragment: int, count: int) -> bool:
+    """Whether a fragment is exchanged after a step, counted from 0: each every `every` steps, evenly staggered.
+
+    The last one is exchanged after every multiple of `every`. This depends on the step alone, so fragments stay
+    staggered after an aborted turn, and in a run that resumes.
+
+    >>> [[step + 1 for step in range(12) if is_due(step, 6, fragment, 3)] for fragment in range(3)]
+    [[2, 8], [4, 10], [6, 12]]
+    """
+    return (step + 1 - every * (fragment + 1) // count) % every == 0
+
+
+class FragmentedShare(Share):
+    """Runs one share for each fragment of an optimizer's parameters. It keeps no state but theirs.
+
+    State is saved by parameter name, as that of one share. So a run may resume with another number of fragments.
+
+    Args:
+        start: Starts the share of a fragment, given its number and parameters.
+        optimizer: Whose parameters they are.
+        parameters: In named-parameter order; equal on all ranks.
+        wire: Where to communicate.
+        count: Number of fragments.
+        order: See `fragments_of`.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[int, NamedParameters], Share],
+        optimizer: Optimizer,
+        parameters: NamedParameters,
+        wire: Wire,
+        count: int,
+        order: FragmentOrder,
+    ) -> None:
+        self.fragments: list[Share] = []
+        self._start = start
+        self._count = count
+        self._order = order
+        self._due: list[Share] = []
+        self._closes_round = False
+        super().__init__(optimizer, parameters, wire)
+
+    def extend(self, parameters: NamedParameters) -> None:
+        super().extend(parameters)
+        # More layers may move others to another fragment. What is held for them moves along, by name.
+        held = self.state_dict()
+        pieces = fragments_of(parameters, self._count, self._order)
+        self.fragments = [self._start(number, piece) for number, piece in enumerate(pieces) if piece]
+        self.load_state_dict(held)
+
+    @property
+    def overlaps(self) -> bool:
+        return any(fragment.overlaps for fragment in self.fragments)
+
+    @property
+    def closes_round(self) -> bool:
+        return self._closes_round
+
+    def due(self, turn: Turn) -> bool:
+        return any(fragment.due(turn) for fragment in self.fragments)
+
+    def before_step(self) -> None:
+        for fragment in self.fragments:
+            fragment.before_step()
+
+    def skip(self) -> None:
+        for fragment in self.fragments:
+            fragment.skip()
+
+    def after_step(self) -> None:
+        for fragment in self.fragments:
+            fragment.after_step()
+
+    def prepare(self, turn: Turn) -> None:
+        self._due = [fragment for fragment in self.fragments if fragment.due(turn)]
+        self._closes_round = self.fragments[-1] in self._due
+        for fragment in self._due:
+            fragment.prepare(turn)
+
+    def exchange(self) -> None:
+        for fragment in self._due:
+            fragment.exchange()
+
+    def commit(self) -> None:
+        for fragment in self._due:
+            fragment.commit()
+        self._due = []
+
+    def abort(self) -> None:
+        """Aborts all fragments, also those that were not due: together they are the last good model."""
+        for fragment in self.fragments:
+            fragment.abort()
+        self._due = []
+
+    def shared_weights(self) -> list[tuple[Tensor, Tensor]] | None:
+        kept = [fragment.shared_weights() for fragment in self.fragments]
+        if any(pairs is None for pairs in kept):
+            return None
+        if not any(kept):
+            return []
+        by_weight: dict[int, tuple[Tensor, Tensor]] = {}
+        for fragment, pairs in zip(self.fragments, kept):
+            # Weights of a fragment that was just exchanged are the shared values.
+            equal = [(weight.detach(), weight.detach()) for _, weight in fragment.parameters]
+            by_weight.update((weight.data_ptr(), (weight, shared)) for weight, shared in pairs or equal)
+        return [by_weight[weight.data_ptr()] for _, weight in self.parameters if weight.data_ptr() in by_weight]
+
+    def residual_norm(self) -> float:
+        return math.hypot(*(fragment.residual_norm() for fragment in self.fragments))
+
+    def hand_back(self) -> dict[int, Tensor]:
+        handed: dict[int, Tensor] = {}
+        for fragment in self.fragments:
+            handed.update(fragment.hand_back())
+        return handed
+
+    def state_dict(self) -> Saved:
+        merged: Saved = {}
+        for fragment in self.fragments:
+            for kind, parts in fragment.state_dict().items():
+                merged.setdefault(kind, {}).update(parts)
+        return merged
+
+    def load_state_dict(self, saved: Saved) -> None:
+        for fragment in self.fragments:
+            fragment.load_state_dict(saved)
+
+
+def _sequential(sizes: Sequence[int], count: int) -> list[int]:
+    """Fragments of layers in order: each takes layers up to its part of what is left, and leaves one for each other."""
+    numbers: list[int] = []
+    fragment, held, taken, rest = 0, 0, 0, sum(sizes)
+    for place, size in enumerate(sizes):
+        others = count - fragment - 1
+        full = held + size / 2 > rest / (others + 1)
+        if taken and others and (full or len(sizes) - place <= others):
+            fragment, held, taken, rest = fragment + 1, 0, 0, rest - held
+        numbers.append(fragment)
+        held, taken = held + size, taken + 1
+    return numbers
