@@ -1,7 +1,7 @@
 """What ranks hold that exchange the changes of their weights: anchors, and the outer optimizer that moves them."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -9,22 +9,30 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_sparsecomm.basis import UPDATES, SparseVector, Wire
-from lightning_sparsecomm.basis.schedules import every_at
+from lightning_sparsecomm.basis.schedules import Every, every_at
+from lightning_sparsecomm.channel import Channel
 from lightning_sparsecomm.channel.saved import Saved, add_prefix, pop_named, strip_prefix
 from lightning_sparsecomm.exchange import Exchanged
 from lightning_sparsecomm.sharing.averaging import averaged
 from lightning_sparsecomm.sharing.fragments import is_due
 from lightning_sparsecomm.sharing.gradients import NamedParameters, add_, wide_dtype
-from lightning_sparsecomm.sharing.outer import make_outer
+from lightning_sparsecomm.sharing.outer import OuterOptimizer, make_outer
 from lightning_sparsecomm.sharing.set_weights import NOTED, SetWeights
 from lightning_sparsecomm.sharing.share import Share, Turn
 from lightning_sparsecomm.sharing.takeover import mask_momentum_
 
-if TYPE_CHECKING:
-    from lightning_sparsecomm.sharing.delta import DeltaSync
-
 # Kinds of state besides that of the channel.
 _ANCHORS, _STEPS, _OUTER, _SET = "anchor", "steps", "outer optimizer", "set by the user"
+
+
+class Delayed(Protocol):
+    """What a share reads of its `DeltaSync`, which says what each means."""
+
+    channel: Channel
+    every: Every
+    outer: OuterOptimizer | None
+    mask_momentum: bool
+    fragments: int
 
 
 class DeltaShare(Share):
@@ -37,7 +45,7 @@ class DeltaShare(Share):
     """
 
     def __init__(
-        self, sync: "DeltaSync", optimizer: Optimizer, parameters: NamedParameters, wire: Wire, fragment: int = 0
+        self, sync: Delayed, optimizer: Optimizer, parameters: NamedParameters, wire: Wire, fragment: int = 0
     ) -> None:
         self.sync = sync
         self._fragment = fragment

@@ -1,6 +1,6 @@
 """On three ranks, each step of an exchange of weight changes equals a naive reference written from the papers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from lightning_sparsecomm.methods import diloco, federated_averaging, sbc
 from lightning_sparsecomm.run.engine import Engine
 from lightning_sparsecomm.sharing import Method
 from lightning_sparsecomm.sharing.delta_share import DeltaShare
+from lightning_sparsecomm.sharing.share import Share
 from tests.distributed.launch import run_ranks
 from tests.distributed.recording import Recording, recorded
 from tests.distributed.test_reference import SIZES, STEPS, WORLD_SIZE, Parameters, flat, gradients_of, starting_weights
@@ -62,7 +63,7 @@ def _train(rank: int, method: Method, adam: bool) -> Trained:
             optimizer.step()
         trained.weights.append(flat(p.detach() for p in module.parameters()))
         residual = _state(engine).get("DeltaSync.ErrorFeedback")
-        trained.residuals.append(flat(residual.values()) if residual else np.zeros(sum(SIZES), dtype=np.float32))
+        trained.residuals.append(_whole(residual) if residual else np.zeros(sum(SIZES), dtype=np.float32))
         name = "exp_avg" if adam else "momentum_buffer"
         trained.momentum.append(flat(optimizer.state[p][name] for p in module.parameters()))
     engine.settle()
@@ -71,9 +72,14 @@ def _train(rank: int, method: Method, adam: bool) -> Trained:
     return trained._replace(handed_bytes=engine.wire.ledger.handed_bytes("weight updates"))
 
 
-def _share(engine: Engine) -> DeltaShare:
+def _whole(parts: Mapping[str, torch.Tensor]) -> Vector:
+    """Parts by parameter name as one vector. A fragment that has not been exchanged yet holds nothing."""
+    held = [parts.get(f"parts.{number}", torch.zeros(size)) for number, size in enumerate(SIZES)]
+    return flat(held)
+
+
+def _share(engine: Engine) -> Share:
     ((share,),) = (tracked.shares.values() for tracked in engine.registry.optimizers)
-    assert isinstance(share, DeltaShare)
     return share
 
 
@@ -154,6 +160,85 @@ def test_step_by_step(tmp_path: Path, name: str, adam: bool) -> None:
         assert ranks[0].handed_bytes == exchanges * start.itemsize * (sum(SIZES) + len(SIZES))
 
 
+class Fragment(NamedTuple):
+    """Some of the tensors, exchanged by a reference of their own after every `every` steps, `offset` later."""
+
+    places: Vector
+    reference: SparseBinaryCompression
+    exchange: Callable[[list[Vector]], list[Vector]]
+    every: int
+    offset: int
+
+    def due(self, step: int) -> bool:
+        return (step + 1 - self.offset) % self.every == 0
+
+
+def strided(count: int, density: float | None, every: int, start: Vector, outer: bool) -> list[Fragment]:
+    """Tensor i in fragment i mod `count`; fragment p is exchanged p + 1 parts of `every` steps later."""
+    tensors = np.split(np.arange(sum(SIZES)), np.cumsum(SIZES)[:-1])
+    fragments = []
+    for number in range(count):
+        places = np.concatenate(tensors[number::count])
+        sizes = SIZES[number::count]
+        moving = SGD(0.7, 0.9, nesterov=True) if outer else None
+        reference = SparseBinaryCompression(WORLD_SIZE, sizes, density or 1.0, every, start[places], outer=moving)
+        exchange = reference.exchange if density is not None else dense_exchange(reference)
+        fragments.append(Fragment(places, reference, exchange, every, every * (number + 1) // count))
+    return fragments
+
+
+FRAGMENTED = {
+    "sbc": (sbc(0.05, 6, fragments=2), 0.05, 6, 2),
+    "sbc_uneven": (sbc(0.05, 7, fragments=3), 0.05, 7, 3),
+    "sbc_each_step_another": (sbc(0.05, 4, fragments=4), 0.05, 4, 4),
+    "federated_averaging": (federated_averaging(6, fragments=2), None, 6, 2),
+    "diloco": (diloco(8, fragments=4), None, 8, 4),
+}
+
+
+@pytest.mark.parametrize("name", FRAGMENTED)
+def test_fragments_step_by_step(tmp_path: Path, name: str) -> None:
+    """Each fragment is a model of its own to its exchanges; the optimizer trains all of them."""
+    method, density, every, count = FRAGMENTED[name]
+    start = starting_weights()
+    fragments = strided(count, density, every, start, outer=isinstance(method, diloco))
+    optimizers = [SGD(0.1, 0.9) for _ in range(WORLD_SIZE)]
+    weights = [start.copy() for _ in range(WORLD_SIZE)]
+    all_gradients = [gradients_of(rank) for rank in range(WORLD_SIZE)]
+    ranks = run_ranks(tmp_path, WORLD_SIZE, _train, method, False)
+    trained = [0] * count
+    for step in range(STEPS + 1):
+        last = step == STEPS
+        if not last:
+            moved = zip(optimizers, weights, all_gradients)
+            weights = [optimizer.step(own, gradients[step]) for optimizer, own, gradients in moved]
+            trained = [steps + 1 for steps in trained]
+        exchanged = [number for number in range(count) if (trained[number] if last else fragments[number].due(step))]
+        for number in exchanged:
+            places, reference, exchange, _, _ = fragments[number]
+            sents = exchange([own[places] for own in weights])
+            trained[number] = 0
+            for own, optimizer, sent in zip(weights, optimizers, sents):
+                own[places] = reference.anchor
+                if method.syncs[0].mask_momentum:
+                    whole = np.zeros_like(own)
+                    whole[places] = sent
+                    optimizer.mask(whole)
+        for rank, found in enumerate(ranks):
+            scale = float(np.abs(weights[rank]).max())
+            np.testing.assert_allclose(found.weights[step], weights[rank], rtol=2e-5, atol=2e-6 * scale)
+            if last:
+                continue
+            np.testing.assert_allclose(found.momentum[step], optimizers[rank].buffer, rtol=2e-5, atol=2e-6 * scale)
+            residual = np.zeros_like(start)
+            for places, reference, *_ in fragments:
+                residual[places] = reference.residuals[rank]
+            np.testing.assert_allclose(found.residuals[step], residual, rtol=2e-5, atol=2e-6 * scale)
+            for number in exchanged:
+                places = fragments[number].places
+                assert np.array_equal(found.weights[step][places], ranks[0].weights[step][places])
+
+
 def _sent_and_held(rank: int, method: Method) -> tuple[Vector, Vector, Vector]:
     """The sum of a rank's weight changes from anchor to anchor, what it sent, and what it holds back."""
     module = Parameters()
@@ -174,7 +259,9 @@ def _sent_and_held(rank: int, method: Method) -> tuple[Vector, Vector, Vector]:
         if not np.array_equal(before, after):
             moved += before - start
             start = after
-    exchange = _share(engine).channel.exchange
+    share = _share(engine)
+    assert isinstance(share, DeltaShare)
+    exchange = share.channel.exchange
     assert isinstance(exchange, Recording)
     sent = sum(each.dense().double().numpy() for each in exchange.sent if isinstance(each, SparseVector))
     held = flat(_state(engine)["DeltaSync.ErrorFeedback"].values()).astype(np.float64)

@@ -184,7 +184,7 @@ CASES: dict[str, tuple[Callable[[], Method], dict[str, Any], Callable[[], tuple[
     "sbc, two optimizers": (lambda: methods.sbc(0.02, every=5), {"two": True}, tuple),
     "federated_averaging": (lambda: methods.federated_averaging(every=4), {}, tuple),
     "diloco": (lambda: methods.diloco(every=4), {"adam": True}, tuple),
-    "sparse_loco": (lambda: methods.sparse_loco(every=4), {"adam": True}, tuple),
+    "sparse_loco": (lambda: methods.sparse_loco(every=4, fragments=2), {"adam": True}, tuple),
     "sketched_sgd": (lambda: methods.sketched_sgd(density=0.02, columns=40, candidates=2), {}, tuple),
     "s2_reducer": (lambda: methods.s2_reducer(block_size=8), {"adam": True}, tuple),
     "split": (lambda: methods.split(["head.*"], methods.gradient_dropping(0.1), methods.sbc(0.05, every=4)), {}, tuple),

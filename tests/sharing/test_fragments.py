@@ -195,5 +195,5 @@ def test_refuses(options: dict[str, Any], text: str) -> None:
 
 def test_refuses_more_fragments_than_layers() -> None:
     sync = DeltaSync(DENSE, every=10, fragments=6)
-    with pytest.raises(ValueError, match="fragments must be at most the number of layers, 5; got 6. Use fragments=5"):
+    with pytest.raises(ValueError, match=r"fragments must be at most the number of layers, 5; got 6\. Use fragments=5"):
         sync.check(list(layers().named_parameters()))
