@@ -115,33 +115,34 @@ def main() -> None:
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
     outcomes: Outcomes = {}
-    begin = time.monotonic()
+    begin, made_with, written = time.monotonic(), versions(), 0.0
+
+    def write() -> None:
+        result = {
+            "attack": options.attack,
+            "count": options.count,
+            "outcomes": outcomes,
+            "seconds": round(time.monotonic() - begin),
+            "ended": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "commit": COMMIT,
+            "versions": made_with,
+        }
+        (options.output / f"trust-{options.attack}.json").write_text(json.dumps(result, indent=1) + "\n")
+
     with tempfile.TemporaryDirectory() as folder:
         for name, outcome in ATTACKS[options.attack](Path(folder), options.count, options.names):
             outcomes.setdefault(name, Counter())[outcome] += 1
-            result = {
-                "attack": options.attack,
-                "count": options.count,
-                "outcomes": outcomes,
-                "seconds": round(time.monotonic() - begin),
-                "ended": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-                "commit": COMMIT,
-                "versions": versions(),
-            }
-            # Written as it goes: some attacks take hours.
-            if sum(map(Counter.total, outcomes.values())) % 1000 == 0 or options.attack not in ("payloads", "files"):
-                _write(options.output, result)
-        _write(options.output, result)
+            # As it goes: some attacks take hours.
+            if time.monotonic() - written > 10:
+                write()
+                written = time.monotonic()
+    write()
     for name, found in outcomes.items():
         for outcome, times in found.most_common():
             print(f"| {name} | {times:,} | {outcome} |")
     wrong = [name for name, found in outcomes.items() if name != "ddp" and any(f in o for f in FAILURES for o in found)]
     if wrong:
         sys.exit(f"not as it must be: {', '.join(wrong)}")
-
-
-def _write(output: Path, result: dict[str, object]) -> None:
-    (output / f"trust-{result['attack']}.json").write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
