@@ -118,6 +118,14 @@ class Ledger:
         traffic.calls += calls
         traffic.handed_bytes += handed_bytes
 
+    def add(self, other: "Ledger") -> None:
+        """Enters the calls and counts of another ledger, without its clock."""
+        for row, kinds in other.rows.items():
+            for collective, traffic in kinds.items():
+                self.record(row, collective, traffic.handed_bytes, traffic.calls)
+        for total in _TOTALS:
+            setattr(self, total, getattr(self, total) + getattr(other, total))
+
     def handed_bytes(self, row: str = GRADIENTS) -> int:
         """Bytes that this rank handed to the backend for one purpose."""
         return sum(traffic.handed_bytes for traffic in self.rows.get(row, {}).values())

@@ -1,5 +1,6 @@
 """A wire without a network: as if all other ranks did exactly the same."""
 
+import copy
 from collections.abc import Callable
 
 import torch
@@ -30,6 +31,12 @@ class MirrorWire(Wire):
         self.step = None
         self.failures = []
         self.peers = Peers(self.rank, self.world_size)
+        self.closing = []
+
+    def beside(self) -> Wire:
+        other = copy.copy(self)
+        other.ledger = Ledger(self.world_size)
+        return other
 
     def calling(self, collective: Collective, handed_bytes: int, row: str | None = None) -> Waiting:
         self.calls.append((collective, handed_bytes))

@@ -6,6 +6,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from types import TracebackType
 
 import torch
@@ -72,6 +73,7 @@ class Wire:
         step_group: Process group for calls in optimizer steps; None for the same as for others.
         place: Where the run is between optimizer steps, for messages; None in training.
         failures: The first `PeerError`, if there was one.
+        closing: Called by `close`, the last one first.
 
     Raises:
         ValueError: These collectives do not support the group's backend.
@@ -98,6 +100,7 @@ class Wire:
         self.step: int | None = None
         self.failures: list[PeerError] = []
         self.peers = Peers(self.rank, self.world_size)
+        self.closing: list[Callable[[], None]] = []
 
     @classmethod
     def apart(cls) -> "Wire":
@@ -108,18 +111,24 @@ class Wire:
         """
         wire = cls()
         if wire.world_size > 1:
-            device = torch.device("cpu" if wire.backend == "gloo" else "cuda")
-            timeout = dist.distributed_c10d._get_default_group()._get_backend(device).options._timeout
-            wire.step_group, wire.group = (dist.new_group(timeout=timeout) for _ in range(2))
+            timeout = _default_timeout(wire.backend)
+            wire.step_group, wire.group = (_new_group(timeout, wire.closing) for _ in range(2))
             store, name = dist.distributed_c10d._get_default_store(), wire.step_group.group_name
             wire.peers = Peers(wire.rank, wire.world_size, store, name, timeout)
         return wire
 
+    def beside(self) -> "Wire":
+        """A wire with a group, whose calls keep an order of their own, and a ledger: for a thread. A collective."""
+        other = copy.copy(self)
+        other.ledger, other.step_group = Ledger(self.world_size), None
+        if self.world_size > 1:
+            other.group = _new_group(_default_timeout(self.backend), self.closing)
+        return other
+
     def close(self) -> None:
-        """Closes the process groups that `apart` has made. Ranks that still wait in them fail at once."""
-        groups = (self.step_group, self.group) if self.step_group is not None else ()
-        for group in groups if dist.is_initialized() else ():
-            dist.destroy_process_group(group)
+        """Closes the process groups that `apart` and `beside` have made. Ranks that still wait in them fail at once."""
+        while self.closing:
+            self.closing.pop()()
         self.step_group = self.group = None
 
     @contextmanager
@@ -172,7 +181,7 @@ class Wire:
         return Waiting(self, f"{collective} of {handed_bytes:,} bytes ({row})")
 
     def _calling(self, collective: Collective, tensor: Tensor, row: str | None) -> Waiting:
-        return self.calling(collective, tensor.numel() * tensor.element_size(), row)
+        return self.calling(collective, tensor.nbytes, row)
 
     def all_reduce_(self, tensor: Tensor, row: str | None = None) -> Tensor:
         """Sums `tensor` over ranks, in place. Bit-equal on all ranks."""
@@ -191,10 +200,7 @@ class Wire:
         return wait
 
     def all_reduce_future(self, tensor: Tensor, row: str | None = None) -> "torch.futures.Future[list[Tensor]]":
-        """Starts to sum `tensor` over ranks, in place; the future holds `[tensor]`.
-
-        torch replaces an error in a future by one of its own that only quotes it: `failures` has the original.
-        """
+        """As `all_reduce_later_`, but a future of `[tensor]`. It only quotes its error: `failures` has the original."""
         waiting, work = self.start_sum(tensor, row)
 
         def received(future: torch.futures.Future[list[Tensor]]) -> list[Tensor]:
@@ -250,6 +256,26 @@ class Wire:
             time.sleep(0.001)
             came = _ranks_at(store.get(key).decode())
         return True
+
+
+def _default_timeout(backend: str) -> timedelta:
+    device = torch.device("cpu" if backend == "gloo" else "cuda")
+    timeout = dist.distributed_c10d._get_default_group()._get_backend(device).options._timeout
+    assert isinstance(timeout, timedelta)
+    return timeout
+
+
+def _new_group(timeout: timedelta, closing: list[Callable[[], None]]) -> dist.ProcessGroup:
+    """Makes a process group, which the last of `closing` destroys from now on. A collective."""
+    group = dist.new_group(timeout=timeout)
+    assert isinstance(group, dist.ProcessGroup)
+
+    def destroy() -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group(group)
+
+    closing.append(destroy)
+    return group
 
 
 def _change(store: Store, key: str, rank: int, come: bool, full: int | None = None) -> set[int]:

@@ -13,6 +13,7 @@ from lightning_sparsecomm.codecs import Auto, ChunkTopK, Golomb, OneSidedTopK, S
 from lightning_sparsecomm.exchange import DenseAllReduce, Gather
 from lightning_sparsecomm.exchange.dense import WireDtype
 from lightning_sparsecomm.sharing import DeltaSync, Method
+from lightning_sparsecomm.sharing.streamed import Mix
 from lightning_sparsecomm.sharing.sync import Buffers
 
 
@@ -43,6 +44,8 @@ class sbc(Method):
         exclude: Patterns of parameter names whose changes are sent whole, such as "*.bias".
         fragments: In how many parts of whole layers to exchange the others, each every `every` steps, one after
             another.
+        delay: Steps between the start of an exchange and its use; training goes on meanwhile. 0 waits for it.
+        mix: The local weights then: "keep" what was trained meanwhile, or their share α in α·w + (1 − α)·anchor.
 
     Raises:
         ValueError: A density outside (0, 1], or `every` or `fragments` below 1.
@@ -58,12 +61,21 @@ class sbc(Method):
         buffers: Buffers = "average",
         exclude: Sequence[str] = (),
         fragments: int = 1,
+        delay: int = 0,
+        mix: Mix = "keep",
     ) -> None:
         check_booleans(error_feedback=error_feedback, momentum_masking=momentum_masking)
         codec = SparseCodec(OneSidedTopK(density), SharedMean(), Golomb())
         channel = Channel(Gather(codec), [ErrorFeedback()] if error_feedback else [])
         sparse = DeltaSync(
-            channel, every, mask_momentum=momentum_masking, buffers=buffers, exclude=exclude, fragments=fragments
+            channel,
+            every,
+            mask_momentum=momentum_masking,
+            buffers=buffers,
+            exclude=exclude,
+            fragments=fragments,
+            delay=delay,
+            mix=mix,
         )
         dense = DeltaSync(Channel(DenseAllReduce()), every, buffers=buffers, parameters=exclude)
         super().__init__([sparse, dense] if exclude else [sparse])
@@ -120,6 +132,8 @@ class federated_averaging(Method):
         buffers: What happens to floating-point buffers: "average" in each exchange, "own" for each rank, or "broadcast"
             before every forward pass, as under ddp.
         fragments: In how many parts of whole layers to exchange, each every `every` steps, one after another.
+        delay: Steps between the start of an exchange and its use; training goes on meanwhile. 0 waits for it.
+        mix: The local weights then: "keep" what was trained meanwhile, or their share α in α·w + (1 − α)·anchor.
 
     Raises:
         ValueError: `every` below 1, or an unknown `wire_dtype`.
@@ -131,8 +145,21 @@ class federated_averaging(Method):
         wire_dtype: WireDtype = "same",
         buffers: Buffers = "average",
         fragments: int = 1,
+        delay: int = 0,
+        mix: Mix = "keep",
     ) -> None:
-        super().__init__([DeltaSync(Channel(DenseAllReduce(wire_dtype)), every, buffers=buffers, fragments=fragments)])
+        super().__init__(
+            [
+                DeltaSync(
+                    Channel(DenseAllReduce(wire_dtype)),
+                    every,
+                    buffers=buffers,
+                    fragments=fragments,
+                    delay=delay,
+                    mix=mix,
+                )
+            ]
+        )
 
 
 class diloco(Method):
@@ -155,6 +182,8 @@ class diloco(Method):
         buffers: What happens to floating-point buffers: "average" in each exchange, "own" for each rank, or "broadcast"
             before every forward pass, as under ddp.
         fragments: In how many parts of whole layers to exchange, each every `every` steps, one after another.
+        delay: Steps between the start of an exchange and its use; training goes on meanwhile. 0 waits for it.
+        mix: The local weights then: "keep" what was trained meanwhile, or their share α in α·w + (1 − α)·anchor.
 
     Raises:
         ValueError: `every` or `fragments` below 1, a rate that is not positive, a momentum outside [0, 1), or an
@@ -169,6 +198,8 @@ class diloco(Method):
         wire_dtype: WireDtype = "same",
         buffers: Buffers = "average",
         fragments: int = 1,
+        delay: int = 0,
+        mix: Mix = "keep",
     ) -> None:
         _check_rate(outer_lr, 0.7)
         if not (is_number(outer_momentum) and 0 <= outer_momentum < 1):
@@ -176,7 +207,7 @@ class diloco(Method):
         nesterov = outer_momentum > 0
         outer = partial(torch.optim.SGD, lr=outer_lr, momentum=outer_momentum, nesterov=nesterov)
         channel = Channel(DenseAllReduce(wire_dtype))
-        super().__init__([DeltaSync(channel, every, outer, buffers=buffers, fragments=fragments)])
+        super().__init__([DeltaSync(channel, every, outer, buffers=buffers, fragments=fragments, delay=delay, mix=mix)])
 
 
 class sparse_loco(Method):
@@ -199,6 +230,8 @@ class sparse_loco(Method):
         buffers: What happens to floating-point buffers: "average" in each exchange, "own" for each rank, or "broadcast"
             before every forward pass, as under ddp.
         fragments: In how many parts of whole layers to exchange, each every `every` steps, one after another.
+        delay: Steps between the start of an exchange and its use; training goes on meanwhile. 0 waits for it.
+        mix: The local weights then: "keep" what was trained meanwhile, or their share α in α·w + (1 − α)·anchor.
 
     Raises:
         ValueError: `every`, `chunk` or `fragments` below 1, a density or decay outside (0, 1], or a rate that is not
@@ -214,12 +247,14 @@ class sparse_loco(Method):
         outer_lr: float = 1.0,
         buffers: Buffers = "average",
         fragments: int = 1,
+        delay: int = 0,
+        mix: Mix = "keep",
     ) -> None:
         _check_rate(outer_lr, 1)
         codec = SparseCodec(ChunkTopK(density, chunk), TwoBit(), Auto())
         outer = partial(torch.optim.SGD, lr=outer_lr) if outer_lr != 1 else None
         channel = Channel(Gather(codec), [ErrorFeedback(decay)])
-        super().__init__([DeltaSync(channel, every, outer, buffers=buffers, fragments=fragments)])
+        super().__init__([DeltaSync(channel, every, outer, buffers=buffers, fragments=fragments, delay=delay, mix=mix)])
 
 
 def _check_rate(outer_lr: float, papers: float) -> None:

@@ -133,8 +133,8 @@ class _Stage:
         self.wire = MirrorWire(ranks)
         method = copy.deepcopy(method)
         for sync in parts_in(method, DeltaSync):
-            # On average over steps, fragments send and compute what one exchange of all does.
-            sync.fragments = 1
+            # On average over steps, fragments send and compute what one exchange of all does, and so does a late one.
+            sync.fragments, sync.delay = 1, 0
         self.engine = Engine(method, self.wire)
         self.optimizers: list[Optimizer] = []
         for optimizer, parameters in kinds:

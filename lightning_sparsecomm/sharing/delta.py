@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from lightning_sparsecomm.basis import Wire
 from lightning_sparsecomm.basis.arguments import check_booleans
 from lightning_sparsecomm.basis.schedules import Every, check_every, least_every
+from lightning_sparsecomm.basis.stream import Stream
 from lightning_sparsecomm.channel import Channel, ClipLocalNorm, LocalAdam
 from lightning_sparsecomm.channel.momentum import Velocity
 from lightning_sparsecomm.sharing.delta_share import DeltaShare
@@ -17,6 +18,7 @@ from lightning_sparsecomm.sharing.fragments import FragmentedShare, FragmentOrde
 from lightning_sparsecomm.sharing.gradients import NamedParameters, wide_dtype
 from lightning_sparsecomm.sharing.outer import OuterOptimizer, check_outer, make_outer
 from lightning_sparsecomm.sharing.share import Share
+from lightning_sparsecomm.sharing.streamed import Mix, StreamedShare, check_delay
 from lightning_sparsecomm.sharing.sync import Buffers, Sync
 
 
@@ -54,10 +56,14 @@ class DeltaSync(Sync):
         fragments: In how many parts to exchange them, each every `every` steps, one part after another. Every exchange
             sends one part, so the peak of bytes is lower by as much. Buffers are averaged with the last part.
         fragment_order: Which layers a part has: every P-th of P parts, "strided", or neighbours, "sequential".
+        delay: Optimizer steps between the start of an exchange and its use; training goes on meanwhile. 0 waits for it.
+        mix: What becomes of the local weights w then: "keep" what was trained meanwhile; or a number α of
+            α·w + (1 − α)·anchor. 0 drops it.
 
     Raises:
         ValueError: `every` is not a whole number of at least 1; `buffers` or `fragment_order` is unknown; `fragments`
-            is below 1, or more than `every` or the layers.
+            is below 1, or more than `every` or the layers; `delay` is negative or not below `every`; `mix` is neither
+            "keep" nor in [0, 1).
         TypeError: `outer` is an optimizer instead of a callable that makes one, or `channel` is no channel.
     """
 
@@ -78,6 +84,8 @@ class DeltaSync(Sync):
         rest: bool = False,
         fragments: int = 1,
         fragment_order: FragmentOrder = "strided",
+        delay: int = 0,
+        mix: Mix = "keep",
     ) -> None:
         super().__init__(parameters, exclude, min_dimensions, rest)
         check_every("every", every)
@@ -88,6 +96,7 @@ class DeltaSync(Sync):
                 " them with each exchange."
             )
         check_fragments(fragments, fragment_order, least_every(every))
+        check_delay(delay, mix, least_every(every))
         check_outer(outer)
         if not isinstance(channel, Channel):
             raise TypeError(
@@ -106,6 +115,8 @@ class DeltaSync(Sync):
         self.buffers = buffers
         self.fragments = fragments
         self.fragment_order = fragment_order
+        self.delay = delay
+        self.mix = mix
 
     def check(self, parameters: NamedParameters) -> None:
         layers = len({layer_of(name) for name, _ in parameters})
@@ -121,11 +132,15 @@ class DeltaSync(Sync):
             make_outer(self.outer, [Parameter(each) for each in like])
 
     def start(self, optimizer: Optimizer, parameters: NamedParameters, wire: Wire) -> Share:
-        if self.fragments == 1:
-            return DeltaShare(self, optimizer, parameters, wire)
+        stream = Stream(wire)
 
         def start_fragment(fragment: int, piece: NamedParameters) -> DeltaShare:
+            if self.delay:
+                return StreamedShare(self, optimizer, piece, wire, fragment, stream)
             return DeltaShare(self, optimizer, piece, wire, fragment)
+
+        if self.fragments == 1:
+            return start_fragment(0, parameters)
 
         return FragmentedShare(start_fragment, optimizer, parameters, wire, self.fragments, self.fragment_order)
 
@@ -136,4 +151,6 @@ class DeltaSync(Sync):
         options += f", buffers={self.buffers!r}" if self.buffers != "average" else ""
         options += f", fragments={self.fragments}" if self.fragments > 1 else ""
         options += f", fragment_order={self.fragment_order!r}" if self.fragment_order != "strided" else ""
+        options += f", delay={self.delay}" if self.delay else ""
+        options += f", mix={self.mix!r}" if self.mix != "keep" else ""
         return f"DeltaSync({self.channel!r}{options}{self._patterns()})"

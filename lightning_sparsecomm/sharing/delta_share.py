@@ -88,7 +88,7 @@ class DeltaShare(Share):
             if left_out and self.wire.rank == 0:
                 self._set_weights.warn(left_out)
             anchored = zip(names, self._anchored(), strict=True)
-            changes = [None if name in left_out else _change_in(*pair) for name, pair in anchored]
+            changes = [None if name in left_out else change_in(*pair) for name, pair in anchored]
             self.channel.prepare(changes, self._context(turn, "weight update"), self.wire.under(UPDATES))
 
     def exchange(self) -> None:
@@ -191,14 +191,23 @@ class DeltaShare(Share):
             add_([anchor for _, anchor in self._anchored()], shared, self.layout)
             return
         mean = shared.dense() if isinstance(shared, SparseVector) else shared
-        for segment, change in zip(self.layout.segments, self.layout.views(mean)):
-            if segment.name not in self._set:
-                self.anchors[segment.name].grad = change.neg().to(self.anchors[segment.name].dtype)
-        self.outer.step()
-        self.outer.zero_grad()
+        names = [segment.name for segment in self.layout.segments]
+        changes = zip(names, self.layout.views(mean), strict=True)
+        self._move_by({name: change for name, change in changes if name not in self._set})
+
+    def _move_by(self, changes: Mapping[str, Tensor]) -> None:
+        """Moves anchors by mean changes, given by name."""
+        for name, change in changes.items():
+            if self.outer is None:
+                self.anchors[name].detach().add_(change)
+            else:
+                self.anchors[name].grad = change.neg().to(self.anchors[name].dtype)
+        if self.outer is not None:
+            self.outer.step()
+            self.outer.zero_grad()
 
 
-def _change_in(weight: Tensor, anchor: Tensor) -> Tensor:
+def change_in(weight: Tensor, anchor: Tensor) -> Tensor:
     """What a weight has changed since it was set to its anchor.
 
     Where dtypes are equal, the change overwrites the weight, which spares the memory of another model: weights are

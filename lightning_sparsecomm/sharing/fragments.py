@@ -141,9 +141,9 @@ class FragmentedShare(Share):
 
     def prepare(self, turn: Turn) -> None:
         self._due = [fragment for fragment in self.fragments if fragment.due(turn)]
-        self._closes_round = self.fragments[-1] in self._due
         for fragment in self._due:
             fragment.prepare(turn)
+        self._closes_round = self.fragments[-1] in self._due and self.fragments[-1].closes_round
 
     def exchange(self) -> None:
         for fragment in self._due:

@@ -17,6 +17,7 @@ from lightning_sparsecomm.run.engine import Engine
 from lightning_sparsecomm.sharing import Method
 from lightning_sparsecomm.sharing.delta_share import DeltaShare
 from lightning_sparsecomm.sharing.share import Share
+from lightning_sparsecomm.sharing.streamed import Mix
 from tests.distributed.launch import run_ranks
 from tests.distributed.recording import Recording, recorded
 from tests.distributed.test_reference import SIZES, STEPS, WORLD_SIZE, Parameters, flat, gradients_of, starting_weights
@@ -33,7 +34,7 @@ class Trained(NamedTuple):
     """What a rank holds after each step, and what its ledger says at the end."""
 
     weights: list[Vector]
-    residuals: list[Vector]
+    residuals: list[Vector | None]
     momentum: list[Vector]
     handed_bytes: int
 
@@ -43,7 +44,8 @@ def dtype_of(adam: bool) -> type:
     return np.float64 if adam else np.float32
 
 
-def _train(rank: int, method: Method, adam: bool) -> Trained:
+def _train(rank: int, method: Method, adam: bool, looks_every: int = 1) -> Trained:
+    """Trains. `residuals` has None after steps in which nobody looks at them: who looks waits for what is in flight."""
     module = Parameters().to(torch.float64 if adam else torch.float32)
     for parameter, part in zip(module.parameters(), torch.from_numpy(starting_weights()).split(SIZES)):
         parameter.data.copy_(part.view(parameter.shape))
@@ -62,8 +64,11 @@ def _train(rank: int, method: Method, adam: bool) -> Trained:
             np.testing.assert_array_equal(flat(p.grad for p in module.parameters()), gradient)
             optimizer.step()
         trained.weights.append(flat(p.detach() for p in module.parameters()))
-        residual = _state(engine).get("DeltaSync.ErrorFeedback")
-        trained.residuals.append(_whole(residual) if residual else np.zeros(sum(SIZES), dtype=np.float32))
+        if len(trained.weights) % looks_every:
+            trained.residuals.append(None)
+        else:
+            residual = _state(engine).get("DeltaSync.ErrorFeedback")
+            trained.residuals.append(_whole(residual) if residual else np.zeros(sum(SIZES), dtype=np.float32))
         name = "exp_avg" if adam else "momentum_buffer"
         trained.momentum.append(flat(optimizer.state[p][name] for p in module.parameters()))
     engine.settle()
@@ -149,8 +154,9 @@ def test_step_by_step(tmp_path: Path, name: str, adam: bool) -> None:
             scale = float(np.abs(weights[rank]).max())
             np.testing.assert_allclose(trained.weights[step], weights[rank], rtol=2e-5, atol=2e-6 * scale)
             if not last:
-                residual = reference.residuals[rank]
-                np.testing.assert_allclose(trained.residuals[step], residual, rtol=2e-5, atol=2e-6 * scale)
+                residual, held = reference.residuals[rank], trained.residuals[step]
+                assert held is not None
+                np.testing.assert_allclose(held, residual, rtol=2e-5, atol=2e-6 * scale)
                 momentum = optimizers[rank].first if adam else optimizers[rank].buffer
                 np.testing.assert_allclose(trained.momentum[step], momentum, rtol=2e-5, atol=2e-6 * scale)
             if since == 0:
@@ -187,56 +193,106 @@ def strided(count: int, density: float | None, every: int, start: Vector, outer:
     return fragments
 
 
+class Case(NamedTuple):
+    """A method in fragments, or with a delay, and its settings."""
+
+    method: Method
+    density: float | None
+    every: int
+    count: int = 1
+    delay: int = 0
+    mix: Mix = "keep"
+
+
 FRAGMENTED = {
-    "sbc": (sbc(0.05, 6, fragments=2), 0.05, 6, 2),
-    "sbc_uneven": (sbc(0.05, 7, fragments=3), 0.05, 7, 3),
-    "sbc_each_step_another": (sbc(0.05, 4, fragments=4), 0.05, 4, 4),
-    "federated_averaging": (federated_averaging(6, fragments=2), None, 6, 2),
-    "diloco": (diloco(8, fragments=4), None, 8, 4),
+    "sbc": Case(sbc(0.05, 6, fragments=2), 0.05, 6, 2),
+    "sbc_uneven": Case(sbc(0.05, 7, fragments=3), 0.05, 7, 3),
+    "sbc_each_step_another": Case(sbc(0.05, 4, fragments=4), 0.05, 4, 4),
+    "federated_averaging": Case(federated_averaging(6, fragments=2), None, 6, 2),
+    "diloco": Case(diloco(8, fragments=4), None, 8, 4),
+    "sbc_late": Case(sbc(0.05, 6, delay=1), 0.05, 6, 1, 1),
+    "sbc_late_unmasked": Case(sbc(0.05, 6, delay=5, momentum_masking=False), 0.05, 6, 1, 5),
+    "sbc_late_dropping": Case(sbc(0.05, 6, delay=3, mix=0), 0.05, 6, 1, 3, 0),
+    "diloco_late": Case(diloco(8, delay=3), None, 8, 1, 3),
+    "sbc_streamed": Case(sbc(0.05, 6, fragments=3, delay=2), 0.05, 6, 3, 2),
+    "federated_averaging_streamed": Case(federated_averaging(7, fragments=2, delay=4), None, 7, 2, 4),
+    "diloco_streamed_mixing": Case(diloco(8, fragments=4, delay=5, mix=0.5), None, 8, 4, 5, 0.5),
 }
 
 
+class InFlight(NamedTuple):
+    """What each rank had when an exchange began, and what it sent then; the step after which it is used."""
+
+    began: list[Vector]
+    sents: list[Vector]
+    arrives: int
+
+
 @pytest.mark.parametrize("name", FRAGMENTED)
-def test_fragments_step_by_step(tmp_path: Path, name: str) -> None:
-    """Each fragment is a model of its own to its exchanges; the optimizer trains all of them."""
-    method, density, every, count = FRAGMENTED[name]
+def test_fragments_and_delays_step_by_step(tmp_path: Path, name: str) -> None:
+    """Each fragment is a model of its own to its exchanges; the optimizer trains all of them.
+
+    The reference exchanges at once; its anchor is used when the exchange arrives. Nothing reads it in between.
+    """
+    method, density, every, count, delay, mix = FRAGMENTED[name]
     start = starting_weights()
     fragments = strided(count, density, every, start, outer=isinstance(method, diloco))
     optimizers = [SGD(0.1, 0.9) for _ in range(WORLD_SIZE)]
     weights = [start.copy() for _ in range(WORLD_SIZE)]
     all_gradients = [gradients_of(rank) for rank in range(WORLD_SIZE)]
-    ranks = run_ranks(tmp_path, WORLD_SIZE, _train, method, False)
-    trained = [0] * count
+    ranks = run_ranks(tmp_path, WORLD_SIZE, _train, method, False, 4)
+    flights: dict[int, InFlight] = {}
+    apart = [False] * count
+
+    def exchanged(number: int) -> list[Vector]:
+        places, _, exchange, _, _ = fragments[number]
+        return exchange([own[places] for own in weights])
+
+    def use(number: int, flight: InFlight) -> None:
+        places, reference = fragments[number].places, fragments[number].reference
+        for own, optimizer, began, sent in zip(weights, optimizers, flight.began, flight.sents, strict=True):
+            own[places] = (
+                reference.anchor + (own[places] - began)
+                if mix == "keep"
+                else mix * own[places] + (1 - mix) * reference.anchor
+            )
+            if method.syncs[0].mask_momentum:
+                whole = np.zeros_like(own)
+                whole[places] = sent
+                optimizer.mask(whole)
+
     for step in range(STEPS + 1):
         last = step == STEPS
         if not last:
             moved = zip(optimizers, weights, all_gradients)
             weights = [optimizer.step(own, gradients[step]) for optimizer, own, gradients in moved]
-            trained = [steps + 1 for steps in trained]
-        exchanged = [number for number in range(count) if (trained[number] if last else fragments[number].due(step))]
-        for number in exchanged:
-            places, reference, exchange, _, _ = fragments[number]
-            sents = exchange([own[places] for own in weights])
-            trained[number] = 0
-            for own, optimizer, sent in zip(weights, optimizers, sents):
-                own[places] = reference.anchor
-                if method.syncs[0].mask_momentum:
-                    whole = np.zeros_like(own)
-                    whole[places] = sent
-                    optimizer.mask(whole)
+            apart = [True] * count
+        for number, fragment in enumerate(fragments):
+            if number in flights and (last or flights[number].arrives == step):
+                use(number, flights.pop(number))
+            elif not last and fragment.due(step):
+                began = [own[fragment.places].copy() for own in weights]
+                flights[number] = InFlight(began, exchanged(number), step + delay)
+                if not delay:
+                    use(number, flights.pop(number))
+                    apart[number] = False
+            if last and apart[number]:
+                use(number, InFlight([own[fragment.places].copy() for own in weights], exchanged(number), step))
+                for own in weights:
+                    own[fragment.places] = fragment.reference.anchor
         for rank, found in enumerate(ranks):
             scale = float(np.abs(weights[rank]).max())
             np.testing.assert_allclose(found.weights[step], weights[rank], rtol=2e-5, atol=2e-6 * scale)
             if last:
+                assert found.weights[step].tobytes() == ranks[0].weights[step].tobytes()
                 continue
             np.testing.assert_allclose(found.momentum[step], optimizers[rank].buffer, rtol=2e-5, atol=2e-6 * scale)
+            if (held := found.residuals[step]) is None:
+                continue
             residual = np.zeros_like(start)
             for places, reference, *_ in fragments:
                 residual[places] = reference.residuals[rank]
-            np.testing.assert_allclose(found.residuals[step], residual, rtol=2e-5, atol=2e-6 * scale)
-            for number in exchanged:
-                places = fragments[number].places
-                assert np.array_equal(found.weights[step][places], ranks[0].weights[step][places])
+            np.testing.assert_allclose(held, residual, rtol=2e-5, atol=2e-6 * scale)
 
 
 def _sent_and_held(rank: int, method: Method) -> tuple[Vector, Vector, Vector]:

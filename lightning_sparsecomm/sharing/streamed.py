@@ -1,0 +1,266 @@
+"""Exchanges of weight changes that take place while training goes on."""
+
+import copy
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_sparsecomm.basis import UPDATES, Layout, Round, SparseVector, Wire
+from lightning_sparsecomm.basis.arguments import check_whole_number, is_number
+from lightning_sparsecomm.basis.stream import Flight, Stream
+from lightning_sparsecomm.channel.saved import Saved, add_prefix, pop_named, strip_prefix
+from lightning_sparsecomm.sharing.averaging import averaged
+from lightning_sparsecomm.sharing.delta_share import Delayed, DeltaShare, change_in
+from lightning_sparsecomm.sharing.gradients import NamedParameters
+from lightning_sparsecomm.sharing.set_weights import SetWeights
+from lightning_sparsecomm.sharing.share import Turn
+from lightning_sparsecomm.sharing.takeover import mask_momentum_
+
+Mix = float | Literal["keep"]
+"""The local weights where an exchange arrives: "keep" what was trained meanwhile, or a share of them."""
+
+
+def check_delay(delay: int, mix: Mix, least_every: int) -> None:
+    """Raises `ValueError` unless an exchange can be applied so many steps after its start."""
+    check_whole_number("delay", delay, 0, "optimizer steps between an exchange's start and its use", "Use 0 to wait.")
+    if 0 < delay >= least_every:
+        raise ValueError(
+            f"delay must be below every, {least_every} steps, so that an exchange has arrived before the next one of"
+            f" the same weights starts; got {delay}. Use a larger every, or delay={least_every - 1}."
+        )
+    if mix != "keep" and not (is_number(mix) and 0 <= mix < 1):
+        raise ValueError(
+            f"mix must be 'keep', or a share of the local weights from 0 to below 1; got {mix!r}. Use 'keep'."
+        )
+
+
+class Streamed(Delayed, Protocol):
+    """What a share reads of its `DeltaSync`, which says what each means."""
+
+    delay: int
+    mix: Mix
+
+
+class Arrived(NamedTuple):
+    """The result of an exchange that has not been applied; tensors by parameter name.
+
+    Attributes:
+        mean: The mean change over ranks.
+        sent: What this rank has sent.
+        set: Means of weights that the user has set.
+    """
+
+    mean: dict[str, Tensor]
+    sent: dict[str, Tensor]
+    set: dict[str, Tensor]
+
+
+class StreamedShare(DeltaShare):
+    """A `DeltaShare` whose exchange starts after one step and is applied `delay` steps later.
+
+        step t:      Δ ← w − anchor;   the exchange of Δ starts;   s ← w
+        step t + τ:  anchor ← anchor + mean, or an outer step;     w ← anchor + (w − s), or α·w + (1 − α)·anchor
+
+    Memories, selection, coding and collectives run in the stream's thread. Who needs the memories meanwhile, such as a
+    save, waits for it. The anchor does not change before t + τ. When training ends, what is in flight is applied first,
+    and what was trained since is exchanged as without delay.
+
+    Source: Douillard et al. 2025, Streaming DiLoCo, which mixes. To keep what was trained meanwhile is ours.
+    """
+
+    def __init__(
+        self,
+        sync: Streamed,
+        optimizer: Optimizer,
+        parameters: NamedParameters,
+        wire: Wire,
+        fragment: int = 0,
+        stream: Stream | None = None,
+    ) -> None:
+        self._delay, self._mix = sync.delay, sync.mix
+        self._stream = stream or Stream(wire)
+        self._flight: Flight[dict[str, Tensor]] | None = None
+        self._arrived: Arrived | None = None
+        # The weights when the exchange in flight started, by name, and the step after which it is applied.
+        self._began: dict[str, Tensor] = {}
+        self._arrives = 0
+        # Whether weights may differ from the anchors.
+        self._apart = False
+        self._norm = 0.0
+        self._turn: Literal["start", "land", "end"] = "start"
+        super().__init__(sync, optimizer, parameters, wire, fragment)
+
+    def extend(self, parameters: NamedParameters) -> None:
+        self._finish()
+        super().extend(parameters)
+
+    @property
+    def overlaps(self) -> bool:
+        return False
+
+    @property
+    def closes_round(self) -> bool:
+        return self._turn == "start"
+
+    def due(self, turn: Turn) -> bool:
+        if turn.moment == "end":
+            return self._apart
+        if self._under_way:
+            return turn.moment == "weights" and turn.step >= self._arrives
+        return super().due(turn)
+
+    def after_step(self) -> None:
+        super().after_step()
+        self._apart = True
+
+    def prepare(self, turn: Turn) -> None:
+        self._turn = "end" if turn.moment == "end" else "land" if self._under_way else "start"
+        if self._turn == "end":
+            self._finish()
+            self._apply()
+            super().prepare(turn)
+        elif self._turn == "start":
+            self._start(turn)
+
+    def exchange(self) -> None:
+        if self._turn == "end":
+            super().exchange()
+        elif self._turn == "land":
+            self._finish()
+
+    def commit(self) -> None:
+        if self._turn == "end":
+            super().commit()
+            self._apart = False
+        elif self._turn == "land":
+            self._apply()
+
+    def abort(self) -> None:
+        """Sets the weights back to the anchors. What is in flight is waited for, and void."""
+        if self._flight is not None:
+            # The first error is known already.
+            with suppress(Exception):
+                self._flight.wait()
+        self._flight, self._arrived, self._began = None, None, {}
+        super().abort()
+        self._apart = False
+
+    def shared_weights(self) -> list[tuple[Tensor, Tensor]]:
+        return self._anchored() if self._apart else []
+
+    def residual_norm(self) -> float:
+        """As of the last exchange that was applied, while another is in flight."""
+        if self._flight is None:
+            self._norm = super().residual_norm()
+        return self._norm
+
+    def state_dict(self) -> Saved:
+        self._finish()
+        saved = super().state_dict()
+        ours: Saved = {"apart": dict.fromkeys(self.anchors, True) if self._apart else {}}
+        if self._arrived is not None:
+            ours |= {f"in flight, {kind}": parts for kind, parts in self._arrived._asdict().items()}
+            ours["in flight, weights at its start"] = self._began
+            ours["in flight, arrives"] = dict.fromkeys(self._arrived.mean, self._arrives)
+        return saved | add_prefix(type(self.sync).__name__, {kind: parts for kind, parts in ours.items() if parts})
+
+    def load_state_dict(self, saved: Saved) -> None:
+        ours, names = strip_prefix(type(self.sync).__name__, saved), [name for name, _ in self.parameters]
+        devices = {name: weight.device for name, weight in self.parameters}
+
+        def taken(kind: str) -> dict[str, Tensor]:
+            held = pop_named(ours, f"in flight, {kind}", names)
+            return {name: each.to(devices[name], copy=True) for name, each in held.items()}
+
+        arrived = Arrived(*(taken(kind) for kind in Arrived._fields))
+        self._arrived = arrived if arrived.mean else None
+        self._began = taken("weights at its start")
+        self._arrives = max(pop_named(ours, "in flight, arrives", names).values(), default=0)
+        self._apart = any(pop_named(ours, "apart", names).values())
+        super().load_state_dict(saved)
+
+    @property
+    def _under_way(self) -> bool:
+        return self._flight is not None or self._arrived is not None
+
+    def _start(self, turn: Turn) -> None:
+        self._bind()
+        with self.wire.ledger.exchanging():
+            weights = {name: weight.detach().clone() for name, weight in self.parameters}
+            changes = [change_in(weight.clone(), self.anchors[name].detach()) for name, weight in weights.items()]
+            self._began = weights if self._mix == "keep" else {}
+            # What is set from now on belongs to the next exchange.
+            noticed, context = copy.copy(self._set_weights), self._context(turn, "weight update")
+            noticed.found = dict(self._set_weights.found)
+            self._set_weights.forget()
+            self._flight = self._stream.start(lambda wire: self._fly(changes, weights, noticed, context, wire), UPDATES)
+        self._arrives = turn.step + self._delay
+        self.steps = 0
+
+    def _fly(
+        self,
+        changes: list[Tensor],
+        weights: Mapping[str, Tensor],
+        noticed: SetWeights,
+        context: Round,
+        wire: Wire,
+    ) -> dict[str, Tensor]:
+        """What the stream's thread does; returns the means of weights that the user has set."""
+        found = noticed.agree(list(weights), wire, next(iter(weights.values())).device)
+        # One that is not finite stays in the exchange, which refuses it on all ranks.
+        left_out = {name for name in found if bool(weights[name].isfinite().all())}
+        self.channel.prepare(
+            [None if name in left_out else change for name, change in zip(weights, changes)], context, wire
+        )
+        self.channel.run()
+        names = [name for name in weights if name in found]
+        return dict(zip(names, averaged([weights[name] for name in names], wire))) if names else {}
+
+    def _finish(self) -> None:
+        """Waits for what is in flight, and lets memories forget what was sent. Nothing is applied yet."""
+        if self._flight is None:
+            return
+        flight, self._flight = self._flight, None
+        with self.wire.ledger.exchanging(), torch.no_grad():
+            try:
+                set_means = flight.wait()
+                exchanged = self.channel.commit()
+            except BaseException:
+                self.channel.abort()
+                raise
+            if set_means and self.wire.rank == 0:
+                self._set_weights.warn(set_means)
+            self._count_sent(exchanged.sent)
+            sent = _by_name(exchanged.sent, self.layout) if self.sync.mask_momentum else {}
+            self._arrived = Arrived(_by_name(exchanged.shared, self.layout), sent, set_means)
+
+    def _apply(self) -> None:
+        """Moves the anchors by what has arrived, and the weights with them."""
+        if self._arrived is None:
+            return
+        with self.wire.ledger.exchanging():
+            (mean, sent, set_means), self._arrived = self._arrived, None
+            self._move_by({name: change for name, change in mean.items() if name not in set_means})
+            for name, value in set_means.items():
+                self.anchors[name].detach().copy_(value)
+            arrived = [(name, weight.detach()) for name, weight in self.parameters if name in mean]
+            for name, weight in arrived:
+                anchor = self.anchors[name].detach()
+                if self._mix == "keep":
+                    weight.copy_(anchor + (weight.to(anchor.dtype) - self._began[name].to(anchor.dtype)))
+                else:
+                    weight.copy_(torch.lerp(anchor, weight.to(anchor.dtype), self._mix))
+            self._began = {}
+            self._set_weights.note(self.parameters)
+            if sent:
+                whole = [sent.get(name, torch.zeros_like(weight)).flatten() for name, weight in self.parameters]
+                mask_momentum_(self.optimizer, self.parameters, torch.cat(whole), self.layout)
+
+
+def _by_name(vector: SparseVector | Tensor, layout: Layout) -> dict[str, Tensor]:
+    dense = vector.dense() if isinstance(vector, SparseVector) else vector
+    return dict(zip((segment.name for segment in layout.segments), layout.views(dense), strict=True))

@@ -1,0 +1,251 @@
+"""Exchanges of weight changes in flight; here of one rank."""
+
+import threading
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from lightning_sparsecomm.basis import Round, Vector, Wire
+from lightning_sparsecomm.channel import Channel, ErrorFeedback
+from lightning_sparsecomm.channel.saved import Saved
+from lightning_sparsecomm.codecs import PayloadError, SparseCodec, TopK
+from lightning_sparsecomm.exchange import DenseAllReduce, Exchanged, Gather
+from lightning_sparsecomm.sharing import DeltaSync, Turn
+from lightning_sparsecomm.sharing.streamed import Mix, StreamedShare
+
+DENSE = Channel(DenseAllReduce())
+SPARSE = Channel(Gather(SparseCodec(TopK(0.5))), [ErrorFeedback()])
+
+
+class Held(Gather):
+    """An exchange that takes place when the test lets it, and then may fail."""
+
+    def __init__(self) -> None:
+        super().__init__(SparseCodec(TopK(0.5)))
+        self.may_go, self.error = threading.Event(), None
+
+    def __deepcopy__(self, memo: object) -> "Held":
+        return self
+
+    def exchange(self, x: Vector, context: Round, wire: Wire) -> Exchanged:
+        assert self.may_go.wait(60)
+        if self.error is not None:
+            raise self.error
+        return super().exchange(x, context, wire)
+
+
+class Run:
+    """A linear layer, whose optimizer adds 1, 2, 3, ... to its weights."""
+
+    def __init__(self, wire: Wire, channel: Channel = DENSE, steps: int = 0, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.module = nn.Linear(3, 1)
+        self.named = list(self.module.named_parameters())
+        options = {"every": 4, "delay": 2} | options
+        self.optimizer = SGD(self.module.parameters(), lr=0.1, momentum=0.9)
+        share = DeltaSync(channel, **options).start(self.optimizer, self.named, wire)
+        assert isinstance(share, StreamedShare)
+        self.share, self.made = share, 0
+        self.step(steps)
+
+    @property
+    def weights(self) -> Tensor:
+        return torch.cat([parameter.detach().flatten() for _, parameter in self.named])
+
+    @property
+    def anchor(self) -> Tensor:
+        return torch.cat([self.share.anchors[name].detach().flatten() for name, _ in self.named])
+
+    def train(self, by: float = 1.0) -> None:
+        """A step of the optimizer, without a turn."""
+        self.share.before_step()
+        with torch.no_grad():
+            start = 1
+            for _, parameter in self.named:
+                change = by * torch.arange(start, start + parameter.numel()).view(parameter.shape)
+                parameter.add_(change)
+                start += parameter.numel()
+        self.share.after_step()
+
+    def step(self, count: int = 1, by: float = 1.0) -> None:
+        for _ in range(count):
+            self.train(by)
+            self.turn("weights")
+            self.made += 1
+
+    def turn(self, moment: Any) -> None:
+        turn = Turn(moment, self.made)
+        if self.share.due(turn):
+            self.share.prepare(turn)
+            self.share.exchange()
+            self.share.commit()
+
+
+COUNT = torch.arange(1.0, 5.0)
+
+
+def test_training_goes_on_while_an_exchange_is_in_flight(wire: Wire) -> None:
+    exchange = Held()
+    run = Run(wire, Channel(exchange, [ErrorFeedback()]))
+    start = run.weights
+    run.step(5)
+    # It has started after the fourth step, and nobody has waited.
+    torch.testing.assert_close(run.weights, start + 5 * COUNT)
+    assert torch.equal(run.anchor, start)
+    assert wire.ledger.exchange_seconds < 60
+    exchange.may_go.set()
+    run.step()
+    # Half of the elements were sent: the two largest. What was trained since is kept on top of the anchor.
+    sent = 4 * torch.tensor([0.0, 0.0, 3.0, 4.0])
+    torch.testing.assert_close(run.anchor, start + sent)
+    torch.testing.assert_close(run.weights, start + sent + 2 * COUNT)
+    assert run.share.residual_norm() == pytest.approx(4 * 5**0.5)
+
+
+@pytest.mark.parametrize(("mix", "kept"), [("keep", None), (0, 0.0), (0.5, 0.5), (0.25, 0.25)])
+def test_how_local_weights_are_mixed(wire: Wire, mix: Mix, kept: float | None) -> None:
+    run = Run(wire, mix=mix)
+    start = run.weights
+    run.step(6)
+    anchor, local = start + 4 * COUNT, start + 6 * COUNT
+    torch.testing.assert_close(run.anchor, anchor)
+    expected = local if kept is None else kept * local + (1 - kept) * anchor
+    torch.testing.assert_close(run.weights, expected)
+
+
+def test_a_late_exchange_of_one_rank_that_keeps_everything_changes_nothing(wire: Wire) -> None:
+    run = Run(wire)
+    start = run.weights
+    run.step(23)
+    torch.testing.assert_close(run.weights, start + 23 * COUNT)
+    run.turn("end")
+    torch.testing.assert_close(run.anchor, start + 23 * COUNT)
+    assert torch.equal(run.weights, run.anchor)
+    assert run.share.shared_weights() == []
+    # Nothing is left for another turn.
+    assert not run.share.due(Turn("end", 23))
+
+
+@pytest.mark.parametrize("steps", [4, 5, 6, 7, 8])
+def test_what_is_sent_and_what_is_held_is_all_that_has_changed(wire: Wire, steps: int) -> None:
+    run = Run(wire, SPARSE)
+    start = run.weights
+    run.step(steps)
+    run.turn("end")
+    held = torch.cat([part.flatten() for part in run.share.state_dict()["DeltaSync.ErrorFeedback"].values()])
+    # Without a step since the start, a second exchange sends the other half.
+    assert (held.norm() > 0) == (steps % 4 != 0)
+    torch.testing.assert_close(run.anchor + held, start + steps * COUNT)
+
+
+@pytest.mark.parametrize("moment", ["at the end", "when it lands", "before it lands"])
+def test_an_exchange_that_fails_in_flight_leaves_the_last_good_model(wire: Wire, moment: str) -> None:
+    exchange = Held()
+    exchange.may_go.set()
+    run = Run(wire, Channel(exchange, [ErrorFeedback()]), steps=6)
+    good = run.anchor
+    residual = run.share.residual_norm()
+    exchange.error = PayloadError("altered")
+    run.step(3)
+    if moment == "before it lands":
+        with pytest.raises(PayloadError, match="altered"):
+            run.share.state_dict()
+    elif moment == "when it lands":
+        with pytest.raises(PayloadError, match="altered"):
+            run.step()
+    else:
+        with pytest.raises(PayloadError, match="altered"):
+            run.turn("end")
+    run.share.abort()
+    assert torch.equal(run.weights, good) and torch.equal(run.anchor, good)
+    assert run.share.residual_norm() == pytest.approx(residual)
+    assert run.share.shared_weights() == []
+    # Training may go on.
+    exchange.error = None
+    run.step(12)
+    assert not torch.equal(run.anchor, good)
+
+
+@pytest.mark.parametrize("mix", ["keep", 0.5])
+@pytest.mark.parametrize("steps", range(8, 13))
+@pytest.mark.parametrize("outer", [None, partial(SGD, lr=0.5, momentum=0.9)])
+def test_a_run_resumes_with_an_exchange_in_flight(wire: Wire, outer: Any, steps: int, mix: Mix) -> None:
+    run = Run(wire, SPARSE, steps, outer=outer, mix=mix, mask_momentum=True)
+    state: Saved = {kind: dict(parts) for kind, parts in run.share.state_dict().items()}
+    in_flight = "DeltaSync.in flight, mean" in state
+    assert in_flight == (steps in (8, 9, 12))
+    state = {kind: {n: v.clone() if isinstance(v, Tensor) else v for n, v in p.items()} for kind, p in state.items()}
+    resumed = Run(wire, SPARSE, outer=outer, mix=mix, mask_momentum=True)
+    resumed.module.load_state_dict(run.module.state_dict())
+    resumed.share.load_state_dict(state)
+    assert not any(state.values())
+    resumed.made = run.made
+    for _ in range(9):
+        run.step(by=0.3)
+        resumed.step(by=0.3)
+        assert torch.equal(run.weights, resumed.weights) and torch.equal(run.anchor, resumed.anchor)
+    run.turn("end")
+    resumed.turn("end")
+    assert torch.equal(run.weights, resumed.weights)
+
+
+def test_measuring_the_model_in_flight_sees_the_anchor(wire: Wire) -> None:
+    run = Run(wire, steps=5)
+    pairs = run.share.shared_weights()
+    assert torch.equal(torch.cat([anchor.flatten() for _, anchor in pairs]), run.anchor)
+    assert not torch.equal(run.weights, run.anchor)
+
+
+@pytest.mark.parametrize("when", [3, 5, 7])
+def test_weights_that_the_user_sets_arrive_whole(wire: Wire, when: int) -> None:
+    """Before the start, in flight, or after it: they are no change of training, which a sparse exchange would halve."""
+    run = Run(wire, SPARSE)
+    run.step(when)
+    with torch.no_grad():
+        run.module.bias.fill_(100.0)
+    with pytest.warns(UserWarning, match="other code than the optimizer has changed 1 parameter"):
+        run.step(13 - when)
+    run.turn("end")
+    # And what was trained before it was set does not come on top of it; what was trained since is not all sent.
+    assert 100.0 <= run.module.bias.item() <= 100.0 + 4 * (13 - when)
+
+
+def test_parameters_may_be_added_in_flight(wire: Wire) -> None:
+    run = Run(wire, SPARSE)
+    run.share.extend(run.named[1:])
+    run.named = run.named[1:]
+    run.step(5)
+    run.named = list(run.module.named_parameters())
+    run.share.extend(run.named)
+    start = run.module.weight.detach().clone()
+    run.step(20)
+    run.turn("end")
+    assert run.share.anchors.keys() == {"weight", "bias"}
+    assert not torch.equal(run.module.weight, start)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"delay": -1}, "delay must be a whole number, 0 or more: .* got -1. Use 0 to wait"),
+        ({"delay": 1.5}, "delay must be a whole number, 0 or more: .* got 1.5. Use 0 to wait"),
+        ({"delay": 4, "every": 4}, "delay must be below every, 4 steps.* got 4. Use a larger every, or delay=3"),
+        ({"mix": 1}, "mix must be 'keep', or a share of the local weights from 0 to below 1; got 1"),
+        ({"mix": "drop"}, "mix must be 'keep', .* got 'drop'"),
+    ],
+)
+def test_refuses(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        DeltaSync(DENSE, **options)
+
+
+def test_without_delay_nothing_is_new(wire: Wire) -> None:
+    module = nn.Linear(3, 1)
+    share = DeltaSync(DENSE, every=4).start(SGD(module.parameters(), lr=0.1), list(module.named_parameters()), wire)
+    assert not isinstance(share, StreamedShare)
+    assert "delay" not in repr(DeltaSync(DENSE))
+    assert repr(DeltaSync(DENSE, every=4, delay=2, mix=0.5)).endswith("every=4, delay=2, mix=0.5)")
