@@ -17,6 +17,7 @@ def joined(timeout: timedelta) -> Iterator[Wire]:
 
     Raises:
         ValueError: No launcher has set the environment.
+        ConnectionError: The ranks do not find each other.
     """
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
@@ -25,7 +26,15 @@ def joined(timeout: timedelta) -> Iterator[Wire]:
             " torchrun, for example: torchrun --nnodes=2 --nproc-per-node=1 --master-addr=HOST --no-python sparsecomm"
             " probe"
         )
-    dist.init_process_group("gloo", timeout=timeout)
+    try:
+        dist.init_process_group("gloo", timeout=timeout)
+    except dist.DistError as error:
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise ConnectionError(
+            f"MASTER_ADDR:MASTER_PORT must be reached by all {os.environ['WORLD_SIZE']} ranks within"
+            f" {timeout.total_seconds():.0f} s; got {address}, and: {error}. Start all machines at about the same time"
+            " with one --master-addr and --master-port, and see `sparsecomm doctor` for the network card."
+        ) from error
     try:
         yield Wire()
     finally:

@@ -58,7 +58,12 @@ def versions() -> Iterator[Finding]:
 def threads(environment: Mapping[str, str]) -> Iterator[Finding]:
     """torch's threads by the cores and the ranks that share them."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    each, ranks = torch.get_num_threads(), int(environment.get("LOCAL_WORLD_SIZE", "1") or 1)
+    each, text = torch.get_num_threads(), environment.get("LOCAL_WORLD_SIZE", "1") or "1"
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(
+            f"LOCAL_WORLD_SIZE must be the number of ranks on this machine, as torchrun sets it; got {text!r}. Unset it."
+        )
+    ranks = int(text)
     line = f"{cores} cores; torch uses {each} threads in each rank; {ranks} ranks on this machine by LOCAL_WORLD_SIZE"
     if ranks * each > cores:
         best = max(1, cores // ranks)

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import os
 import socket
 from datetime import timedelta
@@ -12,8 +13,9 @@ import torch
 from lightning_sparsecomm.basis.launched import joined
 from lightning_sparsecomm.basis.ledger import PROBING
 from lightning_sparsecomm.basis.wire import Wire
+from lightning_sparsecomm.commands.model import model_named, optimizers_of
 from lightning_sparsecomm.methods import default
-from lightning_sparsecomm.planning import MeasuredLink, rehearse, square_layers
+from lightning_sparsecomm.planning import MeasuredLink, ModelLayout, rehearse, square_layers
 from lightning_sparsecomm.planning.pairs import Pair, measure_pairs, slow_links
 from lightning_sparsecomm.planning.planner import optimizer_for
 from lightning_sparsecomm.planning.probe import agreed, measure_link
@@ -38,22 +40,41 @@ def add_to(subparsers: Any) -> None:
         ),
     )
     parser.add_argument("--seconds", type=float, default=2.0, metavar="S", help="for sums and gathers; 2 by default")
+    parser.add_argument(
+        "--model",
+        metavar="FILE:CLASS",
+        help="a model to describe, made without arguments: train:Model for class Model in train.py; none by default",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
     """Measures, and prints on rank 0."""
-    if not options.seconds > 0:
-        raise ValueError(f"--seconds must be positive; got {options.seconds}. Leave it out for 2.")
+    if not 0 < options.seconds < math.inf:
+        raise ValueError(f"--seconds must be positive, and finite; got {options.seconds}. Leave it out for 2.")
+    if os.environ.get("WORLD_SIZE") == "1":
+        raise ValueError(
+            "WORLD_SIZE must be at least 2 to measure a network; got 1. Start two processes here, torchrun"
+            " --nproc-per-node=2 --no-python sparsecomm probe, or one on each of several machines with --nnodes."
+        )
+    # On all ranks and before they meet: what cannot be made is said at once, and nobody waits.
+    model = None if options.model is None else model_named(options.model)
+    layout = None if model is None else ModelLayout.of([model], optimizers_of(model))
     with joined(_TIMEOUT) as wire:
         names = gather_texts(f"rank {wire.rank} on {socket.gethostname()}", wire, torch.device("cpu"), PROBING)
         link = measure_link(wire, options.seconds)
         pairs = measure_pairs(wire)
         coding = agreed(wire, [_coding_seconds(wire)])[0]
         if wire.rank == 0:
-            found = _as_dict(names, link, pairs, coding)
-            print(json.dumps(found, indent=1) if options.json else _text(names, link, pairs, coding))
+            if options.json:
+                described = {} if layout is None else {"model": layout.as_dict()}
+                print(json.dumps(_as_dict(names, link, pairs, coding) | described, indent=1))
+            else:
+                print(_text(names, link, pairs, coding))
+                if layout is not None:
+                    sums = link.seconds("all_reduce", layout.size_bytes, wire.world_size)
+                    print(f"\n{layout.table()}\nTheir sums take about {as_time(sums)} here, by the figures above.")
 
 
 def _coding_seconds(wire: Wire) -> float:

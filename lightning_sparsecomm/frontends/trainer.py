@@ -18,6 +18,7 @@ from lightning_sparsecomm.frontends.expected import expected
 from lightning_sparsecomm.frontends.own_callbacks import DeferredSaves, EndOfTraining
 from lightning_sparsecomm.frontends.reporting import announce, forget_actions, get_ready, profile_of
 from lightning_sparsecomm.frontends.uneven import UnevenMixin
+from lightning_sparsecomm.planning.model_layout import ModelLayout
 from lightning_sparsecomm.planning.saving import times_fewer_bytes
 from lightning_sparsecomm.run.announcement import announcement
 from lightning_sparsecomm.run.length import likely_length, warn_of_short_run
@@ -122,6 +123,9 @@ class TrainerMixin(UnevenMixin, CheckpointingMixin, DDPStrategy):
             registry, ranks = self.engine.registry, self.world_size
             self.announced = announcement(registry, length, ranks, found.estimated, fewer)
             announce(self.announced, trainer)
+            layout = ModelLayout.of(registry.modules, [each.optimizer for each in registry.optimizers])
+            for logger in trainer.loggers:
+                logger.log_hyperparams({"sparsecomm_model": layout.line()})
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         with self.engine.guards.backward():

@@ -6,6 +6,7 @@ from lightning_sparsecomm.planning.links import Network as Network
 from lightning_sparsecomm.planning.model import Predicted as Predicted
 from lightning_sparsecomm.planning.model import Work as Work
 from lightning_sparsecomm.planning.model import predict as predict
+from lightning_sparsecomm.planning.model_layout import ModelLayout as ModelLayout
 from lightning_sparsecomm.planning.planner import Plan as Plan
 from lightning_sparsecomm.planning.planner import plan as plan
 from lightning_sparsecomm.planning.planner import square_layers as square_layers

@@ -1,5 +1,6 @@
 """Chooses a run's method while it trains: measures, predicts, tries the best, and keeps the fastest."""
 
+import math
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -12,15 +13,13 @@ from lightning_sparsecomm.planning.links import MeasuredLink
 from lightning_sparsecomm.planning.model import Work, predict
 from lightning_sparsecomm.planning.probe import agreed, measure_link
 from lightning_sparsecomm.planning.quantities import as_rate, as_time
-from lightning_sparsecomm.planning.rehearsed import Rehearsed, rehearse
+from lightning_sparsecomm.planning.rehearsed import Rehearsed
+from lightning_sparsecomm.planning.usable import rehearsals, trained_by, usable
 from lightning_sparsecomm.planning.watch import DriftWatch, StepTimes
-from lightning_sparsecomm.run.choice import method_for
-from lightning_sparsecomm.run.clipping import check_trainers_clipping
 from lightning_sparsecomm.run.contents import State
 from lightning_sparsecomm.run.engine import Engine
 from lightning_sparsecomm.run.optimizers import TrackedOptimizer
 from lightning_sparsecomm.run.switching import adopt, switch
-from lightning_sparsecomm.sharing.bucket import BucketSync
 from lightning_sparsecomm.sharing.method import Method
 
 # A method that is predicted to take at most so many times the best is tried, and at most so many are.
@@ -45,6 +44,7 @@ class Record:
         settled: Whether it is chosen, and not only tried.
         queue: Methods still to be tried.
         measured, predicted: Seconds of a step; `predicted` as it was before the method was first measured.
+        ranks: How many measured; 0 where unknown.
         history: Each switch and choice: the steps done, the method, why, and what was known then.
     """
 
@@ -53,6 +53,7 @@ class Record:
     queue: list[str] = field(default_factory=list)
     measured: dict[str, float] = field(default_factory=dict)
     predicted: dict[str, float] = field(default_factory=dict)
+    ranks: int = 0
     history: list[dict[str, object]] = field(default_factory=list)
 
 
@@ -86,6 +87,7 @@ class AutoChooser:
         self._engine = engine
         self._seconds = seconds
         self._costs: dict[str, Rehearsed] = {}
+        self._trained = 0
         self._times = StepTimes(engine)
         self._watch = DriftWatch(engine.wire)
         self._begun = False
@@ -99,9 +101,12 @@ class AutoChooser:
         if self._begun:
             return
         self._begun = True
-        self.choices = self._usable()
+        self.choices = usable(self.choices, self._engine)
+        self.record.ranks = self._engine.wire.world_size
         if not self._has_choice:
             self.record.settled = True
+            if self.record.current != BASELINE:
+                self._use(BASELINE, "nothing else can be chosen")
         if self.record.settled:
             return
         self._look()
@@ -133,14 +138,22 @@ class AutoChooser:
         return asdict(self.record)
 
     def load_state_dict(self, state: State) -> None:
-        record = Record(**state)
-        if record.current not in self.choices:
+        record, ranks = Record(**state), self._engine.wire.world_size
+        choices = usable(self.choices, self._engine)
+        if record.current not in choices:
             warnings.warn(
                 f"the checkpoint was saved while methods.auto used {record.current}, which is not among its methods"
-                f" now: {', '.join(self.choices)}. It begins anew, and what that method held is left out.",
+                f" now: {', '.join(choices)}. It begins anew, and what that method held is left out.",
                 stacklevel=2,
             )
             return
+        if record.ranks not in (0, ranks):
+            # What was measured holds for as many ranks. The method stays until others have been tried.
+            record = Record(record.current, history=record.history)
+        known = set(record.measured) | set(record.predicted) | set(record.queue)
+        if not record.settled and not known <= choices.keys():
+            # A trial goes on with the methods that it still may use.
+            record.queue, record.measured, record.predicted = [], {}, {}
         self.record = record
         adopt(self._engine, self.choices[record.current])
         self._times.restart()
@@ -153,43 +166,24 @@ class AutoChooser:
     def _has_choice(self) -> bool:
         return self._engine.wire.world_size > 1 and len(self.choices) > 1
 
-    def _usable(self) -> dict[str, Method]:
-        """The methods that are defined for the run's optimizers and its clipping."""
-        usable: dict[str, Method] = {}
-        registry = self._engine.registry
-        for name, method in self.choices.items():
-            if registry.ignored and not isinstance(method.syncs[0], BucketSync):
-                # Their optimizer's momentum cannot be taken over.
-                continue
-            chain = [method]
-            while (fallback := chain[-1].fallback) is not None:
-                chain.append(fallback)
-            try:
-                for tracked in registry.optimizers:
-                    chosen = method_for(tracked.optimizer, chain, registry.held_by(tracked.optimizer))
-                    if self._engine.max_norm is not None:
-                        check_trainers_clipping([chosen], self._engine.max_norm, self._engine.clips_by_value)
-            except (TypeError, ValueError):
-                # What cannot be used is no choice; used by itself, it says why.
-                continue
-            usable[name] = method
-        return usable
-
     def _look(self) -> None:
-        """Measures the network, and rehearses the methods where that was not done yet."""
+        """Measures the network, and rehearses the methods where that was not done yet for these parameters."""
         engine, begin = self._engine, time.perf_counter()
         self.link = measure_link(engine.wire, self._seconds, self._device)
-        if not self._costs:
-            kinds = [(each.optimizer, engine.registry.held_by(each.optimizer)) for each in engine.registry.optimizers]
-            ranks = engine.wire.world_size
-            self._costs = {name: rehearse(method, kinds, ranks, engine.length) for name, method in self.choices.items()}
+        kinds = trained_by(engine)
+        trained = sum(parameter.numel() for _, parameters in kinds for _, parameter in parameters)
+        if trained != self._trained:
+            # The first time, or parameters have been unfrozen since.
+            self._trained = trained
+            self._costs = rehearsals(self.choices, kinds, engine.wire.world_size, engine.length)
         self.measuring_seconds += time.perf_counter() - begin
 
     def _predicted(self, work: Work) -> dict[str, float]:
-        """Seconds of a step with each method, agreed on by all ranks."""
+        """Seconds of a step with each method, agreed on by all ranks; infinite where one could not rehearse it."""
         assert self.link is not None
-        mine = [predict(costs, self.link, work).seconds for costs in self._costs.values()]
-        return dict(zip(self._costs, agreed(self._engine.wire, mine, self._device)))
+        costs = [self._costs.get(name) for name in self.choices]
+        mine = [math.inf if each is None else predict(each, self.link, work).seconds for each in costs]
+        return dict(zip(self.choices, agreed(self._engine.wire, mine, self._device)))
 
     def _decide(self, tracked: TrackedOptimizer) -> None:
         """What to do when the method in use has been measured: try another one, or settle."""
@@ -199,9 +193,8 @@ class AutoChooser:
         if len(record.measured) == 1:
             overlapped = -negative_overlap if negative_overlap < 0 else None
             predicted = self._predicted(Work(computing, overlapped))
-            for name, seconds in predicted.items():
-                record.predicted[name] = seconds
-            rest = {name: seconds for name, seconds in predicted.items() if name != record.current}
+            record.predicted |= {name: seconds for name, seconds in predicted.items() if seconds < math.inf}
+            rest = {name: seconds for name, seconds in record.predicted.items() if name != record.current}
             bound = _WORTH_TRYING * min(step, *rest.values())
             worth = sorted((name for name in rest if rest[name] <= bound), key=lambda name: rest[name])
             enough = self._engine.length - tracked.steps > _LEFT

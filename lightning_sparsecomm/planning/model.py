@@ -7,6 +7,7 @@ while the backward pass goes on, so only what is left at its end is waited for. 
 cores of its own.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -32,10 +33,10 @@ class Work:
     straggler: float = 1.0
 
     def __post_init__(self) -> None:
-        if not self.seconds >= 0:
+        if not 0 <= self.seconds < math.inf:
             raise ValueError(f"compute must be 0 or more seconds; got {self.seconds!r}. Use 0.3 for 300 ms.")
-        if not self.straggler >= 1:
-            raise ValueError(f"straggler must be at least 1; got {self.straggler!r}. Use 1 for equal ranks.")
+        if not 1 <= self.straggler < math.inf:
+            raise ValueError(f"straggler must be at least 1, and finite; got {self.straggler!r}. Use 1 for equal ranks.")
 
     @property
     def backward(self) -> float:

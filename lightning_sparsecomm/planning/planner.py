@@ -41,15 +41,13 @@ class Plan:
     def table(self) -> str:
         """The rows as text."""
         baseline = self.rows[BASELINE].seconds
-        lines = [
-            _line("method", "step", "by ddp's", "compute", "coding", "waiting", "sent per step", "kept", "bound by")
-        ]
+        lines = [("  method", "step", "by ddp's", "compute", "coding", "waiting", "sent per step", "kept", "bound by")]
         for name, row in self.rows.items():
             lines.append(
-                _line(
+                (
                     f"{'*' if name == self.choice else ' '} {name}",
                     as_time(row.seconds),
-                    f"{row.seconds / baseline:.2g}",
+                    f"{row.seconds / baseline:.2g}" if baseline else "",
                     as_time(row.compute),
                     as_time(row.coding),
                     as_time(row.exposed),
@@ -58,7 +56,7 @@ class Plan:
                     row.bound,
                 )
             )
-        return "\n".join([*lines, "", self.reason()])
+        return "\n".join([*aligned(lines), "", self.reason()])
 
     def reason(self) -> str:
         """The choice in a sentence."""
@@ -108,12 +106,17 @@ def plan(
         candidates: Further methods to predict, by name; all recipes by default.
 
     Raises:
-        ValueError: `ranks` below 1, or an unknown quality.
+        ValueError: `ranks` below 1, an unknown quality, or no parameter that requires a gradient.
     """
     if ranks < 1:
         raise ValueError(f"ranks must be at least 1; got {ranks!r}.")
     choosable = allowed(quality)
     everything = {BASELINE: methods.dense()} | choosable | dict(known() if candidates is None else candidates)
+    # Nothing is sent for parameters that are frozen.
+    kinds = [(optimizer, [each for each in named if each[1].requires_grad]) for optimizer, named in kinds]
+    kinds = [(optimizer, named) for optimizer, named in kinds if named]
+    if not kinds:
+        raise ValueError("kinds must hold a parameter that requires a gradient; got none. Unfreeze those to be trained.")
     rows: dict[str, Predicted] = {}
     refused: dict[str, str] = {}
     for name, method in everything.items():
@@ -157,5 +160,14 @@ def optimizer_for(name: str, parameters: NamedParameters) -> Optimizer:
     return made[name]
 
 
-def _line(method: str, *cells: str) -> str:
-    return f"{method:<26}" + "".join(f"{cell:>14}" for cell in cells)
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table whose columns are as wide as they must be: the first one to the left, all others to the right.
+
+    >>> aligned([("step", "ms"), ("a", "100")])
+    ['step   ms', 'a     100']
+    """
+    first, *rest = (max(map(len, column)) for column in zip(*rows))
+    return [
+        row[0].ljust(first) + "".join(f"  {cell:>{width}}" for cell, width in zip(row[1:], rest))
+        for row in rows
+    ]

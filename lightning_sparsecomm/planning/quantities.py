@@ -7,7 +7,8 @@ _RATES = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9}
 
-_QUANTITY = re.compile(r"\s*(\d+(?:[.,]?\d+)*)\s*([a-z]*)\s*", re.IGNORECASE)
+# A comma stands between groups of three digits: 1,5s could mean two things.
+_QUANTITY = re.compile(r"\s*((?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
 def bits_per_second(name: str, text: str) -> float:
@@ -60,12 +61,8 @@ def _parsed(
     unit = match[2].lower() if match else ""
     if match is None or unit not in units:
         raise ValueError(f"{name} must be {rule}; got {text!r}. Write {example}, for example.")
-    digits = match[1].replace(",", "")
-    try:
-        number = float(digits) * units[unit]
-    except ValueError:
-        number = -1.0
-    if number < least:
+    number = float(match[1].replace(",", "")) * units[unit]
+    if not least <= number < math.inf:
         raise ValueError(f"{name} must be positive, {rule}; got {text!r}. Write {example}, for example.")
     return number
 

@@ -19,8 +19,9 @@ from lightning_sparsecomm.basis.mirror import MirrorWire
 from lightning_sparsecomm.basis.parts import parts_in
 from lightning_sparsecomm.basis.phases import PHASES
 from lightning_sparsecomm.basis.schedules import least_every
+from lightning_sparsecomm.planning.model_layout import ddp_buckets
 from lightning_sparsecomm.run.engine import Engine
-from lightning_sparsecomm.run.rehearsal import alike
+from lightning_sparsecomm.run.rehearsal import alike, own_randomness
 from lightning_sparsecomm.sharing.bucket import BucketSync
 from lightning_sparsecomm.sharing.delta import DeltaSync
 from lightning_sparsecomm.sharing.delta_share import DeltaShare
@@ -36,8 +37,9 @@ _WARM_UP_STEPS, _STEPS = 2, 3
 # Finished steps at which methods are rehearsed: no warm-up takes so long.
 _LATE = 10**7
 
-# DDP's buckets, in bytes; the first is smaller.
-_FIRST_BUCKET, _BUCKET = 2**20, 25 * 2**20
+
+Kinds = Sequence[tuple[Optimizer, NamedParameters]]
+"""Optimizers, with the parameters that each trains."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class Rehearsed:
 
 def rehearse(
     method: Method,
-    kinds: Sequence[tuple[Optimizer, NamedParameters]],
+    kinds: Kinds,
     ranks: int,
     length: float = math.inf,
     elements: int = _ELEMENTS,
@@ -98,7 +100,7 @@ def rehearse(
     if isinstance(method.syncs[0], BucketSync):
         return _rehearse_buckets(method, [p for _, named in kinds for _, p in named], ranks)
     every = _every(method)
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+    with own_randomness(kinds), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
         stage = _Stage(method, kinds, ranks, length, min(1.0, elements / total))
@@ -124,7 +126,7 @@ class _Stage:
     def __init__(
         self,
         method: Method,
-        kinds: Sequence[tuple[Optimizer, NamedParameters]],
+        kinds: Kinds,
         ranks: int,
         length: float,
         fraction: float,
@@ -203,16 +205,9 @@ def _rehearse_buckets(method: Method, parameters: Sequence[Parameter], ranks: in
     """DDP's buckets: what its hook computes on each, besides the sum."""
     sync = method.syncs[0]
     assert isinstance(sync, BucketSync)
-    calls: list[tuple[Collective, float, float]] = []
-    computing, most = 0.0, _FIRST_BUCKET
-    bucket, elements = 0, 0
-    for parameter in reversed(parameters):
-        bucket, elements = bucket + parameter.nbytes, elements + parameter.numel()
-        if bucket >= most:
-            calls.append(("all_reduce", float(elements * _width(sync, parameter)), 1.0))
-            bucket, elements, most = 0, 0, _BUCKET
-    if elements:
-        calls.append(("all_reduce", float(elements * _width(sync, parameters[0])), 1.0))
+    sizes = [sum(p.numel() * sync.dtype(p).itemsize for p in bucket) for bucket in ddp_buckets(parameters)]
+    calls: list[tuple[Collective, float, float]] = [("all_reduce", float(size), 1.0) for size in sizes]
+    computing = 0.0
     if sync.wire_dtype != "same":
         sample = torch.zeros(_ELEMENTS)
         begin = time.perf_counter()
@@ -220,10 +215,6 @@ def _rehearse_buckets(method: Method, parameters: Sequence[Parameter], ranks: in
         computing = (time.perf_counter() - begin) * sum(p.numel() for p in parameters) / _ELEMENTS
     seconds = dict.fromkeys(PHASES, 0.0) | {"update": computing}
     return Rehearsed(repr(method), ranks, seconds, tuple(calls), 0.0, overlaps=True)
-
-
-def _width(sync: BucketSync, parameter: Parameter) -> int:
-    return sync.dtype(parameter).itemsize
 
 
 def _stand_in(parameter: Parameter, fraction: float) -> Parameter:

@@ -21,13 +21,15 @@ def times_fewer_bytes(engine: Engine, tracked: TrackedOptimizer, length: float) 
     Returns:
         NaN where nothing is sent, or where the method cannot be rehearsed.
     """
-    ranks, parameters = engine.wire.world_size, engine.registry.held_by(tracked.optimizer)
-    if tracked.method is None or ranks == 1:
+    ranks = engine.wire.world_size
+    # Nothing is sent for parameters that are frozen.
+    parameters = [each for each in engine.registry.held_by(tracked.optimizer) if each[1].requires_grad]
+    if tracked.method is None or ranks == 1 or not parameters:
         return math.nan
     try:
         sent = rehearse(tracked.method, [(tracked.optimizer, parameters)], ranks, length, _ELEMENTS).link_bytes
     except Exception:
         # A part from outside may need what only a real run has.
         return math.nan
-    dense = sum(parameter.nbytes for _, parameter in parameters if parameter.requires_grad)
+    dense = sum(parameter.nbytes for _, parameter in parameters)
     return dense * 2 * (ranks - 1) / ranks / sent if sent else math.nan

@@ -5,6 +5,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch.nn import Parameter
@@ -70,13 +71,19 @@ def rehearse_method(method: Method, kinds: Sequence[tuple[Optimizer, NamedParame
         method: The method; it stays as it is.
         kinds: Optimizers, with the parameters that each trains.
     """
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+    with own_randomness(kinds), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             _take_steps(method, kinds)
         except Exception:
             # Parts from outside may need what only a real run has. The run itself says what is wrong, if anything is.
             return
+
+
+def own_randomness(kinds: Sequence[tuple[Optimizer, NamedParameters]]) -> AbstractContextManager[None]:
+    """A context after which the generators of the CPU and of the parameters' GPUs are as before it."""
+    devices = {parameter.device for _, parameters in kinds for _, parameter in parameters if parameter.is_cuda}
+    return torch.random.fork_rng(devices=devices)
 
 
 def _trained_by(optimizer: Optimizer, engine: Engine) -> NamedParameters:

@@ -177,7 +177,10 @@ def test_the_method_is_a_hyperparameter_and_in_the_table(
         trainer, _ = train("pytorch_lightning", tmp_path, "sparsecomm_notebook", logger=logger)
     (line,) = trainer.strategy.announced
     (file,) = tmp_path.rglob("hparams.yaml")
-    assert yaml.safe_load(file.read_text()) == {"sparsecomm": line}
+    found = yaml.safe_load(file.read_text())
+    assert found.keys() == {"sparsecomm", "sparsecomm_model"}
+    assert found["sparsecomm"] == line
+    assert found["sparsecomm_model"].startswith(f"{PARAMETERS:,} parameters in ")
     out = capfd.readouterr().out
     assert out.index(line) < out.index("sent by one rank of 2")
 

@@ -53,6 +53,18 @@ def test_the_probe_prints_json(tmp_path: Path) -> None:
     assert found["coding_seconds_per_million"] > 0
 
 
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_the_probe_describes_a_model(tmp_path: Path, options: list[str]) -> None:
+    shown, _ = probed(tmp_path, "--model", "tests.planning.test_model_layout:Tuned", *options)
+    if options:
+        model = json.loads(shown)["model"]
+        assert model["elements"] == 603_605
+        assert model["largest"][0] == {"name": "middle.weight", "shape": [600, 1000], "elements": 600_000}
+    else:
+        assert "The model has 603,605 parameters in 4 tensors" in shown
+        assert re.search(r"Their sums take about .*s here", shown)
+
+
 def test_without_a_launcher_the_probe_says_how(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -62,10 +74,51 @@ def test_without_a_launcher_the_probe_says_how(
     assert re.search(r"RANK.* must be set in the environment.*torchrun", capsys.readouterr().err)
 
 
+def test_ranks_that_do_not_meet_are_told_how(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch.distributed as dist
+
+    def failing(*arguments: object, **options: object) -> None:
+        raise dist.DistStoreError("Timed out after 121 seconds waiting for clients. 1/2 clients joined.")
+
+    monkeypatch.setattr(dist, "init_process_group", failing)
+    environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "nowhere", "MASTER_PORT": "29500"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit):
+        main(["probe"])
+    error = capsys.readouterr().err
+    assert re.search(r"must be reached by all 2 ranks within 120 s; got nowhere:29500, and: Timed out.*--master-", error)
+
+
+def test_a_single_rank_has_nothing_to_probe(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit):
+        main(["probe"])
+    assert re.search(r"WORLD_SIZE must be at least 2.*got 1\. .*torchrun", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("seconds", ["nan", "-1", "inf"])
+def test_the_probe_refuses_times_without_end(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["probe", "--seconds", seconds])
+    assert f"--seconds must be positive, and finite; got {float(seconds)}" in capsys.readouterr().err
+
+
+def test_the_doctor_refuses_what_no_launcher_sets() -> None:
+    with pytest.raises(ValueError, match="LOCAL_WORLD_SIZE must be the number of ranks.*got 'two'. Unset it"):
+        remedies(doctor.threads({"LOCAL_WORLD_SIZE": "two"}))
+
+
 def test_the_probe_takes_some_time(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["probe", "--seconds", "0"])
-    assert "--seconds must be positive; got 0.0. Leave it out for 2." in capsys.readouterr().err
+    assert "--seconds must be positive, and finite; got 0.0. Leave it out for 2." in capsys.readouterr().err
 
 
 def test_the_doctor_prints_what_is_installed(capsys: pytest.CaptureFixture[str]) -> None:

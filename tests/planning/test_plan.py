@@ -102,7 +102,10 @@ def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
         ("--bandwidth", "20", "--bandwidth must be .*got '20'. Write 100mbit"),
         ("--rtt", "20", "--rtt must be .*got '20'. Write 20ms"),
         ("--ranks", "0", "ranks must be at least 1; got 0"),
-        ("--straggler", "0.5", "straggler must be at least 1; got 0.5"),
+        ("--straggler", "0.5", "straggler must be at least 1, and finite; got 0.5"),
+        ("--straggler", "nan", "straggler must be at least 1, and finite; got nan"),
+        ("--straggler", "inf", "straggler must be at least 1, and finite; got inf"),
+        ("--compute", "1,5s", "--compute must be .*got '1,5s'. Write 20ms"),
     ],
 )
 def test_the_command_refuses(option: str, value: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,3 +113,33 @@ def test_the_command_refuses(option: str, value: str, words: str, capsys: pytest
         main([*COMMAND, option, value])
     error = capsys.readouterr().err
     assert re.search(words, error)
+
+
+def test_the_table_is_narrow_and_aligned() -> None:
+    lines = planned(20e6).table().splitlines()
+    rows = lines[: lines.index("")]
+    assert len({len(row) for row in rows}) == 1
+    assert len(rows[0]) <= 120
+    # Each column ends where its header does.
+    ends = [match.end() for match in re.finditer(r"step(?= )|by ddp's|compute|coding|waiting|per step|kept|bound by", rows[0])]
+    assert all(row[end - 1] != " " and row[end : end + 2] in ("  ", "") for row in rows for end in ends)
+
+
+def test_a_single_rank_that_computes_nothing_has_a_plan() -> None:
+    parameters = square_layers(1000)
+    result = plan([(optimizer_for("sgd", parameters), parameters)], 1, Network(1e9), Work(0.0), quality="exact")
+    assert result.choice == "ddp"
+    assert "Use ddp" in result.table()
+
+
+def test_frozen_parameters_are_not_planned_for() -> None:
+    parameters = square_layers(100_000)
+    for _, parameter in parameters[2:]:
+        parameter.requires_grad_(False)
+    optimizer = optimizer_for("sgd", parameters)
+    result = plan([(optimizer, parameters)], 2, Network(1e9), Work(0.1), quality="exact", candidates={})
+    assert result.rows["ddp"].link_bytes == sum(parameter.nbytes for _, parameter in parameters[:2])
+    for _, parameter in parameters:
+        parameter.requires_grad_(False)
+    with pytest.raises(ValueError, match="kinds must hold a parameter that requires a gradient; got none"):
+        plan([(optimizer, parameters)], 2, Network(1e9), Work(0.1))

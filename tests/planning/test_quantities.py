@@ -17,6 +17,7 @@ def test_what_people_write() -> None:
     assert count("parameters", "124M") == 124_000_000
     assert count("parameters", "1.5B") == 1_500_000_000
     assert count("parameters", "11,000,000") == 11_000_000
+    assert count("parameters", "1,500.5k") == 1_500_500
 
 
 @pytest.mark.parametrize("text", ["100", "100 mb", "fast", "", "-3mbit", "0mbit"])
@@ -25,7 +26,7 @@ def test_a_rate_without_a_unit_is_refused(text: str) -> None:
         bits_per_second("--bandwidth", text)
 
 
-@pytest.mark.parametrize("text", ["20", "20 minutes", "ms"])
+@pytest.mark.parametrize("text", ["20", "20 minutes", "ms", "1,5s", "1.2.3s", "-1s", "nan", "9" * 40 + "!"])
 def test_a_time_without_a_unit_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"--rtt must be .*a time with its unit.*; got .*20ms"):
         seconds("--rtt", text)

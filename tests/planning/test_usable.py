@@ -1,0 +1,139 @@
+"""What methods.auto can choose among: frozen parameters, resumed choices that no longer fit, candidates that fail."""
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_sparsecomm import methods
+from lightning_sparsecomm.basis.mirror import MirrorWire
+from lightning_sparsecomm.planning import usable
+from lightning_sparsecomm.planning.chooser import AutoChooser, Record
+from lightning_sparsecomm.planning.rehearsed import rehearse
+from lightning_sparsecomm.planning.usable import rehearsals, trained_by
+from lightning_sparsecomm.run.engine import Engine
+from lightning_sparsecomm.sharing import Method
+
+engines: list[Engine] = []
+
+
+@pytest.fixture(autouse=True)
+def close_engines() -> Iterator[None]:
+    yield
+    while engines:
+        engines.pop().guards.close()
+
+
+def run(method: Method | None = None, ranks: int = 2, frozen: bool = False) -> tuple[nn.Module, AutoChooser]:
+    """A run of a network whose larger half may be frozen, on a wire without a network."""
+    method = methods.auto() if method is None else method
+    assert isinstance(method, methods.auto)
+    module = nn.Sequential(nn.Linear(99, 40), nn.Linear(9, 10))
+    module[0].requires_grad_(not frozen)
+    engine = Engine(method, MirrorWire(ranks))
+    engines.append(engine)
+    engine.registry.add_module(module)
+    engine.register(torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9))
+    return module, AutoChooser(engine, method.choices, seconds=0.01)
+
+
+def state(**known: Any) -> dict[str, Any]:
+    return asdict(Record(**known))
+
+
+def test_frozen_parameters_cost_nothing() -> None:
+    _, chooser = run(frozen=True)
+    kinds = trained_by(engines[0])
+    assert [name for _, named in kinds for name, _ in named] == ["1.weight", "1.bias"]
+    # Of two ranks, each sends as many bytes as the gradient has.
+    assert rehearsals(chooser.choices, kinds, 2)["ddp"].link_bytes == 4 * 100
+
+
+def test_when_parameters_are_unfrozen_methods_are_rehearsed_anew() -> None:
+    module, chooser = run(frozen=True)
+    chooser.begin()
+    module[0].requires_grad_(True)  # type: ignore[index]
+    chooser._look()
+    assert chooser._costs["ddp"].link_bytes == 4 * (4000 + 100)
+
+
+def test_what_another_optimizers_turn_freezes_still_counts() -> None:
+    module, _ = run()
+    engines[0].registry.optimizers[0].note_trained()
+    module.requires_grad_(False)
+    assert sum(parameter.numel() for _, named in trained_by(engines[0]) for _, parameter in named) == 4100
+
+
+def test_a_candidate_that_cannot_be_rehearsed_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(method: Method, *rest: Any) -> Any:
+        if "gradient_dropping" in repr(method):
+            raise RuntimeError("it needs a GPU")
+        return rehearse(method, *rest)
+
+    monkeypatch.setattr(usable, "rehearse", failing)
+    _, chooser = run(methods.auto(candidates=[methods.gradient_dropping(0.1)]))
+    with pytest.warns(UserWarning, match=r"does not try gradient_dropping\(density=0\.1\).*it needs a GPU"):
+        chooser.begin()
+    decide(chooser)
+    assert "gradient_dropping(density=0.1)" not in chooser.record.predicted
+    assert chooser.record.predicted.keys() == {"ddp", "ddp-bf16", "sparsecomm"}
+
+
+def decide(chooser: AutoChooser) -> None:
+    chooser._times._steps.extend([(0.1, 0.09, 0.0)] * 5)
+    chooser._decide(engines[0].registry.optimizers[0])
+
+
+def test_a_trial_is_resumed_with_fewer_methods() -> None:
+    _, chooser = run(methods.auto(quality="rounded"))
+    chooser.load_state_dict(
+        state(current="ddp-bf16", queue=["sparsecomm"], measured={"sparsecomm": 0.01}, history=[{"step": 0}])
+    )
+    chooser.begin()
+    decide(chooser)
+    while chooser.record.queue or not chooser.record.settled:
+        decide(chooser)
+    assert chooser.record.measured.keys() <= {"ddp", "ddp-bf16"}
+
+
+def test_a_choice_that_cannot_clip_so_is_not_resumed() -> None:
+    _, chooser = run()
+    engines[0].take_over_clipping(0.5, by_value=True)
+    with pytest.warns(UserWarning, match="used sparsecomm, which is not among its methods now: ddp, ddp-bf16"):
+        chooser.load_state_dict(state(current="sparsecomm", settled=True))
+    assert chooser.record.current == "ddp"
+    assert engines[0].registry.in_buckets
+
+
+def test_with_another_number_of_ranks_it_chooses_anew() -> None:
+    _, chooser = run(ranks=2)
+    history = [{"step": 7, "method": "sparsecomm", "why": "chose sparsecomm"}]
+    saved = state(current="sparsecomm", settled=True, measured={"sparsecomm": 0.2}, ranks=4, history=history)
+    chooser.load_state_dict(saved)
+    assert chooser.record == Record("sparsecomm", history=history)
+    chooser.begin()
+    # Until others were tried, it goes on with what it had.
+    assert chooser.record.current == "sparsecomm"
+    assert not chooser.record.settled
+    decide(chooser)
+    assert chooser.record.measured.keys() == {"sparsecomm"}
+    assert chooser.state_dict()["ranks"] == 2
+
+
+def test_with_as_many_ranks_it_does_not() -> None:
+    _, chooser = run(ranks=2)
+    chooser.load_state_dict(state(current="sparsecomm", settled=True, ranks=2))
+    chooser.begin()
+    assert chooser.record.settled
+    assert chooser.link is None
+
+
+def test_a_single_process_goes_on_as_ddp() -> None:
+    _, chooser = run(ranks=1)
+    chooser.load_state_dict(state(current="sparsecomm", settled=True, ranks=2))
+    chooser.begin()
+    assert chooser.record.current == "ddp"
+    assert engines[0].registry.in_buckets
