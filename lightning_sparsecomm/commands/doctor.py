@@ -61,7 +61,8 @@ def threads(environment: Mapping[str, str]) -> Iterator[Finding]:
     each, text = torch.get_num_threads(), environment.get("LOCAL_WORLD_SIZE", "1") or "1"
     if not text.isdecimal() or int(text) < 1:
         raise ValueError(
-            f"LOCAL_WORLD_SIZE must be the number of ranks on this machine, as torchrun sets it; got {text!r}. Unset it."
+            "LOCAL_WORLD_SIZE must be the number of ranks on this machine, as torchrun sets it; got"
+            f" {text!r}. Unset it."
         )
     ranks = int(text)
     line = f"{cores} cores; torch uses {each} threads in each rank; {ranks} ranks on this machine by LOCAL_WORLD_SIZE"

@@ -150,6 +150,7 @@ class AutoChooser:
         if record.ranks not in (0, ranks):
             # What was measured holds for as many ranks. The method stays until others have been tried.
             record = Record(record.current, history=record.history)
+        record.ranks = ranks
         known = set(record.measured) | set(record.predicted) | set(record.queue)
         if not record.settled and not known <= choices.keys():
             # A trial goes on with the methods that it still may use.

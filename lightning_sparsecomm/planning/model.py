@@ -36,7 +36,7 @@ class Work:
         if not 0 <= self.seconds < math.inf:
             raise ValueError(f"compute must be 0 or more seconds; got {self.seconds!r}. Use 0.3 for 300 ms.")
         if not 1 <= self.straggler < math.inf:
-            raise ValueError(f"straggler must be at least 1, and finite; got {self.straggler!r}. Use 1 for equal ranks.")
+            raise ValueError(f"straggler must be at least 1, and finite; got {self.straggler!r}. Use 1 for none.")
 
     @property
     def backward(self) -> float:

@@ -116,7 +116,7 @@ def plan(
     kinds = [(optimizer, [each for each in named if each[1].requires_grad]) for optimizer, named in kinds]
     kinds = [(optimizer, named) for optimizer, named in kinds if named]
     if not kinds:
-        raise ValueError("kinds must hold a parameter that requires a gradient; got none. Unfreeze those to be trained.")
+        raise ValueError("kinds must hold a parameter that requires a gradient; got none. Unfreeze some.")
     rows: dict[str, Predicted] = {}
     refused: dict[str, str] = {}
     for name, method in everything.items():
@@ -168,6 +168,5 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """
     first, *rest = (max(map(len, column)) for column in zip(*rows))
     return [
-        row[0].ljust(first) + "".join(f"  {cell:>{width}}" for cell, width in zip(row[1:], rest))
-        for row in rows
+        row[0].ljust(first) + "".join(f"  {cell:>{width}}" for cell, width in zip(row[1:], rest)) for row in rows
     ]

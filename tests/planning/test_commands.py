@@ -89,7 +89,7 @@ def test_ranks_that_do_not_meet_are_told_how(
     with pytest.raises(SystemExit):
         main(["probe"])
     error = capsys.readouterr().err
-    assert re.search(r"must be reached by all 2 ranks within 120 s; got nowhere:29500, and: Timed out.*--master-", error)
+    assert re.search(r"reached by all 2 ranks within 120 s; got nowhere:29500, and: Timed out.*--master-addr", error)
 
 
 def test_a_single_rank_has_nothing_to_probe(

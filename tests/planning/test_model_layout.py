@@ -1,6 +1,7 @@
 """What `sparsecomm probe --model` and a run's loggers say of a model."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,8 @@ TRAINED = 1000 * 600 + 600 + 600 * 5 + 5
 def test_a_layout_counts_what_trains() -> None:
     model = Tuned()
     layout = ModelLayout.of([model, model.head], optimizers_of(model))
-    assert (layout.tensors, layout.elements, layout.size_bytes, layout.frozen_elements) == (4, TRAINED, 4 * TRAINED, 110)
+    assert (layout.tensors, layout.elements) == (4, TRAINED)
+    assert (layout.size_bytes, layout.frozen_elements) == (4 * TRAINED, 110)
     assert layout.dtypes == {"float32": TRAINED}
     assert layout.optimizers == {"AdamW": TRAINED}
     assert layout.largest[0] == LargeTensor("middle.weight", [600, 1000], 600_000)
@@ -72,7 +74,7 @@ def test_buckets_are_those_of_ddp() -> None:
 def test_a_model_of_ones_own_is_found_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_training_file.py").write_text("from torch import nn\ndef small(): return nn.Linear(3, 2)\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend("elsewhere")
+    monkeypatch.setattr(sys, "path", [*sys.path])
     assert ModelLayout.of([model_named("my_training_file:small")]).elements == 8
 
 

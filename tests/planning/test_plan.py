@@ -121,7 +121,9 @@ def test_the_table_is_narrow_and_aligned() -> None:
     assert len({len(row) for row in rows}) == 1
     assert len(rows[0]) <= 120
     # Each column ends where its header does.
-    ends = [match.end() for match in re.finditer(r"step(?= )|by ddp's|compute|coding|waiting|per step|kept|bound by", rows[0])]
+    headers = r"step(?= )|by ddp's|compute|coding|waiting|per step|kept|bound by"
+    ends = [match.end() for match in re.finditer(headers, rows[0])]
+    assert len(ends) == 8
     assert all(row[end - 1] != " " and row[end : end + 2] in ("  ", "") for row in rows for end in ends)
 
 

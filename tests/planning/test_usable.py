@@ -113,7 +113,7 @@ def test_with_another_number_of_ranks_it_chooses_anew() -> None:
     history = [{"step": 7, "method": "sparsecomm", "why": "chose sparsecomm"}]
     saved = state(current="sparsecomm", settled=True, measured={"sparsecomm": 0.2}, ranks=4, history=history)
     chooser.load_state_dict(saved)
-    assert chooser.record == Record("sparsecomm", history=history)
+    assert chooser.record == Record("sparsecomm", history=history, ranks=2)
     chooser.begin()
     # Until others were tried, it goes on with what it had.
     assert chooser.record.current == "sparsecomm"
