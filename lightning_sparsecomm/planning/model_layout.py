@@ -52,7 +52,7 @@ class ModelLayout:
     def of(cls, modules: Iterable[nn.Module], optimizers: Sequence[Optimizer] = ()) -> "ModelLayout":
         """The layout of modules that train together.
 
-        >>> ModelLayout.of([nn.Linear(1000, 500)]).line()
+        >>> ModelLayout.of([torch.nn.Linear(1000, 500)]).line()
         '500,500 parameters in 2 tensors, 2 MB of float32, in 1 bucket of DDP; the largest is weight with 99.9%'
 
         Args:

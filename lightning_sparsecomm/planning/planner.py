@@ -167,6 +167,4 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     ['step   ms', 'a     100']
     """
     first, *rest = (max(map(len, column)) for column in zip(*rows))
-    return [
-        row[0].ljust(first) + "".join(f"  {cell:>{width}}" for cell, width in zip(row[1:], rest)) for row in rows
-    ]
+    return [row[0].ljust(first) + "".join(f"  {cell:>{width}}" for cell, width in zip(row[1:], rest)) for row in rows]

@@ -125,6 +125,8 @@ def _rank_main(
             world_size=world_size,
             timeout=timedelta(seconds=max(1.0, timeout)),
         )
+        # A rank that fails at once would cut connections that others are still making, and they would report first.
+        dist.barrier()
         message = pickle.dumps(_Outcome(function(rank, *args)))
         dist.destroy_process_group()
     except BaseException as error:

@@ -111,7 +111,7 @@ def test_the_probe_refuses_times_without_end(seconds: str, capsys: pytest.Captur
 
 
 def test_the_doctor_refuses_what_no_launcher_sets() -> None:
-    with pytest.raises(ValueError, match="LOCAL_WORLD_SIZE must be the number of ranks.*got 'two'. Unset it"):
+    with pytest.raises(ValueError, match=r"LOCAL_WORLD_SIZE must be the number of ranks.*got 'two'\. Unset it"):
         remedies(doctor.threads({"LOCAL_WORLD_SIZE": "two"}))
 
 

@@ -69,7 +69,7 @@ def test_what_another_optimizers_turn_freezes_still_counts() -> None:
 
 def test_a_candidate_that_cannot_be_rehearsed_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(method: Method, *rest: Any) -> Any:
-        if "gradient_dropping" in repr(method):
+        if repr(method).startswith("gradient_dropping(density=0.1"):
             raise RuntimeError("it needs a GPU")
         return rehearse(method, *rest)
 
