@@ -60,7 +60,7 @@ class UnevenLoader:
         return self._length
 
     def __iter__(self) -> Iterator[Any]:
-        batches, last, number = iter(self._loader), _NOTHING, 0
+        batches, last, number = iter(self._loader), None, 0
         self.fills.clear()
         try:
             while self._length is None or number < self._length:
@@ -73,9 +73,13 @@ class UnevenLoader:
                     if not number:
                         self._refuse_nothing(having)
                 self.filling = batch is _NOTHING
+                number += 1
+                if batch is None:
+                    # Lightning passes over it without asking whether it counts, and it is nothing to repeat.
+                    yield None
+                    continue
                 last = last if self.filling else batch
                 self.fills.append(self.filling)
-                number += 1
                 yield last
         finally:
             self.filling = False
