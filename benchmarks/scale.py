@@ -189,7 +189,7 @@ class Rehearsal(WatchedWire):
     def __init__(self) -> None:
         # The wire's own constructor needs a process group.
         self.group, self.row, self.backend, self.rank = None, GRADIENTS, "gloo", 0
-        self.step, self.failures, self.watch = None, [], Watch()
+        self.step, self.failures, self.closing, self.watch = None, [], [], Watch()
         self.recorded: list[list[Tensor]] = []
         self.take_part(1)
 
