@@ -3,6 +3,7 @@
 import importlib
 import os
 import sys
+import warnings
 
 from torch import nn
 from torch.optim import Optimizer
@@ -44,14 +45,18 @@ def model_named(text: str) -> nn.Module:
 
 
 def optimizers_of(model: nn.Module) -> list[Optimizer]:
-    """What a LightningModule's `configure_optimizers` makes; nothing where it cannot without a Trainer."""
+    """What a LightningModule's `configure_optimizers` makes; nothing, and a warning, where it fails."""
     configure = getattr(model, "configure_optimizers", None)
     if configure is None:
         return []
     try:
         return _optimizers_in(configure())
-    except Exception:
-        # It is the user's, and may need a Trainer.
+    except Exception as error:  # It is the user's, and may need a Trainer in any way.
+        warnings.warn(
+            f"the layout is without optimizers, since {type(model).__name__}.configure_optimizers() failed outside a"
+            f" Trainer: {type(error).__name__}: {error}. The loggers of a training get them as sparsecomm_model.",
+            stacklevel=2,
+        )
         return []
 
 

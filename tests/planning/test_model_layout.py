@@ -40,6 +40,16 @@ def nothing() -> None:
 TRAINED = 1000 * 600 + 600 + 600 * 5 + 5
 
 
+class NeedsATrainer(Tuned):
+    def configure_optimizers(self) -> object:
+        raise RuntimeError("not attached to a Trainer")
+
+
+def test_optimizers_that_cannot_be_made_are_left_out_with_the_reason() -> None:
+    with pytest.warns(UserWarning, match=r"NeedsATrainer\.configure_optimizers\(\) failed.*not attached to a Trainer"):
+        assert optimizers_of(NeedsATrainer()) == []
+
+
 def test_a_layout_counts_what_trains() -> None:
     model = Tuned()
     layout = ModelLayout.of([model, model.head], optimizers_of(model))
