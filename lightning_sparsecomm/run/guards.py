@@ -2,12 +2,13 @@
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.channel.inspection import elements_of
@@ -16,6 +17,11 @@ from lightning_sparsecomm.run.registry import Registry
 from lightning_sparsecomm.sharing.bucket import BucketHook
 
 Versions = list[tuple[Tensor | None, int]]
+
+# torch fails a step if its table of hooks changes while hooks are called. The garbage collector may drop a run at any
+# moment, so one hook serves all runs, and a dropped run leaves this set instead of that table.
+_WATCHING: weakref.WeakSet["Guards"] = weakref.WeakSet()
+_HOOKS: list[RemovableHandle] = []
 
 
 class Guards:
@@ -31,7 +37,6 @@ class Guards:
         self._hook = hook
         self._uses_buckets = False
         self._scales_loss = scales_loss
-        self._release: Callable[[], object] | None = None
         self.watch_steps(hook is None)
 
     def watch_steps(self, watch: bool) -> None:
@@ -39,17 +44,16 @@ class Guards:
         self.close()
         self._uses_buckets = not watch
         if watch:
-            # A global hook also sees optimizers that are created later or stepped without Lightning. It refers to this
-            # object weakly, and goes with it, since nothing closes a Fabric run.
-            this = weakref.proxy(self)
-            hook = register_optimizer_step_pre_hook(lambda optimizer, *_: this._refuse_bypass(optimizer))
-            self._release = weakref.finalize(self, hook.remove)
+            _WATCHING.add(self)
+            if not _HOOKS:
+                # A global hook also sees optimizers that are created later or stepped without Lightning.
+                _HOOKS.append(register_optimizer_step_pre_hook(_before_any_step))
 
     def close(self) -> None:
         """Stops watching optimizer steps."""
-        if self._release is not None:
-            self._release()
-            self._release = None
+        _WATCHING.discard(self)
+        if _HOOKS and not _WATCHING:
+            _HOOKS.pop().remove()
 
     @property
     def in_step(self) -> bool:
@@ -133,6 +137,12 @@ class Guards:
             " the replicas would drift apart. Step the optimizer that self.optimizers() or fabric.setup() returns"
             " (without use_pl_optimizer=False)."
         )
+
+
+def _before_any_step(optimizer: Optimizer, *_: object) -> None:
+    """torch calls this before every optimizer's step. A Fabric run, which nothing closes, ends with its last user."""
+    for guards in list(_WATCHING):
+        guards._refuse_bypass(optimizer)
 
 
 def not_shared(name: str) -> RuntimeError:

@@ -1,7 +1,10 @@
 """Misuse that would let replicas drift is refused."""
 
+import gc
+
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_sparsecomm.basis import PeerError, Wire
 from lightning_sparsecomm.methods import dense, gradient_dropping
@@ -47,6 +50,24 @@ def test_the_guard_watches_until_close(wire: Wire) -> None:
     engine.close()
     optimizer.step()
     engine.close()
+
+
+def test_a_run_that_is_collected_in_the_middle_of_a_step_does_not_fail_it(wire: Wire) -> None:
+    """Nothing closes a Fabric run, and the garbage collector takes it whenever it likes."""
+    runs: list[Engine] = []
+
+    def collect(*_: object) -> None:
+        del runs[1:]
+        gc.collect()
+
+    collects = register_optimizer_step_pre_hook(collect)
+    runs += [Engine(gradient_dropping(1.0), wire) for _ in range(3)]
+    others = chain()
+    others(torch.ones(1, 2)).sum().backward()
+    torch.optim.SGD(others.parameters(), lr=0.1).step()
+    collects.remove()
+    assert len(runs) == 1
+    runs[0].close()
 
 
 def test_a_method_in_buckets_needs_no_guard(wire: Wire) -> None:
