@@ -3,7 +3,8 @@
 All train the same model on the same hosts of the lab (network.py; Linux). While one makes a step, the others wait.
 Times are means of ten steps in a row of turns; a ratio is that of two such means of the same turns, so a machine that
 slows down for seconds slows both. Prints the median ratio to the first one, and the 95% confidence interval of the
-median by order statistics.
+median by order statistics. One run says little about a difference of 5%: two equal trainings of one run may differ that
+much, from their first step to their last. With --runs, whole runs are compared.
 
     --package ../before --package ../after --rows "dgc(0.001)"      one row, with two copies of the package
     --rows ddp "dense()" "auto()"                                   rows, with the first one as 1
@@ -165,16 +166,22 @@ def interval(values: list[float]) -> tuple[float, float]:
     return ordered[low], ordered[n - 1 - low]
 
 
-def lines(model: str, contestants: list[Contestant], found: list[list[float]]) -> list[str]:
-    """A row of the table for each contestant after the first."""
-    first, *others = (rounds(seconds) for seconds in found)
+def lines(model: str, contestants: list[Contestant], runs: list[list[list[float]]]) -> list[str]:
+    """A row of the table for each contestant after the first, from its seconds in each run.
+
+    What a run gets of memory and of the processor stays with it for all its steps. So with several runs, each counts as
+    one measurement.
+    """
     made = []
-    for contestant, other in zip(contestants[1:], others, strict=True):
-        ratios = [b / a for a, b in zip(first, other, strict=True)]
-        low, high = interval(ratios)
+    first = [rounds(found[0]) for found in runs]
+    for number, contestant in enumerate(contestants[1:], 1):
+        other = [rounds(found[number]) for found in runs]
+        ratios = [[b / a for a, b in zip(*each, strict=True)] for each in zip(first, other, strict=True)]
+        measured = ratios[0] if len(runs) == 1 else [statistics.median(each) for each in ratios]
+        low, high = interval(measured)
         names = [f"`{each.row}` {each.package.commit or ''}".strip() for each in (contestants[0], contestant)]
-        times = [f"{1000 * statistics.median(each):.1f}" for each in (first, other)]
-        cells = [model, names[0], times[0], names[1], times[1], f"{statistics.median(ratios):.3f}"]
+        times = [f"{1000 * statistics.median(mean for run in each for mean in run):.1f}" for each in (first, other)]
+        cells = [model, names[0], times[0], names[1], times[1], f"{statistics.median(measured):.3f}"]
         made.append(f"| {' | '.join([*cells, f'{low:.3f} – {high:.3f}'])} |")
     return made
 
@@ -188,6 +195,7 @@ def main() -> None:
     add("--ranks", type=int, default=2, metavar="N", help="processes of each training (default: 2)")
     add("--rate", default=UNLIMITED, metavar="RATE", help=f"of each rank's cable (default: {UNLIMITED})")
     add("--steps", type=int, default=200, metavar="N", help="timed steps of each training (default: 200)")
+    add("--runs", type=int, default=1, metavar="N", help="new processes, in the other order each time (default: 1)")
     add("--skipped", type=int, default=20, metavar="N", help="steps before them (default: 20)")
     add("--data-dir", type=Path, default=Path("data"), metavar="DIR", help="folder of Fashion-MNIST (default: data)")
     add("--text", type=Path, default=EXCERPT, metavar="FILE", help="text for the language models, in UTF-8")
@@ -196,6 +204,8 @@ def main() -> None:
         parser.error("give two --package, or at least two --rows and no --package")
     if options.steps < 2 * ROUND_STEPS or options.steps % ROUND_STEPS:
         parser.error(f"--steps must be a multiple of {ROUND_STEPS}, at least {2 * ROUND_STEPS}; got {options.steps}")
+    if options.runs < 1:
+        parser.error(f"--runs must be 1 or more; got {options.runs}")
     logging.disable(logging.INFO)
     warnings.simplefilter("ignore")
     here = Package.at(Path(__file__).resolve().parent.parent)
@@ -209,11 +219,14 @@ def main() -> None:
         for model in options.models:
             loaded = MODELS[model].load(options.data_dir, options.text)
             for contestants in together:
-                sync = Sync.of(options.ranks, len(contestants))
-                with Lab(options.ranks, options.rate) as lab:
-                    arguments = (model, contestants, options.ranks, loaded, sync, steps)
-                    found = lab.run(train, *arguments, timeout=3600)[0]
-                print("\n".join(lines(model, contestants, found)), flush=True)
+                runs = []
+                for run in range(options.runs):
+                    order = contestants[:: -1 if run % 2 else 1]
+                    sync = Sync.of(options.ranks, len(order))
+                    with Lab(options.ranks, options.rate) as lab:
+                        arguments = (model, order, options.ranks, loaded, sync, steps)
+                        runs.append(lab.run(train, *arguments, timeout=3600)[0][:: -1 if run % 2 else 1])
+                print("\n".join(lines(model, contestants, runs)), flush=True)
     except (LabError, OSError, ValueError) as error:
         sys.exit(str(error))
     print(f"\n{json.dumps(versions())}")
