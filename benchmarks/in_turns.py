@@ -3,8 +3,8 @@
 All train the same model on the same hosts of the lab (network.py; Linux). While one makes a step, the others wait.
 Times are means of ten steps in a row of turns; a ratio is that of two such means of the same turns, so a machine that
 slows down for seconds slows both. Prints the median ratio to the first one, and the 95% confidence interval of the
-median by order statistics. One run says little about a difference of 5%: two equal trainings of one run may differ that
-much, from their first step to their last. With --runs, whole runs are compared.
+median by order statistics. That interval knows nothing of what differs from run to run (docs/results.md): with --runs,
+each run is one measurement.
 
     --package ../before --package ../after --rows "dgc(0.001)"      one row, with two copies of the package
     --rows ddp "dense()" "auto()"                                   rows, with the first one as 1
@@ -169,8 +169,7 @@ def interval(values: list[float]) -> tuple[float, float]:
 def lines(model: str, contestants: list[Contestant], runs: list[list[list[float]]]) -> list[str]:
     """A row of the table for each contestant after the first, from its seconds in each run.
 
-    What a run gets of memory and of the processor stays with it for all its steps. So with several runs, each counts as
-    one measurement.
+    With several runs, each counts as one measurement.
     """
     made = []
     first = [rounds(found[0]) for found in runs]
@@ -221,11 +220,12 @@ def main() -> None:
             for contestants in together:
                 runs = []
                 for run in range(options.runs):
-                    order = contestants[:: -1 if run % 2 else 1]
+                    direction = -1 if run % 2 else 1
+                    order = contestants[::direction]
                     sync = Sync.of(options.ranks, len(order))
                     with Lab(options.ranks, options.rate) as lab:
                         arguments = (model, order, options.ranks, loaded, sync, steps)
-                        runs.append(lab.run(train, *arguments, timeout=3600)[0][:: -1 if run % 2 else 1])
+                        runs.append(lab.run(train, *arguments, timeout=3600)[0][::direction])
                 print("\n".join(lines(model, contestants, runs)), flush=True)
     except (LabError, OSError, ValueError) as error:
         sys.exit(str(error))

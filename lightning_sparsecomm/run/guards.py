@@ -140,7 +140,7 @@ class Guards:
 
 
 def _before_any_step(optimizer: Optimizer, *_: object) -> None:
-    """torch calls this before every optimizer's step. A Fabric run, which nothing closes, ends with its last user."""
+    """Asks each run before any optimizer's step; a Fabric run, which nothing closes, until it is collected."""
     for guards in list(_WATCHING):
         guards._refuse_bypass(optimizer)
 

@@ -106,6 +106,22 @@ def test_two_packages_train_in_turns(tmp_path: Path) -> None:
     assert f"other by {name}: rows that use a package: median {ratio:.3f}, {ratio:.3f} – {ratio:.3f}." in output
 
 
+@pytest.mark.slow
+def test_trainings_take_turns_step_by_step(tmp_path: Path) -> None:
+    """In two runs, the second one in the other order: what is slower stays so."""
+    arguments = ["--models=gpt", "--steps=20", "--skipped=1", "--rate=400mbit", "--runs=2"]
+    output = run_in_lab("in_turns.py", *arguments, "--rows", "ddp", "dgc(0.001)", folder=tmp_path)
+    if output is None:
+        return
+    (row,) = (line.strip("| ").split(" | ") for line in output.splitlines() if line.startswith("| gpt |"))
+    commit = f" {COMMIT}" if COMMIT else ""
+    assert [row[1], row[3]] == [f"`ddp`{commit}", f"`dgc(0.001)`{commit}"]
+    first, second, ratio = (float(row[column]) for column in (2, 4, 5))
+    low, high = map(float, row[6].split(" – "))
+    assert second < first
+    assert low <= ratio <= high < 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

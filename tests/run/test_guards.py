@@ -4,7 +4,7 @@ import gc
 
 import pytest
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
 from lightning_sparsecomm.basis import PeerError, Wire
 from lightning_sparsecomm.methods import dense, gradient_dropping
@@ -68,6 +68,15 @@ def test_a_run_that_is_collected_in_the_middle_of_a_step_does_not_fail_it(wire: 
     collects.remove()
     assert len(runs) == 1
     runs[0].close()
+
+
+def test_no_hook_stays_when_the_last_run_is_closed(wire: Wire) -> None:
+    before = list(_global_optimizer_pre_hooks)
+    runs = [Engine(gradient_dropping(1.0), wire) for _ in range(2)]
+    assert len(_global_optimizer_pre_hooks) == len(before) + 1
+    for run in runs:
+        run.close()
+    assert list(_global_optimizer_pre_hooks) == before
 
 
 def test_a_method_in_buckets_needs_no_guard(wire: Wire) -> None:
