@@ -32,11 +32,12 @@ class EndOfTraining(Callback):
 
 
 class DeferredSaves(Callback):
-    """Carries out saves when a batch has ended, after all other callbacks.
+    """Carries out saves when a batch has ended in which an optimizer stepped, after all other callbacks.
 
     Between an exchange and the end of its step, memories have forgotten what was sent, and the weights have not moved
-    yet. A signal handler may run at another point on each rank. So all ranks first meet at the end of one batch: there
-    a checkpoint is what a ModelCheckpoint would save.
+    yet. Between batches whose gradients are accumulated, `.grad` holds what no checkpoint does. A signal handler may
+    run at another point on each rank. So all ranks first meet at the end of one batch: there a checkpoint is what a
+    ModelCheckpoint would save.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -44,6 +45,7 @@ class DeferredSaves(Callback):
         self._waiting: dict[Any, tuple[bool, Any]] = {}
         self._tries = 0
         self._ended = False
+        self._steps_before = 0
 
     @property
     def due(self) -> bool:
@@ -54,8 +56,11 @@ class DeferredSaves(Callback):
         """Notes a save, instead of an earlier one of the same path."""
         self._waiting[path] = weights_only, storage_options
 
+    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+        self._steps_before = trainer.global_step
+
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        if self._waiting and not self._engine.guards.in_step:
+        if self._waiting and not self._engine.guards.in_step and trainer.global_step > self._steps_before:
             self._carry_out(trainer, f"batch {trainer.fit_loop.epoch_loop.total_batch_idx}")
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
