@@ -1,8 +1,9 @@
 """What a rank keeps and sends, one thing changed at a time: a simulation of several ranks in one process.
 
-A small convolution on Fashion-MNIST, whose last 10,000 training images are held out; the test images are not used. All
-forms of a seed start from the same weights and see the same batches, and the learning rate falls along a cosine.
-Nothing is encoded: positions count by their entropy, and values by their bits. Prints a Markdown table.
+A task of `tasks.py`, measured on held-out training data; the test data is not used. All forms of a seed start from the
+same weights and see the same batches, and the learning rate falls along a cosine. Positions count by their entropy, and
+values by their bits. Prints a Markdown table, whose differences are those from ddp at the same seed, with the standard
+error over seeds.
 """
 
 import argparse
@@ -14,16 +15,22 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
-from learning import images_of
-from tasks import convolution
+from tasks import RATES, TASKS, Task
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from lightning_sparsecomm.basis import Layout
-from lightning_sparsecomm.codecs import TwoBit
+from lightning_sparsecomm.codecs import BFloat16, ThreeBit, TwoBit, ValueCodec
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from command_line import at_least, folder
+
+VALUES: dict[str, tuple[ValueCodec, float]] = {
+    "bfloat16": (BFloat16(), 16),
+    "three bits": (ThreeBit(), 3.25),
+    "two bits": (TwoBit(), 2.5),
+}
+"""The codec of values, and its bits for each."""
 
 RANKS, BATCH, MOMENTUM, BETAS, EPSILON = 4, 32, 0.9, (0.9, 0.999), 1e-8
 
@@ -38,7 +45,7 @@ class Form(NamedTuple):
         mask: Whether momentum is set to 0 where something was sent.
         follow_rate: Whether the residual follows the learning rate.
         balanced: Whether small tensors are sent more densely.
-        two_bit: Whether values take two bits instead of 16.
+        values: How values are rounded: one of `VALUES`.
         second: Adam's second moment: of this rank's "local" gradient; the same "corrected" for the number of ranks; the
             "mean" over ranks of the local ones; that mean, corrected ("mean corrected"); or of the mean gradient, as in
             ddp, which no rank knows ("oracle").
@@ -51,26 +58,30 @@ class Form(NamedTuple):
     mask: bool = False
     follow_rate: bool = True
     balanced: bool = True
-    two_bit: bool = False
+    values: str = "bfloat16"
     second: Literal["local", "corrected", "mean", "mean corrected", "oracle"] = "corrected"
     finish: bool = False
 
 
 def forms_of(optimizer: str, density: float) -> dict[str, Form]:
-    """The forms by name; `density` is for 16 bits, and four times as much takes about as many bytes with two."""
+    """The forms by name.
+
+    `density` is for 16 bits; 3.2 times as much takes about as many bytes with three bits, and four times with two.
+    """
     if optimizer == "sgd":
-        base = Form(density)
+        base = Form(3.2 * density, values="three bits")
         return {
             "ddp": Form(dense=True),
             "sparsecomm": base,
             "… that does not follow the rate": base._replace(follow_rate=False),
             "… equally dense in all tensors": base._replace(balanced=False),
-            "… two-bit values": base._replace(two_bit=True, density=4 * density),
+            "… 16-bit values": base._replace(values="bfloat16", density=density),
+            "… two-bit values": base._replace(values="two bits", density=4 * density),
             "… that finishes": base._replace(finish=True),
             "… masked": base._replace(mask=True),
             "dgc as in the paper": Form(density, mask=True, follow_rate=False, balanced=False),
         }
-    base = Form(4 * density, "local adam", two_bit=True)
+    base = Form(4 * density, "local adam", values="two bits")
     return {
         "ddp": Form(optimizer="adam", dense=True),
         "sparsecomm (local Adam, corrected)": base,
@@ -78,7 +89,8 @@ def forms_of(optimizer: str, density: float) -> dict[str, Form]:
         "… mean over ranks": base._replace(second="mean"),
         "… mean over ranks, corrected": base._replace(second="mean corrected"),
         "… of the mean gradient": base._replace(second="oracle"),
-        "… 16-bit values": base._replace(two_bit=False, density=density),
+        "… 16-bit values": base._replace(values="bfloat16", density=density),
+        "… three-bit values": base._replace(values="three bits", density=3.2 * density),
         "gradient dropping into Adam": base._replace(optimizer="adam"),
         "… equally dense in all tensors": Form(density, "adam", follow_rate=False, balanced=False),
     }
@@ -141,12 +153,12 @@ class Simulation:
         count = max(1, round(density * total.numel()))
         for rank, each in zip(ranks, brought):
             rank.residual.add_(each, alpha=rate if scaled else 1.0)
-            sent = _sent(rank.residual, count, form.two_bit)
+            sent = _sent(rank.residual, count, VALUES[form.values][0])
             rank.residual -= sent
             if form.mask:
                 rank.velocity[sent != 0] = 0
             total += sent / RANKS
-        bits = _entropy(count / total.numel()) * total.numel() + count * (2.5 if form.two_bit else 16)
+        bits = _entropy(count / total.numel()) * total.numel() + count * VALUES[form.values][1]
         self.link_bytes += (RANKS - 1) * bits / 8
         if form.optimizer == "adam":
             return rate * self._direction(self.shared[index], total, step)
@@ -189,12 +201,11 @@ def _corrected(mean: Tensor, square: Tensor, noise: float) -> Tensor:
     return (square - signal) / RANKS + signal
 
 
-def _sent(residual: Tensor, count: int, two_bit: bool) -> Tensor:
+def _sent(residual: Tensor, count: int, codec: ValueCodec) -> Tensor:
     flat = residual.reshape(-1)
     chosen = torch.topk(flat.abs(), count).indices.sort().values
-    values, codec = flat[chosen], TwoBit()
-    if two_bit:
-        values = codec.decode(codec.encode(values, chosen, Layout([])), count, codec.parameter)
+    section = codec.encode(flat[chosen], chosen, Layout([]))
+    values = codec.decode(section, count, codec.parameter)
     return torch.zeros_like(flat).index_copy_(0, chosen, values).view(residual.shape)
 
 
@@ -202,53 +213,70 @@ def _entropy(p: float) -> float:
     return 0.0 if p in (0, 1) else -p * math.log2(p) - (1 - p) * math.log2(1 - p)
 
 
-def train(form: Form, rate: float, steps: int, seed: int, data_dir: Path) -> tuple[float, float, float]:
-    """Accuracy in percent and loss on the held-out images, and bytes on the link of a rank."""
+def train(form: Form, task: Task, rate: float, steps: int, seed: int, data_dir: Path) -> tuple[float, float, float]:
+    """Accuracy in percent and loss on the held-out samples, and bytes on the link of a rank."""
     torch.manual_seed(seed)
-    data = images_of("fashion-mnist", data_dir, hold_out_training=True)
-    images, labels = data.train
-    simulation = Simulation(convolution(data.classes), form, rate, steps)
+    data = task.read(data_dir, True)
+    inputs, targets = data.train
+    simulation = Simulation(task.network(data.classes), form, rate, steps)
     parameters = list(simulation.network.parameters())
     generator = torch.Generator().manual_seed(seed)
     for step in range(steps):
         gradients = []
         for _ in range(RANKS):
-            batch = torch.randint(0, len(images), (BATCH,), generator=generator)
-            loss = cross_entropy(simulation.network(images[batch]), labels[batch])
+            batch = torch.randint(0, len(inputs), (BATCH,), generator=generator)
+            loss = cross_entropy(simulation.network(inputs[batch]).flatten(0, -2), targets[batch].flatten())
             gradients.append(torch.autograd.grad(loss, parameters))
         with torch.no_grad():
             simulation.step(step, gradients)
     with torch.no_grad():
         logits = torch.cat([simulation.network(some) for some in data.held_out[0].split(2000)])
-    accuracy = float((logits.argmax(1) == data.held_out[1]).double().mean() * 100)
-    return accuracy, float(cross_entropy(logits, data.held_out[1])), simulation.link_bytes
+    logits, expected = logits.flatten(0, -2), data.held_out[1].flatten()
+    accuracy = float((logits.argmax(1) == expected).double().mean() * 100)
+    return accuracy, float(cross_entropy(logits, expected)), simulation.link_bytes
+
+
+def difference(ours: Sequence[float], theirs: Sequence[float], decimals: int) -> str:
+    """The mean of differences at the same seed, with its standard error if there are several seeds."""
+    differences = [a - b for a, b in zip(ours, theirs, strict=True)]
+    mean = f"{statistics.mean(differences):+.{decimals}f}"
+    if len(differences) == 1:
+        return mean
+    return f"{mean} ± {statistics.stdev(differences) / math.sqrt(len(differences)):.{decimals}f}"
 
 
 def main() -> None:
     """Runs all forms, seed by seed, and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-dir", type=folder, default=Path("data"), help="folder of Fashion-MNIST")
+    parser.add_argument("--data-dir", type=folder, default=Path("data"), help="Fashion-MNIST and shakespeare.txt")
+    parser.add_argument("--task", choices=TASKS, default="convolution")
     parser.add_argument("--optimizer", choices=["sgd", "adam"], default="sgd")
-    parser.add_argument("--rate", type=float, help="learning rate; 0.1 for sgd and 0.008 for adam suit ddp best")
+    parser.add_argument("--rate", type=float, help="learning rate; that of tasks.py, which suits ddp")
+    parser.add_argument("--forms", nargs="+", help="only these, beside ddp")
     parser.add_argument("--steps", type=at_least(1), default=300)
     parser.add_argument("--density", type=float, default=0.0669)
     parser.add_argument("--seeds", type=at_least(1), default=3)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rate = options.rate or {"sgd": 0.1, "adam": 8e-3}[options.optimizer]
+    rate = options.rate or RATES["sgd" if options.optimizer == "sgd" else "adamw"][options.task]
     forms = forms_of(options.optimizer, options.density)
+    unknown = set(options.forms or ()) - forms.keys()
+    if unknown:
+        parser.error(f"--forms must be of {', '.join(map(repr, forms))}; got {', '.join(map(repr, unknown))}.")
+    forms = {name: form for name, form in forms.items() if name == "ddp" or name in (options.forms or forms)}
     results: dict[str, list[tuple[float, float, float]]] = {name: [] for name in forms}
     for seed in range(options.seeds):
         for name, form in forms.items():
-            results[name].append(train(form, rate, options.steps, seed, options.data_dir))
+            results[name].append(train(form, TASKS[options.task], rate, options.steps, seed, options.data_dir))
             print(f"seed {seed}, {name}: {results[name][-1]}", file=sys.stderr, flush=True)
-    print("| form | loss | accuracy, % | spread of seeds | fewer bytes than ddp |\n|---|---:|---:|---:|---:|")
+    print("| form | loss | from ddp | accuracy, % | from ddp | fewer bytes than ddp |\n|---|---:|---:|---:|---:|---:|")
+    ddp_accuracies, ddp_losses = ([run[i] for run in results["ddp"]] for i in (0, 1))
     for name, runs in results.items():
         accuracies, losses = [run[0] for run in runs], [run[1] for run in runs]
         fewer = results["ddp"][0][2] / runs[0][2]
-        low, high = min(accuracies), max(accuracies)
-        mean = statistics.mean(accuracies)
-        print(f"| {name} | {statistics.mean(losses):.4f} | {mean:.2f} | {low:.2f} – {high:.2f} | {fewer:.1f} × |")
+        loss, accuracy = statistics.mean(losses), statistics.mean(accuracies)
+        further, higher = difference(losses, ddp_losses, 4), difference(accuracies, ddp_accuracies, 2)
+        print(f"| {name} | {loss:.4f} | {further} | {accuracy:.2f} | {higher} | {fewer:.1f} × |")
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from lightning_sparsecomm.codecs import (
     Selector,
     SharedMean,
     SparseCodec,
+    ThreeBit,
     TopBlocks,
     TopK,
     TwoBit,
@@ -70,7 +71,9 @@ def test_our_selectors(selector: Selector) -> None:
 
 
 @pytest.mark.parametrize(
-    ("codec", "tolerance"), [(Float32(), 0), (Float16(), 1e-3), (SharedMean(), 2), (TwoBit(3), 1)], ids=repr
+    ("codec", "tolerance"),
+    [(Float32(), 0), (Float16(), 1e-3), (SharedMean(), 2), (TwoBit(3), 1), (ThreeBit(3), 1)],
+    ids=repr,
 )
 def test_our_value_codecs(codec: ValueCodec, tolerance: float) -> None:
     check_value_codec(codec, tolerance)

@@ -1,6 +1,8 @@
 """From vectors to bytes and back: selectors, codecs for positions and values, sketches, and the envelope."""
 
 from lightning_sparsecomm.codecs.compressor import Compressor as Compressor
+from lightning_sparsecomm.codecs.grouped import ThreeBit as ThreeBit
+from lightning_sparsecomm.codecs.grouped import TwoBit as TwoBit
 from lightning_sparsecomm.codecs.indices import Auto as Auto
 from lightning_sparsecomm.codecs.indices import Bitmap as Bitmap
 from lightning_sparsecomm.codecs.indices import Golomb as Golomb
@@ -37,4 +39,3 @@ from lightning_sparsecomm.codecs.values import Float16 as Float16
 from lightning_sparsecomm.codecs.values import Float32 as Float32
 from lightning_sparsecomm.codecs.values import Float64 as Float64
 from lightning_sparsecomm.codecs.values import SharedMean as SharedMean
-from lightning_sparsecomm.codecs.values import TwoBit as TwoBit

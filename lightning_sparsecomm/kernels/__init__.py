@@ -16,6 +16,8 @@ from lightning_sparsecomm.kernels.updates.reference import LIMIT as LIMIT
 from lightning_sparsecomm.kernels.updates.reference import OutOfRangeError as OutOfRangeError
 from lightning_sparsecomm.kernels.updates.reference import Reference as Reference
 from lightning_sparsecomm.kernels.updates.reference import Update as Update
+from lightning_sparsecomm.kernels.values.reference import LARGEST_THREE_BIT as LARGEST_THREE_BIT
+from lightning_sparsecomm.kernels.values.reference import ValueKernels as ValueKernels
 
 _COMPILED_DTYPES = (torch.float32, torch.float64)
 
@@ -30,6 +32,11 @@ def position_kernels_for(device: torch.device) -> PositionKernels:
     return _kernels(device.type).positions
 
 
+def value_kernels_for(device: torch.device) -> ValueKernels:
+    """The fastest kernels that encode and decode values in few bits on `device`."""
+    return _kernels(device.type).values
+
+
 def sketch_kernels_for(device: torch.device, dtype: torch.dtype) -> SketchKernels:
     """The fastest kernels for count sketches on `device`: the reference unless they are float32 or float64."""
     return _kernels(device.type if dtype in _COMPILED_DTYPES else "reference").sketches
@@ -39,6 +46,7 @@ class _Kernels(NamedTuple):
     updates: Reference = Reference()
     positions: PositionKernels = PositionKernels()
     sketches: SketchKernels = SketchKernels()
+    values: ValueKernels = ValueKernels()
 
 
 @lru_cache
@@ -48,8 +56,9 @@ def _kernels(device_type: str) -> _Kernels:
         from lightning_sparsecomm.kernels.positions.cpu import CpuPositionKernels
         from lightning_sparsecomm.kernels.sketch.cpu import CpuSketchKernels
         from lightning_sparsecomm.kernels.updates.cpu import Cpu
+        from lightning_sparsecomm.kernels.values.cpu import CpuValueKernels
 
-        return _Kernels(Cpu(), CpuPositionKernels(), CpuSketchKernels())
+        return _Kernels(Cpu(), CpuPositionKernels(), CpuSketchKernels(), CpuValueKernels())
     if device_type == "cuda" and find_spec("triton") is not None:
         from lightning_sparsecomm.kernels.sketch.cuda import CudaSketchKernels
         from lightning_sparsecomm.kernels.updates.cuda import Cuda

@@ -7,14 +7,24 @@ from typing import Literal
 from lightning_sparsecomm.basis.arguments import check_booleans, renamed
 from lightning_sparsecomm.basis.schedules import Density, warmed
 from lightning_sparsecomm.channel import Channel, ErrorFeedback
-from lightning_sparsecomm.codecs import Auto, BFloat16, Float16, Float32, RunLength16, SparseCodec, TopK, TwoBit
+from lightning_sparsecomm.codecs import (
+    Auto,
+    BFloat16,
+    Float16,
+    Float32,
+    RunLength16,
+    SparseCodec,
+    ThreeBit,
+    TopK,
+    TwoBit,
+)
 from lightning_sparsecomm.codecs.selectors.top_k import Scope
 from lightning_sparsecomm.exchange import DenseAllReduce, Gather
 from lightning_sparsecomm.methods.corrected import corrected
 from lightning_sparsecomm.sharing import Averaging, GradientSync, Method, Sync
 from lightning_sparsecomm.sharing.local_mode import LOCAL_MODES, LocalName
 
-ValueName = Literal["float32", "float16", "bfloat16", "two_bit"]
+ValueName = Literal["float32", "float16", "bfloat16", "two_bit", "three_bit"]
 PositionName = Literal["fast", "short"]
 
 
@@ -39,9 +49,8 @@ class gradient_dropping(Method):
         density: Fraction of elements sent, in (0, 1], or a schedule of it.
         scope: What is ranked together: the elements of the whole "model", as in the paper, of each "tensor", or of each
             tensor with small ones sent more densely ("balanced").
-        values: Dtype of values on the wire; "bfloat16" suits gradients of any scale, "two_bit" is a sign and one of two
-            magnitudes. What that rounds off stays
-            in the residual.
+        values: Dtype of values on the wire; "bfloat16" suits gradients of any scale. "two_bit" is a sign and one of two
+            magnitudes, "three_bit" one of four. What is rounded off stays in the residual.
         positions: How positions are coded: "fast" takes 2 bytes for each element sent; "short" is the shortest of four
             codes, such as 0.8 bytes at a density of 3%.
         error_feedback: Whether to keep what is not sent and add it to the next gradient. Training suffers without.
@@ -148,9 +157,8 @@ class dgc(Method):
             is lost: with momentum 0.9 nine tenths of the gradient at density 1, and 9% at 0.01.
         scope: What is ranked together: the elements of each "tensor", as in the paper, of the whole "model", or of each
             tensor with small ones sent more densely ("balanced").
-        values: Dtype of values on the wire; "bfloat16" suits gradients of any scale, "two_bit" is a sign and one of two
-            magnitudes. What that rounds off stays
-            in the residual.
+        values: Dtype of values on the wire; "bfloat16" suits gradients of any scale. "two_bit" is a sign and one of two
+            magnitudes, "three_bit" one of four. What is rounded off stays in the residual.
         positions: How positions are coded: "fast" takes 2 bytes for each element sent; "short" is the shortest of four
             codes, such as 0.8 bytes at a density of 3%.
         exclude: Patterns of more parameter names whose gradients are sent whole, such as "head.*".
@@ -185,7 +193,13 @@ class dgc(Method):
 
 def gathered(density: Density, scope: Scope, values: ValueName, positions: PositionName) -> Gather:
     """A gather of the largest elements. Raises `ValueError` for an unknown scope, dtype or code."""
-    codecs = {"float32": Float32(), "float16": Float16(), "bfloat16": BFloat16(), "two_bit": TwoBit()}
+    codecs = {
+        "float32": Float32(),
+        "float16": Float16(),
+        "bfloat16": BFloat16(),
+        "two_bit": TwoBit(),
+        "three_bit": ThreeBit(),
+    }
     if values not in codecs:
         raise ValueError(
             f"values must be one of {', '.join(codecs)}; got {values!r}. Use 'float32' to send them exactly."

@@ -75,6 +75,7 @@ def _ddp(rates: list[float], momentum: float) -> np.ndarray:
         (dgc(0.02), 0.9),
         (dgc(0.3, warmup_steps=0, values="float16"), 0.5),
         (dgc(ByLength(), scope="balanced", values="two_bit"), 0.9),
+        (dgc(ByLength(), scope="balanced", values="three_bit"), 0.9),
         (gradient_dropping(0.05, scope="balanced"), 0.0),
         (sketched_sgd(0.05), 0.9),
         (s2_reducer(0.1, block_size=4, sketch_ratio=None), 0.0),

@@ -1,5 +1,6 @@
 """The formats of docs/formats.md, implemented again with struct alone, and the golden payloads made from them."""
 
+import itertools
 import json
 import math
 import struct
@@ -13,7 +14,7 @@ import numpy as np
 from tests.reference.selection import k_of, top_k
 
 GOLDEN = Path(__file__).parent.parent / "golden"
-GROUP = 3  # The group size of golden TwoBit payloads.
+GROUP = 3  # The group size of golden TwoBit and ThreeBit payloads.
 VALUE_FORMATS = {"Float32": (1, "f", 3.4028234663852886e38), "Float16": (2, "e", 65504.0), "Float64": (3, "d", 1.8e308)}
 
 
@@ -139,8 +140,40 @@ def value_section(
             for i, magnitude in enumerate(group, first):
                 stream |= ((values[i] < 0) | (magnitude >= middle) << 1) << 2 * i
         return 5, GROUP, levels + stream.to_bytes(-(-len(values) // 4), "little")
+    if codec == "ThreeBit":
+        heads, stream = b"", 0
+        for first in range(0, len(values), GROUP):
+            head, numbers = three_bit_group(values[first : first + GROUP])
+            heads += head
+            for i, number in enumerate(numbers, first):
+                stream |= ((values[i] < 0) | number << 1) << 3 * i
+        return 7, GROUP, heads + stream.to_bytes(-(-3 * len(values) // 8), "little")
     code, letter, largest = VALUE_FORMATS[codec]
     return code, 0, b"".join(struct.pack("<" + letter, max(-largest, min(largest, value))) for value in values)
+
+
+def three_bit_group(values: Sequence[float]) -> tuple[bytes, list[int]]:
+    """The head of a group of three-bit values, and which of the four magnitudes each value takes."""
+    magnitudes = [min(2.0**126, abs(value)) if abs(value) >= 2.0**-126 else 0.0 for value in values]
+    mean = sum(magnitudes) / len(magnitudes)
+    with_zero = min(magnitudes) < mean / 8
+    least = 7 / 8 * mean if with_zero else min(magnitudes)
+    if least < 2.0**-126:
+        return bfloat16(0.0) + bfloat16(1.0), [0] * len(values)
+    ratio = (max(magnitudes) / least) ** (1 / (2 if with_zero else 3))
+    head = bfloat16(least) + bfloat16(-ratio if with_zero else ratio)
+    first, rise = (np.float32(struct.unpack("<f", b"\0\0" + part)[0]) for part in (head[:2], head[2:]))
+    levels = [np.float32(0)] * with_zero + [first]
+    while len(levels) < 4:
+        levels.append(levels[-1] * abs(rise))
+    bounds = [(float(low) + float(high)) / 2 for low, high in itertools.pairwise(levels)]
+    return head, [sum(abs(value) >= bound for bound in bounds) for value in values]
+
+
+def bfloat16(number: float) -> bytes:
+    """The nearest bfloat16, ties to even."""
+    (bits,) = struct.unpack("<I", struct.pack("<f", number))
+    return struct.pack("<I", bits + 0x7FFF + (bits >> 16 & 1))[2:]
 
 
 def leb128(number: int) -> bytes:

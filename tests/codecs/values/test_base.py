@@ -1,6 +1,6 @@
 """The codes of the value codecs."""
 
-from lightning_sparsecomm.codecs import VALUE_CODECS, BFloat16, Float16, Float32, Float64, SharedMean, TwoBit
+from lightning_sparsecomm.codecs import VALUE_CODECS, BFloat16, Float16, Float32, Float64, SharedMean, ThreeBit, TwoBit
 
 
 def test_registry_names_each_codec_by_its_code():
@@ -11,5 +11,6 @@ def test_registry_names_each_codec_by_its_code():
         4: SharedMean,
         5: TwoBit,
         6: BFloat16,
+        7: ThreeBit,
     }
     assert all(codec.code == code for code, codec in VALUE_CODECS.items())

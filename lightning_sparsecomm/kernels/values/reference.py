@@ -1,0 +1,80 @@
+"""The definition of the kernels for values in few bits, in torch operations that run on any device."""
+
+import torch
+from torch import Tensor
+
+# Three-bit magnitudes are limited to these, or 0, so that products of theirs stay finite and normal.
+LARGEST_THREE_BIT = 2.0**126
+SMALLEST_THREE_BIT = 2.0**-126
+
+# A group whose smallest magnitude is below this part of its mean needs a magnitude of 0.
+ZERO_BELOW = 1 / 8
+# The lowest of its three other magnitudes, as part of its mean.
+LOWEST_OF_MEAN = 7 / 8
+
+
+class ValueKernels:
+    """The kernels in torch. Subclasses are faster and give the same bits.
+
+    A section of three-bit values begins with two bfloat16 numbers for each group: its least magnitude a, and a ratio r.
+    Its magnitudes are a, ar, ar² and ar³; or 0, a, a|r| and ar², if r is negative. Products are rounded to float32, one
+    after the other. Then come three bits for each value: 1 if it is negative, and the number of its magnitude, lowest
+    bit first. Bit i of this part is bit i mod 8 of byte ⌊i / 8⌋.
+
+    Arguments that methods share:
+        group: How many consecutive values share four magnitudes. The last group may have fewer.
+    """
+
+    def write_three_bits(self, values: Tensor, group: int) -> Tensor:
+        """The section for `[k]` finite values of any floating-point dtype: `[bytes]` uint8."""
+        count = values.numel()
+        groups = -(-count // group)
+        if not groups:
+            return values.new_empty(0, dtype=torch.uint8)
+        padding = (0, groups * group - count)
+        exact = torch.nn.functional.pad(values.to(torch.float64).abs(), padding).view(groups, group)
+        is_value = torch.nn.functional.pad(values.new_ones(count, dtype=torch.bool), padding).view(groups, group)
+        magnitudes = torch.where(exact < SMALLEST_THREE_BIT, 0.0, exact).clamp_(max=LARGEST_THREE_BIT)
+        mean = magnitudes.sum(1) / is_value.sum(1)
+        smallest = torch.where(is_value, magnitudes, LARGEST_THREE_BIT).amin(1)
+        largest = magnitudes.amax(1)
+        with_zero = smallest < ZERO_BELOW * mean
+        least = torch.where(with_zero, LOWEST_OF_MEAN * mean, smallest)
+        # Magnitudes whose mean is too small are sent as zeros: least 0, ratio 1.
+        tiny = least < SMALLEST_THREE_BIT
+        span = largest / torch.where(tiny, 1.0, least)
+        ratio = torch.where(with_zero, -span.sqrt(), span ** (1 / 3))
+        heads = torch.stack([torch.where(tiny, 0.0, least), torch.where(tiny, 1.0, ratio)], 1).to(torch.bfloat16)
+        levels = _levels(heads).to(torch.float64)
+        between = (levels[:, :-1] + levels[:, 1:]) / 2
+        chosen = (exact[:, :, None] >= between[:, None, :]).sum(2, dtype=torch.int32).view(-1)[:count]
+        codes = torch.nn.functional.pad(chosen << 1 | (values < 0), (0, -count % 8)).view(-1, 8)
+        words = (codes << _places(values.device, 8, 3)).sum(1, dtype=torch.int32)
+        packed = (words[:, None] >> _places(values.device, 3, 8) & 0xFF).to(torch.uint8).view(-1)
+        return torch.cat([heads.view(-1).view(torch.uint8), packed[: (3 * count + 7) // 8]])
+
+    def read_three_bits(self, section: Tensor, count: int, group: int) -> Tensor:
+        """The `[count]` float32 values of a section that has exactly their length. Heads may be any numbers."""
+        heads_end = 4 * -(-count // group)
+        levels = _levels(section[:heads_end].clone().view(torch.bfloat16).view(-1, 2))
+        packed = torch.nn.functional.pad(section[heads_end:], (0, -(section.numel() - heads_end) % 3)).view(-1, 3)
+        words = (packed.to(torch.int32) << _places(section.device, 3, 8)).sum(1, dtype=torch.int32)
+        codes = (words[:, None] >> _places(section.device, 8, 3) & 7).view(-1)[:count]
+        groups = torch.arange(count, device=section.device) // group
+        magnitudes = levels.view(-1)[4 * groups + (codes >> 1)]
+        return torch.where(codes & 1 == 1, -magnitudes, magnitudes)
+
+
+def _levels(heads: Tensor) -> Tensor:
+    """The magnitudes of each group: `[groups, 4]` float32."""
+    least, ratio = heads.to(torch.float32).unbind(1)
+    rise = ratio.abs()
+    second = least * rise
+    third = second * rise
+    with_zero = torch.stack([torch.zeros_like(least), least, second, third], 1)
+    return torch.where((ratio < 0)[:, None], with_zero, torch.stack([least, second, third, third * rise], 1))
+
+
+def _places(device: torch.device, count: int, bits: int) -> Tensor:
+    """Where in a word each of its `count` parts of `bits` bits begins."""
+    return torch.arange(0, count * bits, bits, dtype=torch.int32, device=device)
