@@ -29,11 +29,12 @@ def test_tables_of_sparse_binary_compression(task: str, seeds: int, monkeypatch:
         )
 
 
-def test_table_of_the_battery(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["battery", "battery-three-bit"])
+def test_table_of_the_battery(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     battery = import_module("defaults")
-    runs = json.loads((ROOT / "docs" / "results" / "battery.json").read_text())["runs"]
+    runs = json.loads((ROOT / "docs" / "results" / f"{name}.json").read_text())["runs"]
     lines = (ROOT / "docs" / "results.md").read_text().splitlines()
     printed = battery.table(battery.rows(runs)).splitlines()
     assert len(printed) > 2

@@ -10,7 +10,7 @@ def default() -> Method:
     """The method of `strategy="sparsecomm"`: dgc for SGD, local_adam for Adam and AdamW, else gradient dropping.
 
     The density follows from the run's length, small tensors are sent more densely, and positions in the shortest code.
-    Values are bfloat16; Adam's directions, which differ less, take two bits each, and four times as many are sent.
+    Values take three bits each, and Adam's directions, which differ less, two; with other optimizers, bfloat16.
 
     >>> default().fallback.fallback
     gradient_dropping(density=ByLength(...), scope='balanced', values='bfloat16', positions='short')
@@ -18,5 +18,7 @@ def default() -> Method:
     denser = ByLength(0.095, exponent=0.83, most=0.3)
     others = gradient_dropping(ByLength(), scope="balanced", values="bfloat16", positions="short")
     adam = local_adam(denser, scope="balanced", values="two_bit", positions="short")
-    sgd = dgc(ByLength(), scope="balanced", values="bfloat16", positions="short")
+    sgd = dgc(
+        ByLength(0.083, exponent=0.94, least=0.002, most=0.21), scope="balanced", values="three_bit", positions="short"
+    )
     return sgd.with_fallback(adam.with_fallback(others))

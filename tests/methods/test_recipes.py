@@ -61,7 +61,8 @@ def test_names_of_strategies_are_those_of_recipes() -> None:
 
 
 def test_the_default_is_dgc_then_local_adam_then_gradient_dropping() -> None:
-    assert repr(default().syncs) == repr(dgc(ByLength(), scope="balanced", values="bfloat16", positions="short").syncs)
+    density = ByLength(0.083, 0.94, least=0.002, most=0.21)
+    assert repr(default().syncs) == repr(dgc(density, scope="balanced", values="three_bit", positions="short").syncs)
     adam = default().fallback
     assert adam is not None
     assert repr(adam.syncs) == repr(
