@@ -13,6 +13,7 @@ from lightning_sparsecomm.basis.schedules import Every, every_at
 from lightning_sparsecomm.channel import Channel
 from lightning_sparsecomm.channel.saved import Saved, add_prefix, pop_named, strip_prefix
 from lightning_sparsecomm.exchange import Exchanged
+from lightning_sparsecomm.sharing.around_update import AroundUpdate
 from lightning_sparsecomm.sharing.averaging import averaged
 from lightning_sparsecomm.sharing.fragments import is_due
 from lightning_sparsecomm.sharing.gradients import NamedParameters, add_, wide_dtype
@@ -54,6 +55,9 @@ class DeltaShare(Share):
         self.steps = 0
         self.outer: Optimizer | None = None
         self._set_weights = SetWeights()
+        # What hooks set within the step is no training either.
+        self._around = AroundUpdate(optimizer, self._look, self._note)
+        self._noted = False
         # In a turn: the anchors of weights that were set, by name; before the exchange, this rank's own weights.
         self._set: dict[str, Tensor] = {}
         super().__init__(optimizer, parameters, wire)
@@ -68,19 +72,23 @@ class DeltaShare(Share):
 
     def before_step(self) -> None:
         self._bind()
-        self._set_weights.look(self.parameters, trained=self.steps > 0)
+        self._look()
         self._count_ddp()
 
     def after_step(self) -> None:
         self.steps += 1
-        self._set_weights.note(self.parameters)
+        if self._noted:
+            self._look()
+        else:
+            self._note()
+        self._noted = False
 
     def prepare(self, turn: Turn) -> None:
         self._bind()
         with self.wire.ledger.exchanging():
             names = [name for name, _ in self.parameters]
             if turn.moment == "end":
-                self._set_weights.look(self.parameters, trained=self.steps > 0)
+                self._look()
             found = self._set_weights.agree(names, self.wire, self.parameters[0][1].device)
             self._set = {name: weight.detach() for name, weight in self.parameters if name in found}
             # One that is not finite stays in the exchange, which refuses it on all ranks.
@@ -159,6 +167,13 @@ class DeltaShare(Share):
         """Each weight with its anchor. A parameter that has just been unfrozen has none before its first step."""
         known = [(name, weight) for name, weight in self.parameters if name in self.anchors]
         return [(weight.detach(), self.anchors[name].detach()) for name, weight in known]
+
+    def _look(self) -> None:
+        self._set_weights.look(self.parameters, trained=self.steps > 0)
+
+    def _note(self) -> None:
+        self._set_weights.note(self.parameters)
+        self._noted = True
 
     def _reset_weights(self) -> None:
         """Sets the weights to the anchors."""
