@@ -21,6 +21,10 @@ QUIET: dict[str, Any] = {
 """Options of a Trainer that runs on the CPU and prints and saves nothing."""
 
 
+class NotConnectedError(Exception):
+    """Gloo did not connect the ranks, before the test's own function ran."""
+
+
 def _rank_main(
     function: Callable[..., Any],
     rank: int,
@@ -31,9 +35,14 @@ def _rank_main(
     args: Any,
 ) -> None:
     try:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=patience
-        )
+        try:
+            dist.init_process_group(
+                "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=patience
+            )
+        except RuntimeError as error:
+            if "connectFullMesh failed" in str(error):
+                raise NotConnectedError(str(error)) from error
+            raise
         value = function(rank, *args)
         dist.destroy_process_group()
         results.put((rank, value, None))
@@ -56,7 +65,8 @@ def run_ranks(
 ) -> list[Any]:
     """Runs `function(rank, *args)` in `world_size` processes joined by Gloo, and returns their results by rank.
 
-    Results must pickle without shared memory: plain Python values or NumPy arrays, not tensors.
+    Results must pickle without shared memory: plain Python values or NumPy arrays, not tensors. Seldom, on a machine
+    that runs much else, Gloo does not connect the processes; then they are started again, once.
 
     Args:
         tmp_path: A folder for the test.
@@ -67,6 +77,21 @@ def run_ranks(
         patience: The process group's timeout.
         lost: Ranks that die, or hang, and give no result.
     """
+    try:
+        return _run_once(tmp_path, world_size, function, args, timeout, patience, lost)
+    except NotConnectedError:
+        return _run_once(tmp_path, world_size, function, args, timeout, patience, lost)
+
+
+def _run_once(
+    tmp_path: Path,
+    world_size: int,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    timeout: float,
+    patience: timedelta | None,
+    lost: Collection[int],
+) -> list[Any]:
     results = FORK.Queue()
     store = str(tmp_path / f"store-{os.urandom(6).hex()}")
     processes = [
@@ -79,6 +104,8 @@ def run_ranks(
     try:
         for _ in range(world_size - len(lost)):
             rank, value, failure = results.get(timeout=timeout)
+            if failure is not None and NotConnectedError.__qualname__ in failure:
+                raise NotConnectedError(failure)
             assert failure is None, f"rank {rank} failed:\n{failure}"
             values[rank] = value
     finally:
