@@ -61,8 +61,7 @@ class SetWeights:
         """Compares the weights with those noted; `trained` says whether ranks have trained since the last exchange."""
         for name, weight in parameters:
             noted, sample = self.noted.get(name), self._sample(name, weight)
-            # What training has made NaN equals nothing; the exchange refuses it in any case.
-            if noted is not None and not torch.equal(sample, noted):
+            if noted is not None and not _equal(sample, noted):
                 self.found[name] = _SET_AMID if trained else _number_of(weight)
                 noted.copy_(sample)
 
@@ -141,6 +140,11 @@ def _sample(weight: Tensor) -> Tensor:
     if weight.dim() != 4 or not weight.is_contiguous(memory_format=torch.channels_last):
         weight = weight.flatten()
     return weight.as_strided((_STRETCHES, _LENGTH), (size // _STRETCHES, 1))
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    # What training has made NaN was not set, and the exchange refuses it.
+    return torch.equal(a, b) or torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
 
 
 def _number_of(weight: Tensor) -> int:

@@ -30,6 +30,16 @@ def test_what_changes_between_steps_is_found(shape: tuple[int, ...], layout: tor
     assert weights.found["weight"] > 0
 
 
+def test_what_training_has_made_nan_was_not_set() -> None:
+    weight, weights = nn.Parameter(torch.tensor([1.0, float("nan"), float("inf")])), SetWeights()
+    weights.note([("weight", weight)])
+    weights.look([("weight", weight)], trained=True)
+    assert weights.found == {}
+    weight.data[0] = 2.0
+    weights.look([("weight", weight)], trained=True)
+    assert weights.found == {"weight": -1}
+
+
 def _number(value: Tensor) -> int:
     weight, weights = nn.Parameter(torch.randn(40)), SetWeights()
     weights.note([("weight", weight)])
