@@ -83,6 +83,18 @@ def test_three_bit_loses_less_than_half_of_what_two_bit_loses(share: float, heav
     assert lost[ThreeBit] < 0.51 * lost[TwoBit]
 
 
+@pytest.mark.parametrize(
+    ("share", "three", "two"),
+    [(1.0, (0.05, 0.065), (0.11, 0.13)), (0.24, (0.008, 0.011), (0.02, 0.024)), (0.1, (0.004, 0.006), (0.01, 0.013))],
+)
+def test_what_the_docstring_says_of_normal_values(share: float, three: tuple[float, float], two: tuple[float, float]):
+    values = torch.randn(200_000, generator=torch.Generator().manual_seed(0))
+    values = values[values.abs().topk(round(share * values.numel())).indices.sort().values]
+    for codec, (least, most) in ((ThreeBit(), three), (TwoBit(), two)):
+        decoded = codec.decode(encode(codec, values), values.numel(), codec.parameter)
+        assert least <= float((decoded - values).square().sum() / values.square().sum()) <= most
+
+
 def test_three_bit_magnitudes_at_the_edges():
     codec = ThreeBit()
     for dtype in (torch.float32, torch.float64):
