@@ -2,6 +2,7 @@
 
 import sys
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 from lightning_sparsecomm.frontends.packages import Callback
@@ -43,6 +44,7 @@ class DeferredSaves(Callback):
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._waiting: dict[Any, tuple[bool, Any]] = {}
+        self._afterwards: Callable[[], None] | None = None
         self._tries = 0
         self._ended = False
         self._steps_before = 0
@@ -56,33 +58,46 @@ class DeferredSaves(Callback):
         """Notes a save, instead of an earlier one of the same path."""
         self._waiting[path] = weights_only, storage_options
 
+    def then(self, call: Callable[[], None]) -> None:
+        """Notes what to call when all ranks meet next, and saves that wait have been carried out."""
+        self._afterwards = call
+
     def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
         self._steps_before = trainer.global_step
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        if self._waiting and not self._engine.guards.in_step and trainer.global_step > self._steps_before:
+        if self._asked and not self._engine.guards.in_step and trainer.global_step > self._steps_before:
             self._carry_out(trainer, f"batch {trainer.fit_loop.epoch_loop.total_batch_idx}")
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._tries = _TRIES
-        if self._waiting:
+        if self._asked:
             self._carry_out(trainer, "end")
         self._ended = True
+
+    @property
+    def _asked(self) -> bool:
+        return bool(self._waiting) or self._afterwards is not None
 
     def _carry_out(self, trainer: Any, place: str) -> None:
         if self._engine.wire.meet(f"{self._engine.agreement.run} {place}", _PATIENCE_SECONDS):
             waiting, self._waiting, self._tries = self._waiting, {}, 0
             for path, (weights_only, storage_options) in waiting.items():
                 trainer.save_checkpoint(path, weights_only, storage_options)
+            afterwards, self._afterwards = self._afterwards, None
+            if afterwards is not None:
+                afterwards()
             return
         self._tries += 1
         if self._tries >= _TRIES:
+            wanted = [f"{path} was not saved" for path in self._waiting]
+            wanted += ["the job was not saved and requeued"] if self._afterwards is not None else []
             warnings.warn(
-                f"{', '.join(map(str, self._waiting))} was not saved: not all ranks were asked to. Call"
-                " trainer.save_checkpoint, or send the signal that does, on all ranks.",
+                f"{', '.join(wanted)}: not all ranks were asked to. Call trainer.save_checkpoint, or send the signal"
+                " that does, on all ranks.",
                 stacklevel=2,
             )
-            self._waiting, self._tries = {}, 0
+            self._waiting, self._afterwards, self._tries = {}, None, 0
 
 
 def in_signal_handler() -> bool:

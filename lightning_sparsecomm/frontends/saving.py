@@ -64,7 +64,7 @@ class SavingMixin:
         `entries` are those that differ on this rank; the checkpoint holds rank 0's. Unless it is `to_resume` from, the
         checkpoint holds weights alone, and gets no files. It is a collective if all ranks save `together`.
         """
-        files, saved = self._files(path), self._ended
+        saved = self._ended
         if self._engine is not None:
             saved = self._engine.agreement.run, self._engine.state.state_dict(), self._engine.wire
         run, state, _ = saved if saved is not None else (0, {}, None)
@@ -78,6 +78,7 @@ class SavingMixin:
                 "state": state,
             }
         ranks = self._ranks() if together else None
+        files = self._files(path if ranks is None else ranks.path(path))
         if ranks is None:
             save_alone(files, file, content, write, self._files, storage_options)
         else:
@@ -87,7 +88,8 @@ class SavingMixin:
     def _remove(self, path: Any, remove: Callable[[], None], together: bool = True) -> None:
         """Removes a checkpoint by `remove`, and its files. A collective if all ranks do so `together`."""
         load, ranks = self.checkpoint_io.load_checkpoint, self._ranks() if together else None
-        self._saves.remove(self._files(path), self._own_file(0), remove, load, ranks)
+        files = self._files(path if ranks is None else ranks.path(path))
+        self._saves.remove(files, self._own_file(0), remove, load, ranks)
 
     def _files(self, path: Any) -> RankFiles:
         return RankFiles(path, self.checkpoint_io)

@@ -17,6 +17,7 @@ from lightning_sparsecomm.frontends.checkpointing import CheckpointingMixin
 from lightning_sparsecomm.frontends.expected import expected
 from lightning_sparsecomm.frontends.own_callbacks import DeferredSaves, EndOfTraining
 from lightning_sparsecomm.frontends.reporting import announce, forget_actions, get_ready, profile_of
+from lightning_sparsecomm.frontends.requeue import requeue_at_once, requeue_later
 from lightning_sparsecomm.frontends.uneven import UnevenMixin
 from lightning_sparsecomm.planning.model_layout import ModelLayout
 from lightning_sparsecomm.planning.saving import times_fewer_bytes
@@ -76,6 +77,7 @@ class TrainerMixin(UnevenMixin, CheckpointingMixin, DDPStrategy):
         self._own_callbacks = EndOfTraining(self.engine), DeferredSaves(self.engine)
         self._callbacks.insert(0, self._own_callbacks[0])
         self._callbacks.append(self._own_callbacks[1])
+        requeue_later(trainer, self._defers, self._own_callbacks[1].then)
         self._unsettled = True
         self.engine.wire.ledger.clock.profile = profile_of(vars(trainer)["profiler"], type(self).__name__)
         return None
@@ -225,6 +227,7 @@ class TrainerMixin(UnevenMixin, CheckpointingMixin, DDPStrategy):
         if self._unsettled and self._engine is not None and self._together():
             self.engine.settle()
         self._unsettled = False
+        requeue_at_once(self._trainer)
         for ours in self._own_callbacks or ():
             if ours in self._callbacks:
                 self._callbacks.remove(ours)

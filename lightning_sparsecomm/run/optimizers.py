@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lightning_sparsecomm.sharing.around_update import AroundUpdate
 from lightning_sparsecomm.sharing.gradients import NamedParameters
 from lightning_sparsecomm.sharing.method import Method
 from lightning_sparsecomm.sharing.share import Share
@@ -23,6 +24,7 @@ class TrackedOptimizer:
         number: Its place in the order of registration.
         method: Its method; None until its parameters are known.
         takeover: Replaces the optimizer's own momentum or moments; None if nothing does.
+        around: Tells shares of weights when an update begins and ends; None where there are none.
         noted: Identities of the parameters that required a gradient in a backward pass.
         members: Identities of the parameters that are exchanged: those that required a gradient then, or in a step.
         parts: The same parameters with their names, by sync.
@@ -45,6 +47,7 @@ class TrackedOptimizer:
     number: int
     method: Method | None = None
     takeover: Takeover | None = None
+    around: AroundUpdate | None = None
     noted: set[int] = field(default_factory=set)
     members: set[int] = field(default_factory=set)
     parts: list[tuple[Sync, NamedParameters]] = field(default_factory=list)
@@ -61,6 +64,19 @@ class TrackedOptimizer:
     clipped_norm: Tensor | None = None
     clipped_before: bool = False
     resumed: dict[str, Any] | None = None
+
+    def watch_updates(self) -> None:
+        """Calls the shares around each update from now on, those of the next step included, which may not exist yet."""
+        if self.around is None:
+            self.around = AroundUpdate(self.optimizer, self._before_update, self._after_update)
+
+    def _before_update(self) -> None:
+        for share in self.shares.values():
+            share.before_update()
+
+    def _after_update(self) -> None:
+        for share in self.shares.values():
+            share.after_update()
 
     def note_trained(self) -> None:
         """Notes the parameters that require a gradient now, on all ranks, whether or not each gets one."""

@@ -105,6 +105,8 @@ class Registry:
             )
         # Only now: whoever catches a refusal and steps is refused again.
         tracked.method, tracked.takeover = method, takeover
+        if not all(sync.shares_gradients for sync in method.syncs):
+            tracked.watch_updates()
 
     def admit(self, tracked: TrackedOptimizer) -> None:
         """Takes the optimizer's parameters as they are now: adds those that have begun to require a gradient.

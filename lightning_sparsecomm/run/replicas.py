@@ -1,6 +1,7 @@
 """Replicas that drift, and the one model that is validated, saved, and kept after training."""
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,28 @@ from lightning_sparsecomm.run.registry import Registry, ignored_by_ddp
 from lightning_sparsecomm.run.shared_tensors import SharedTensors
 from lightning_sparsecomm.sharing.averaging import Averaging, average_
 from lightning_sparsecomm.sharing.gradients import NamedParameters
+from lightning_sparsecomm.sharing.set_weights import is_same, sample_of
 from lightning_sparsecomm.sharing.sync import Sync
+
+
+class Viewed(NamedTuple):
+    """A tensor that holds the shared value for a while.
+
+    Attributes:
+        tensor: The tensor.
+        own: This rank's own value.
+        sample: Stretches of the shared value, where an optimizer trains it; None elsewhere.
+    """
+
+    tensor: Tensor
+    own: Tensor
+    sample: Tensor | None
+
+    @property
+    def kept(self) -> Tensor:
+        """What the tensor holds afterwards: this rank's own value, or what the user has set it to meanwhile."""
+        set_meanwhile = self.sample is not None and not is_same(sample_of(self.tensor), self.sample)
+        return self.tensor if set_meanwhile else self.own
 
 
 class Replicas:
@@ -31,7 +53,7 @@ class Replicas:
         self.averaging: Averaging | None = None
         self._registry = registry
         self._wire = wire
-        self._own: list[tuple[Tensor, Tensor]] | None = None
+        self._viewed: list[Viewed] | None = None
         self.untrained = SharedTensors(self._untrained_by_name, wire)
         self.whole = SharedTensors(self._all_by_name, wire)
 
@@ -80,34 +102,40 @@ class Replicas:
 
         Returns whether it did. It does not if replicas are equal, or if the module holds the shared model already.
         """
-        if self._own is not None:
+        if self._viewed is not None:
             return False
         kept = self._kept()
         averaged = self._drifted() if collective else []
         if not kept and not averaged:
             return False
         with torch.no_grad():
-            self._own = [(tensor, tensor.clone()) for tensor in (*averaged, *(tensor for tensor, _ in kept))]
+            own = [(tensor, tensor.clone()) for tensor in (*averaged, *(tensor for tensor, _ in kept))]
             for tensor, shared in kept:
                 tensor.copy_(shared)
             average_(averaged, self._wire)
+            trained = {weight.data_ptr() for _, _, piece in self._parts() for _, weight in piece}
+            self._viewed = [
+                Viewed(tensor, mine, sample_of(tensor).clone() if tensor.data_ptr() in trained else None)
+                for tensor, mine in own
+            ]
         return True
 
     def view_own(self) -> None:
-        """Restores this rank's own weights, to the bit."""
+        """Restores this rank's own weights, to the bit; but not those that the user has set since `view_shared`."""
         with torch.no_grad():
-            for tensor, own in self._own or []:
-                tensor.copy_(own)
-        self._own = None
+            for viewed in self._viewed or []:
+                viewed.tensor.copy_(viewed.kept)
+        self._viewed = None
 
     def state_dict(self, buffers: bool) -> dict[str, Tensor]:
         """This rank's own weights where they may differ from the shared model's; no collective.
 
         With `buffers`, also the tensors that no optimizer trains: they differ if ddp does not broadcast them.
         """
-        own = self._own
-        if own is None:
+        if self._viewed is None:
             own = [(tensor, tensor) for tensor in (*self._drifted(), *(tensor for tensor, _ in self._kept()))]
+        else:
+            own = [(viewed.tensor, viewed.kept) for viewed in self._viewed]
         if buffers:
             viewed = {tensor.data_ptr() for tensor, _ in own}
             untrained = [tensor.detach() for tensor in self._untrained_by_name().values()]

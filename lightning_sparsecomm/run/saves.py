@@ -31,6 +31,10 @@ class Ranks(NamedTuple):
     def numbers(self, *own: int) -> list[list[int]]:
         return gather_numbers(own, self.wire, self.device, SAVING)
 
+    def path(self, own: Any) -> str:
+        """Rank 0's path: ddp ignores what other ranks call a checkpoint, such as a name with the time. A collective."""
+        return gather_texts(os.fspath(own), self.wire, self.device, SAVING)[0]
+
     def do(self, action: Callable[[], None], failure: str, undo: Callable[[], None] | None = None) -> None:
         """Does something on each rank. A collective; if it fails on any rank, all `undo` it and raise the same error.
 

@@ -13,7 +13,6 @@ from lightning_sparsecomm.basis.schedules import Every, every_at
 from lightning_sparsecomm.channel import Channel
 from lightning_sparsecomm.channel.saved import Saved, add_prefix, pop_named, strip_prefix
 from lightning_sparsecomm.exchange import Exchanged
-from lightning_sparsecomm.sharing.around_update import AroundUpdate
 from lightning_sparsecomm.sharing.averaging import averaged
 from lightning_sparsecomm.sharing.fragments import is_due
 from lightning_sparsecomm.sharing.gradients import NamedParameters, add_, wide_dtype
@@ -55,8 +54,6 @@ class DeltaShare(Share):
         self.steps = 0
         self.outer: Optimizer | None = None
         self._set_weights = SetWeights()
-        # What hooks set within the step is no training either.
-        self._around = AroundUpdate(optimizer, self._look, self._note)
         self._noted = False
         # In a turn: the anchors of weights that were set, by name; before the exchange, this rank's own weights.
         self._set: dict[str, Tensor] = {}
@@ -75,12 +72,20 @@ class DeltaShare(Share):
         self._look()
         self._count_ddp()
 
+    def before_update(self) -> None:
+        # What hooks have set within the step is no training either.
+        self._look()
+
+    def after_update(self) -> None:
+        self._set_weights.note(self.parameters)
+        self._noted = True
+
     def after_step(self) -> None:
         self.steps += 1
         if self._noted:
             self._look()
         else:
-            self._note()
+            self._set_weights.note(self.parameters)
         self._noted = False
 
     def prepare(self, turn: Turn) -> None:
@@ -171,10 +176,6 @@ class DeltaShare(Share):
     def _look(self) -> None:
         self._set_weights.look(self.parameters, trained=self.steps > 0)
 
-    def _note(self) -> None:
-        self._set_weights.note(self.parameters)
-        self._noted = True
-
     def _reset_weights(self) -> None:
         """Sets the weights to the anchors."""
         if pairs := self._anchored():
@@ -187,7 +188,10 @@ class DeltaShare(Share):
     def _bind(self) -> bool:
         new = super()._bind()
         if new:
-            self._add_anchors({name: weight for name, weight in self.parameters if name not in self.anchors})
+            added = [(name, weight) for name, weight in self.parameters if name not in self.anchors]
+            self._add_anchors(dict(added))
+            # From now on, so also in the first step.
+            self._set_weights.note(added)
         return new
 
     def _add_anchors(self, weights: Mapping[str, Tensor]) -> None:

@@ -139,6 +139,14 @@ class FragmentedShare(Share):
         for fragment in self.fragments:
             fragment.after_step()
 
+    def before_update(self) -> None:
+        for fragment in self.fragments:
+            fragment.before_update()
+
+    def after_update(self) -> None:
+        for fragment in self.fragments:
+            fragment.after_update()
+
     def prepare(self, turn: Turn) -> None:
         self._due = [fragment for fragment in self.fragments if fragment.due(turn)]
         for fragment in self._due:

@@ -94,6 +94,12 @@ class Share(ABC):
     def after_step(self) -> None:  # noqa: B027
         """Called after each optimizer step."""
 
+    def before_update(self) -> None:  # noqa: B027
+        """Called right before the optimizer changes its weights, and after all hooks that Lightning calls in a step."""
+
+    def after_update(self) -> None:  # noqa: B027
+        """Called right after the optimizer has changed its weights, and before any other code sees them."""
+
     @abstractmethod
     def prepare(self, turn: Turn) -> None:
         """Memories take in gradients or changes of weights; what needs no other rank is started."""

@@ -35,8 +35,8 @@ from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
 from tests.distributed.launch import QUIET, run_ranks
 from tests.distributed.scenarios import CLASSES, FEATURES, Classifier
 
-# Long together, and seldom touched: `pytest -m slow` has them.
-pytestmark = pytest.mark.slow
+# One case of each test is quick; `pytest -m slow` has the others.
+SLOW = pytest.mark.slow
 
 PATIENCE = timedelta(seconds=2)
 METHODS: dict[str, Callable[[], Method]] = {
@@ -131,7 +131,7 @@ def fit(
 
 
 CASES = [
-    pytest.param(*case, marks=() if case in (("dgc", True, 1), ("dense", False, 0)) else pytest.mark.slow)
+    pytest.param(*case, marks=() if case in (("dgc", True, 1), ("dense", False, 0)) else SLOW)
     for case in itertools.product(METHODS, (True, False), (0, 1))
 ]
 
@@ -156,8 +156,13 @@ def test_one_batch_more_on_one_rank(tmp_path: Path, name: str, validates: bool, 
 UNEVEN = {**METHODS, "local_adam": lambda: local_adam(0.3), "sketched_sgd": lambda: sketched_sgd(0.1)}
 
 
-@pytest.mark.parametrize("sized", [True, False])
-@pytest.mark.parametrize("name", UNEVEN)
+@pytest.mark.parametrize(
+    ("name", "sized"),
+    [
+        pytest.param(*case, marks=() if case in (("dgc", True), ("local mode", False)) else SLOW)
+        for case in itertools.product(UNEVEN, (True, False))
+    ],
+)
 def test_uneven_inputs(tmp_path: Path, name: str, sized: bool) -> None:
     """All ranks make as many steps as the one with most batches, with validation in between, and end alike."""
     make = partial(torch.optim.Adam, lr=0.01) if name == "local_adam" else None
@@ -167,7 +172,7 @@ def test_uneven_inputs(tmp_path: Path, name: str, sized: bool) -> None:
     assert found[0] == found[1] == found[2]
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=SLOW), 3])
 def test_a_rank_that_has_run_out_counts_as_zero(tmp_path: Path, accumulate: int) -> None:
     """As with torch's Join: sums of gradients are divided by the number of ranks, also of those that have run out."""
     counts, epochs = [5, 7], 2
@@ -220,7 +225,7 @@ def _in_fabric(rank: int, counts: list[int], sized: bool) -> tuple[int, float, A
     return steps, gradient, network.weight.detach().numpy().tobytes()
 
 
-@pytest.mark.parametrize("sized", [True, False])
+@pytest.mark.parametrize("sized", [pytest.param(True, marks=SLOW), False])
 def test_uneven_inputs_in_fabric(tmp_path: Path, sized: bool) -> None:
     found = run_ranks(tmp_path, 2, _in_fabric, [3, 5], sized)
     assert [steps for steps, _, _ in found] == [10, 10]

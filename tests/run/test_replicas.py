@@ -92,6 +92,23 @@ def test_the_anchor_is_viewed_without_a_collective_and_own_weights_come_back(mak
     assert not engine.replicas.view_shared()
 
 
+@pytest.mark.parametrize("method", [federated_averaging(every=3), gradient_dropping(local="partial")])
+def test_what_is_set_while_the_shared_model_is_viewed_stays(make: Make, method: Method) -> None:
+    """As by a hook that sets weights while Lightning validates. Buffers are the shared model's, and come back."""
+    engine, module, optimizer = make(method)
+    train(engine, module, optimizer)
+    mean = module.mean.clone()
+    assert engine.replicas.view_shared()
+    with torch.no_grad():
+        module.trained.weight.fill_(3.0)
+        module.mean.fill_(3.0)
+    name = "0.trained.weight"
+    assert engine.replicas.state_dict(buffers=False)[name].tolist() == [[3.0, 3.0], [3.0, 3.0]]
+    engine.replicas.view_own()
+    assert weights(module).tolist() == [[3.0, 3.0], [3.0, 3.0]]
+    assert torch.equal(module.mean, mean) or method.averaging is not None
+
+
 def test_what_local_gradients_let_drift_is_averaged_to_be_viewed(make: Make) -> None:
     engine, module, optimizer = make(gradient_dropping(local="partial"))
     assert not engine.replicas.view_shared()
