@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from lightning_sparsecomm.basis import Layout
-from lightning_sparsecomm.codecs import BFloat16, ThreeBit, TwoBit, ValueCodec
+from lightning_sparsecomm.codecs import BFloat16, OneBit, ThreeBit, TwoBit, ValueCodec
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from command_line import at_least, folder
@@ -29,6 +29,7 @@ VALUES: dict[str, tuple[ValueCodec, float]] = {
     "bfloat16": (BFloat16(), 16),
     "three bits": (ThreeBit(), 3.25),
     "two bits": (TwoBit(), 2.5),
+    "one bit": (OneBit(), 1.125),
 }
 """The codec of values, and its bits for each."""
 
@@ -46,9 +47,10 @@ class Form(NamedTuple):
         follow_rate: Whether the residual follows the learning rate.
         balanced: Whether small tensors are sent more densely.
         values: How values are rounded: one of `VALUES`.
-        second: Adam's second moment: of this rank's "local" gradient; the same "corrected" for the number of ranks; the
-            "mean" over ranks of the local ones; that mean, corrected ("mean corrected"); or of the mean gradient, as in
-            ddp, which no rank knows ("oracle").
+        second: Adam's second moment: of this rank's "local" gradient; an "estimate" of that of the mean gradient, as
+            `LocalAdam` makes it; the local one "corrected" for the number of ranks by what the first moment is now, as
+            `LocalAdam` did before; the "mean" over ranks of the local ones; that mean, corrected ("mean corrected"); or
+            of the mean gradient, as in ddp, which no rank knows ("oracle").
         finish: Whether everything is sent in the last step.
     """
 
@@ -59,14 +61,15 @@ class Form(NamedTuple):
     follow_rate: bool = True
     balanced: bool = True
     values: str = "bfloat16"
-    second: Literal["local", "corrected", "mean", "mean corrected", "oracle"] = "corrected"
+    second: Literal["local", "estimate", "corrected", "mean", "mean corrected", "oracle"] = "estimate"
     finish: bool = False
 
 
 def forms_of(optimizer: str, density: float) -> dict[str, Form]:
     """The forms by name.
 
-    `density` is for 16 bits; 3.2 times as much takes about as many bytes with three bits, and four times with two.
+    `density` is for 16 bits. 3.2 times as much takes about as many bytes with three bits, four times with two, and six
+    times with one.
     """
     if optimizer == "sgd":
         base = Form(3.2 * density, values="three bits")
@@ -81,16 +84,19 @@ def forms_of(optimizer: str, density: float) -> dict[str, Form]:
             "… masked": base._replace(mask=True),
             "dgc as in the paper": Form(density, mask=True, follow_rate=False, balanced=False),
         }
-    base = Form(4 * density, "local adam", values="two bits")
+    base = Form(6 * density, "local adam", values="one bit")
     return {
         "ddp": Form(optimizer="adam", dense=True),
-        "sparsecomm (local Adam, corrected)": base,
-        "… not corrected": base._replace(second="local"),
+        "sparsecomm (local Adam)": base,
+        "… of the rank's own gradient": base._replace(second="local"),
+        "… corrected": base._replace(second="corrected"),
         "… mean over ranks": base._replace(second="mean"),
         "… mean over ranks, corrected": base._replace(second="mean corrected"),
         "… of the mean gradient": base._replace(second="oracle"),
         "… 16-bit values": base._replace(values="bfloat16", density=density),
         "… three-bit values": base._replace(values="three bits", density=3.2 * density),
+        "… two-bit values": base._replace(values="two bits", density=4 * density),
+        "… two-bit values, corrected": base._replace(values="two bits", density=4 * density, second="corrected"),
         "gradient dropping into Adam": base._replace(optimizer="adam"),
         "… equally dense in all tensors": Form(density, "adam", follow_rate=False, balanced=False),
     }
@@ -167,8 +173,12 @@ class Simulation:
     def _local_directions(self, index: int, own: list[Tensor], step: int) -> list[Tensor]:
         ranks = [each[index] for each in self.ranks]
         for rank, gradient in zip(ranks, own):
+            entering = gradient.square()
+            if self.form.second == "estimate" and step:
+                signal = gradient * rank.first / (1 - BETAS[0] ** step)
+                entering = (signal + (entering - signal) / RANKS).clamp_(min=0).minimum(entering)
             rank.first.lerp_(gradient, 1 - BETAS[0])
-            rank.second.lerp_(gradient.square(), 1 - BETAS[1])
+            rank.second.lerp_(entering, 1 - BETAS[1])
         means = [rank.first / (1 - BETAS[0] ** (step + 1)) for rank in ranks]
         squares = [rank.second / (1 - BETAS[1] ** (step + 1)) for rank in ranks]
         noise = (1 - BETAS[0]) / (1 + BETAS[0])

@@ -21,16 +21,17 @@ class LocalAdam(Memory):
     """Replaces a rank's gradient g by Adam's direction x, which is in units of the learning rate.
 
         g ← g + λ·w                                     only with Adam's L2 decay; AdamW's decay is not sent
-        m ← β1·m + (1 − β1)·g;   v ← β2·v + (1 − β2)·g²;   m̂ ← m / (1 − β1^t);   v̂ ← v / (1 − β2^t)
-        a ← (1 − β1) / (1 + β1);   μ² ← min(v̂, max(0, (m̂² − a·v̂) / (1 − a)))
-        x ← m̂ / (√((v̂ − μ²)/W + μ²) + ε)
+        e ← g²/W + (1 − 1/W)·g·m̂', limited to [0, g²];  m̂' is m̂ of the step before; e = g² in the first step
+        m ← β1·m + (1 − β1)·g;   v ← β2·v + (1 − β2)·e;   m̂ ← m / (1 − β1^t);   v̂ ← v / (1 − β2^t)
+        x ← m̂ / (√v̂ + ε)
 
     The direction has the same scale however sparsely it is sent, which a second moment of sparse gradients has not. It
     must come before `ErrorFeedback`. On one rank and at density 1 it is torch's Adam or AdamW to round-off.
 
-    v̂ of one rank is larger than that of the mean gradient, whose noise is averaged over W ranks. a is the variance of m̂
-    for pure noise of variance 1, so (m̂² − a·v̂)/(1 − a) estimates the squared mean of the gradient, and the rest of v̂ is
-    noise. With β1 = 0 there is no such estimate, and x ← m̂ / (√v̂ + ε).
+    So v estimates the second moment of the mean over ranks, which Adam sees under ddp, and no rank knows. The gradient
+    is a mean μ and noise of variance σ², of which the mean over ranks keeps σ²/W. E[g²] = μ² + σ², and E[g·m̂'] is about
+    μ², since noise of different steps is independent. So E[e] is about μ² + σ²/W. With β1 = 0, where m̂' is a single
+    gradient, e = g².
 
     A gradient that this rank lacks counts as zero where another rank has one. Moments go on from those that the
     optimizer already has, for example from a checkpoint of ddp.
@@ -127,10 +128,10 @@ class LocalAdam(Memory):
 
 def _moments(first: Tensor, second: Tensor, step: int, rule: AdamRule, world_size: int) -> Moments:
     fading, fading_squares = rule.fading, rule.fading_squares
-    noise = (1 - fading) / (1 + fading)
     weights = None
     if rule.weights is not None and rule.decay:
         weights = rule.weights.detach().to(first.dtype).contiguous().view(-1)
+    estimates = fading > 0 and step > 1
     return Moments(
         first,
         second,
@@ -138,10 +139,9 @@ def _moments(first: Tensor, second: Tensor, step: int, rule: AdamRule, world_siz
         fading_squares,
         1 / (1 - fading**step),
         1 / (1 - fading_squares**step),
+        1 / (1 - fading ** (step - 1)) if estimates else 0.0,
         rule.epsilon,
-        noise,
-        1 / (1 - noise) if fading else 0.0,
-        1 / world_size if fading else 1.0,
+        1 / world_size if estimates else 1.0,
         rule.decay,
         weights,
     )

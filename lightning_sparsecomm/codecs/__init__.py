@@ -9,6 +9,7 @@ from lightning_sparsecomm.codecs.indices import Golomb as Golomb
 from lightning_sparsecomm.codecs.indices import Raw32 as Raw32
 from lightning_sparsecomm.codecs.indices import RunLength16 as RunLength16
 from lightning_sparsecomm.codecs.indices import Runs as Runs
+from lightning_sparsecomm.codecs.one_bit import OneBit as OneBit
 from lightning_sparsecomm.codecs.payload import HEADER_BYTES as HEADER_BYTES
 from lightning_sparsecomm.codecs.payload import Envelope as Envelope
 from lightning_sparsecomm.codecs.payload import PayloadError as PayloadError

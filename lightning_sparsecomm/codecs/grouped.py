@@ -15,14 +15,15 @@ _LARGEST = torch.finfo(torch.float16).max
 _LARGEST_BITS = 0x7BFF
 
 
-class _Grouped(ValueCodec):
-    """Values in groups of `group` consecutive ones, each with a head of 4 bytes; then `bits` bits for each value.
+class Grouped(ValueCodec):
+    """Values in groups of `group` consecutive ones, each with a head of some bytes; then `bits` bits for each value.
 
     Its subclasses are dataclasses with the field `group`.
     """
 
     group: int
     bits: ClassVar[int]
+    head_bytes: ClassVar[int] = 4
     parameters: ClassVar[range] = range(1, 256)
     _kind: ClassVar[str]
 
@@ -31,7 +32,7 @@ class _Grouped(ValueCodec):
             usual = type(self)().group
             raise ValueError(
                 f"group must be a whole number from 1 to 255, as it travels in one byte; got {self.group!r}."
-                f" Use {usual}: the groups' magnitudes then cost {32 / usual:g} bits a value."
+                f" Use {usual}: the groups' magnitudes then cost {8 * self.head_bytes / usual:g} bits a value."
             )
 
     @property
@@ -42,7 +43,7 @@ class _Grouped(ValueCodec):
         return self._section_bytes(count, self.group)
 
     def _section_bytes(self, count: int, group: int) -> int:
-        return 4 * -(-count // group) + (self.bits * count + 7) // 8
+        return self.head_bytes * -(-count // group) + (self.bits * count + 7) // 8
 
     def _check(self, section: Tensor, count: int, group: int) -> None:
         """Raises `PayloadError` for another length than `count` values have, and for padding that is not zero."""
@@ -61,7 +62,7 @@ class _Grouped(ValueCodec):
 
 @register_value_codec
 @dataclass(frozen=True)
-class TwoBit(_Grouped):
+class TwoBit(Grouped):
     """A sign and one of two magnitudes for each value: 2 bits, and 4 bytes for each group of consecutive values.
 
     A group's lower magnitude is the mean of the magnitudes below the group's mean magnitude. The higher one is the mean
@@ -127,7 +128,7 @@ class TwoBit(_Grouped):
 
 @register_value_codec
 @dataclass(frozen=True)
-class ThreeBit(_Grouped):
+class ThreeBit(Grouped):
     """A sign and one of four magnitudes for each value: 3 bits, and 4 bytes for each group of consecutive values.
 
     A group's four magnitudes form a geometric sequence from the smallest magnitude in the group to the largest, as

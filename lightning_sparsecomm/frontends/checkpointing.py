@@ -11,6 +11,8 @@ from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.frontends.loading import loading
 from lightning_sparsecomm.frontends.mixin import SynchronizingMixin
 from lightning_sparsecomm.frontends.own_callbacks import DeferredSaves, EndOfTraining
+from lightning_sparsecomm.frontends.reporting import forget_actions
+from lightning_sparsecomm.frontends.requeue import requeue_at_once, requeue_later
 from lightning_sparsecomm.run.checkpoint import Resumed
 from lightning_sparsecomm.run.contents import State, fingerprint_of, own_entries, with_entries
 
@@ -27,6 +29,7 @@ class CheckpointingMixin(SynchronizingMixin, DDPStrategy):
     _resumed: tuple[Any, Resumed, Ledger] | None = None
     _handed: dict[str, Any] | None = None
     _own_callbacks: tuple[EndOfTraining, DeferredSaves] | None = None
+    _callbacks: list[Any] = []  # noqa: RUF012
     # Whether the last save was put off, so that the barrier after it must not wait.
     _deferred = False
 
@@ -34,6 +37,21 @@ class CheckpointingMixin(SynchronizingMixin, DDPStrategy):
     def _trainer(self) -> "pl.Trainer":
         assert self.lightning_module is not None
         return self.lightning_module.trainer
+
+    def _add_callbacks(self, trainer: "pl.Trainer") -> None:
+        self._callbacks = vars(trainer)["callbacks"]
+        self._own_callbacks = EndOfTraining(self.engine), DeferredSaves(self.engine)
+        self._callbacks.insert(0, self._own_callbacks[0])
+        self._callbacks.append(self._own_callbacks[1])
+        requeue_later(trainer, self._defers, self._own_callbacks[1].then)
+
+    def _remove_callbacks(self) -> None:
+        requeue_at_once(self._trainer)
+        for ours in self._own_callbacks or ():
+            if ours in self._callbacks:
+                self._callbacks.remove(ours)
+            forget_actions(vars(self._trainer)["profiler"], f"[Callback]{ours.state_key}.")
+        self._callbacks, self._own_callbacks = [], None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         weights_only = "optimizer_states" not in checkpoint

@@ -15,9 +15,7 @@ from lightning_sparsecomm.basis.ledger import LIGHTNING, Collective
 from lightning_sparsecomm.basis.wire import Waiting
 from lightning_sparsecomm.frontends.checkpointing import CheckpointingMixin
 from lightning_sparsecomm.frontends.expected import expected
-from lightning_sparsecomm.frontends.own_callbacks import DeferredSaves, EndOfTraining
-from lightning_sparsecomm.frontends.reporting import announce, forget_actions, get_ready, profile_of
-from lightning_sparsecomm.frontends.requeue import requeue_at_once, requeue_later
+from lightning_sparsecomm.frontends.reporting import announce, get_ready, profile_of
 from lightning_sparsecomm.frontends.uneven import UnevenMixin
 from lightning_sparsecomm.planning.model_layout import ModelLayout
 from lightning_sparsecomm.planning.saving import times_fewer_bytes
@@ -56,7 +54,6 @@ class TrainerMixin(UnevenMixin, CheckpointingMixin, DDPStrategy):
 
     announced: Sequence[str] = ()
     _viewing = False
-    _callbacks: list[Any] = []  # noqa: RUF012
     _unsettled = False
     _idle_since = 0.0
 
@@ -73,11 +70,7 @@ class TrainerMixin(UnevenMixin, CheckpointingMixin, DDPStrategy):
         if trainer.gradient_clip_val is not None and not trainer.gradient_clip_val <= 0:
             self.engine.take_over_clipping(float(trainer.gradient_clip_val), trainer.gradient_clip_algorithm == "value")
         self._share_before_clipping()
-        self._callbacks = vars(trainer)["callbacks"]
-        self._own_callbacks = EndOfTraining(self.engine), DeferredSaves(self.engine)
-        self._callbacks.insert(0, self._own_callbacks[0])
-        self._callbacks.append(self._own_callbacks[1])
-        requeue_later(trainer, self._defers, self._own_callbacks[1].then)
+        self._add_callbacks(trainer)
         self._unsettled = True
         self.engine.wire.ledger.clock.profile = profile_of(vars(trainer)["profiler"], type(self).__name__)
         return None
@@ -227,11 +220,6 @@ class TrainerMixin(UnevenMixin, CheckpointingMixin, DDPStrategy):
         if self._unsettled and self._engine is not None and self._together():
             self.engine.settle()
         self._unsettled = False
-        requeue_at_once(self._trainer)
-        for ours in self._own_callbacks or ():
-            if ours in self._callbacks:
-                self._callbacks.remove(ours)
-            forget_actions(vars(self._trainer)["profiler"], f"[Callback]{ours.state_key}.")
-        self._callbacks, self._own_callbacks = [], None
+        self._remove_callbacks()
         vars(self.precision_plugin).pop("clip_gradients", None)
         super().teardown()

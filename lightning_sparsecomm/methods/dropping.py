@@ -12,6 +12,7 @@ from lightning_sparsecomm.codecs import (
     BFloat16,
     Float16,
     Float32,
+    OneBit,
     RunLength16,
     SparseCodec,
     ThreeBit,
@@ -24,7 +25,7 @@ from lightning_sparsecomm.methods.corrected import corrected
 from lightning_sparsecomm.sharing import Averaging, GradientSync, Method, Sync
 from lightning_sparsecomm.sharing.local_mode import LOCAL_MODES, LocalName
 
-ValueName = Literal["float32", "float16", "bfloat16", "two_bit", "three_bit"]
+ValueName = Literal["float32", "float16", "bfloat16", "one_bit", "two_bit", "three_bit"]
 PositionName = Literal["fast", "short"]
 
 
@@ -49,8 +50,9 @@ class gradient_dropping(Method):
         density: Fraction of elements sent, in (0, 1], or a schedule of it.
         scope: What is ranked together: the elements of the whole "model", as in the paper, of each "tensor", or of each
             tensor with small ones sent more densely ("balanced").
-        values: Dtype of values on the wire; "bfloat16" suits gradients of any scale. "two_bit" is a sign and one of two
-            magnitudes, "three_bit" one of four. What is rounded off stays in the residual.
+        values: Dtype of values on the wire; "bfloat16" suits gradients of any scale. "one_bit" is a sign, and a
+            magnitude for a group; "two_bit" a sign and one of two magnitudes, "three_bit" one of four. What is rounded
+            off stays in the residual.
         positions: How positions are coded: "fast" takes 2 bytes for each element sent; "short" is the shortest of four
             codes, such as 0.8 bytes at a density of 3%.
         error_feedback: Whether to keep what is not sent and add it to the next gradient. Training suffers without.
@@ -157,8 +159,9 @@ class dgc(Method):
             is lost: with momentum 0.9 nine tenths of the gradient at density 1, and 9% at 0.01.
         scope: What is ranked together: the elements of each "tensor", as in the paper, of the whole "model", or of each
             tensor with small ones sent more densely ("balanced").
-        values: Dtype of values on the wire; "bfloat16" suits gradients of any scale. "two_bit" is a sign and one of two
-            magnitudes, "three_bit" one of four. What is rounded off stays in the residual.
+        values: Dtype of values on the wire; "bfloat16" suits gradients of any scale. "one_bit" is a sign, and a
+            magnitude for a group; "two_bit" a sign and one of two magnitudes, "three_bit" one of four. What is rounded
+            off stays in the residual.
         positions: How positions are coded: "fast" takes 2 bytes for each element sent; "short" is the shortest of four
             codes, such as 0.8 bytes at a density of 3%.
         exclude: Patterns of more parameter names whose gradients are sent whole, such as "head.*".
@@ -197,6 +200,7 @@ def gathered(density: Density, scope: Scope, values: ValueName, positions: Posit
         "float32": Float32(),
         "float16": Float16(),
         "bfloat16": BFloat16(),
+        "one_bit": OneBit(),
         "two_bit": TwoBit(),
         "three_bit": ThreeBit(),
     }

@@ -66,7 +66,7 @@ def test_the_default_is_dgc_then_local_adam_then_gradient_dropping() -> None:
     adam = default().fallback
     assert adam is not None
     assert repr(adam.syncs) == repr(
-        local_adam(ByLength(0.095, 0.83, most=0.3), scope="balanced", values="two_bit", positions="short").syncs
+        local_adam(ByLength(0.125, 0.93, most=0.42), scope="balanced", values="one_bit", positions="short").syncs
     )
     assert repr(adam.fallback) == repr(
         gradient_dropping(ByLength(), scope="balanced", values="bfloat16", positions="short")

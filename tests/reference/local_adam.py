@@ -66,18 +66,17 @@ class LocalAdam:
             weight -= change
 
     def _direction(self, rank: int, t: int, g: Vector, betas: tuple[float, float], eps: float) -> Vector:
-        self.steps[rank][t] += 1
         fading, fading_squares = betas
+        enters = g**2
+        if not self.dense[t] and fading > 0 and self.steps[rank][t] > 0:
+            # Of the square, what another step's mean confirms is no noise; a mean over ranks keeps 1/W of the rest.
+            confirmed = g * self.firsts[rank][t] / (1 - fading ** self.steps[rank][t])
+            enters = np.clip(confirmed + (g**2 - confirmed) / self.ranks, 0, g**2)
+        self.steps[rank][t] += 1
         m = self.firsts[rank][t] = fading * self.firsts[rank][t] + (1 - fading) * g
-        v = self.seconds[rank][t] = fading_squares * self.seconds[rank][t] + (1 - fading_squares) * g**2
+        v = self.seconds[rank][t] = fading_squares * self.seconds[rank][t] + (1 - fading_squares) * enters
         mean = m / (1 - fading ** self.steps[rank][t])
-        square = v / (1 - fading_squares ** self.steps[rank][t])
-        if not self.dense[t] and fading > 0:
-            # What a mean over 1/a equal terms leaves of the variance of noise.
-            a = (1 - fading) / (1 + fading)
-            signal = np.clip((mean**2 - a * square) / (1 - a), 0, square)
-            square = signal + (square - signal) / self.ranks
-        return mean / (np.sqrt(square) + eps)
+        return mean / (np.sqrt(v / (1 - fading_squares ** self.steps[rank][t])) + eps)
 
     def _send(self, rank: int, t: int, density: float) -> Vector:
         residual = self.residuals[rank][t]

@@ -14,7 +14,7 @@ import numpy as np
 from tests.reference.selection import k_of, top_k
 
 GOLDEN = Path(__file__).parent.parent / "golden"
-GROUP = 3  # The group size of golden TwoBit and ThreeBit payloads.
+GROUP = 3  # The group size of golden payloads whose values share magnitudes.
 VALUE_FORMATS = {"Float32": (1, "f", 3.4028234663852886e38), "Float16": (2, "e", 65504.0), "Float64": (3, "d", 1.8e308)}
 
 
@@ -148,6 +148,11 @@ def value_section(
             for i, number in enumerate(numbers, first):
                 stream |= ((values[i] < 0) | number << 1) << 3 * i
         return 7, GROUP, heads + stream.to_bytes(-(-3 * len(values) // 8), "little")
+    if codec == "OneBit":
+        groups = [values[first : first + GROUP] for first in range(0, len(values), GROUP)]
+        means = b"".join(bfloat16(sum(abs(value) for value in group) / len(group)) for group in groups)
+        stream = sum(1 << i for i, value in enumerate(values) if value < 0)
+        return 9, GROUP, means + stream.to_bytes(-(-len(values) // 8), "little")
     code, letter, largest = VALUE_FORMATS[codec]
     return code, 0, b"".join(struct.pack("<" + letter, max(-largest, min(largest, value))) for value in values)
 

@@ -34,9 +34,8 @@ class _Numbers(NamedTuple):
     entering_squares: Scalar
     unbias: Scalar
     unbias_squares: Scalar
+    unbias_before: Scalar
     epsilon: Scalar
-    noise: Scalar
-    spread: Scalar
     kept: Scalar
     rest: Scalar
     decay: Scalar
@@ -69,7 +68,7 @@ def add_direction_(
     vectors = _Vectors(r, moments.first.numpy(), moments.second.numpy(), g, weights)
     numbers = (
         *(keep, scale, moments.fading, 1 - moments.fading, moments.fading_squares, 1 - moments.fading_squares),
-        *(moments.unbias, moments.unbias_squares, moments.epsilon, moments.noise, moments.spread),
+        *(moments.unbias, moments.unbias_squares, moments.unbias_before, moments.epsilon),
         *(moments.kept, 1 - moments.kept, moments.decay, LIMIT),
     )
     typed = _Numbers._make(map(r.dtype.type, numbers))
@@ -87,17 +86,16 @@ def _piece(vectors: _Vectors, numbers: _Numbers, decays: bool, checked: bool) ->
         g = numbers.scale * (zero if excluded else gradient[i])
         if decays:
             g = g + weights[i] * numbers.decay
+        square = g * g
+        entering = square * numbers.kept + ((first[i] * numbers.unbias_before) * g) * numbers.rest
+        entering = entering if entering > zero else zero
+        entering = entering if entering < square else square
         m = numbers.fading * first[i] + g * numbers.entering
-        v = numbers.fading_squares * second[i] + (g * g) * numbers.entering_squares
+        v = numbers.fading_squares * second[i] + entering * numbers.entering_squares
         first[i] = m
         second[i] = v
-        mean = m * numbers.unbias
-        square = v * numbers.unbias_squares
-        signal = (mean * mean - square * numbers.noise) * numbers.spread
-        signal = signal if signal > zero else zero
-        signal = signal if signal < square else square
-        root = np.sqrt(square * numbers.kept + signal * numbers.rest) + numbers.epsilon
-        residual[i] = numbers.keep * residual[i] + mean / root
+        root = np.sqrt(v * numbers.unbias_squares) + numbers.epsilon
+        residual[i] = numbers.keep * residual[i] + (m * numbers.unbias) / root
     return not any_excluded
 
 

@@ -17,11 +17,10 @@ class Moments(NamedTuple):
     Kernels round each operation separately, in this order:
 
         g ← g + decay·weights                                (only with weights)
+        e ← kept·(g·g) + (1 − kept)·(g·(unbias_before·m));   e ← min(g·g, max(0, e))
         m ← fading·m + (1 − fading)·g
-        v ← fading_squares·v + (1 − fading_squares)·(g·g)
-        m̂ ← unbias·m;   v̂ ← unbias_squares·v
-        μ² ← min(v̂, max(0, spread·(m̂·m̂ − noise·v̂)))
-        x ← m̂ / (√(kept·v̂ + (1 − kept)·μ²) + epsilon)
+        v ← fading_squares·v + (1 − fading_squares)·e
+        x ← (unbias·m) / (√(unbias_squares·v) + epsilon)
 
     Attributes:
         first: m, `[n]` float32 or float64, contiguous; changed in place.
@@ -30,10 +29,9 @@ class Moments(NamedTuple):
         fading_squares: Factor on v.
         unbias: 1 / (1 − fading^t) in step t, counted from 1.
         unbias_squares: 1 / (1 − fading_squares^t).
+        unbias_before: 1 / (1 − fading^(t − 1)), or anything in the first step, where m is 0.
         epsilon: Added to the root.
-        noise: Variance of m̂ where gradients are pure noise of variance 1.
-        spread: 1 / (1 − noise).
-        kept: The part of the noise's variance that is left in a mean over ranks: 1 / ranks.
+        kept: The part of the noise's variance that is left in a mean over ranks: 1 / ranks, or 1 to take e as g·g.
         decay: Factor on the weights that are added to the gradient.
         weights: `[n]` in m's dtype, contiguous; None where nothing is added.
     """
@@ -44,9 +42,8 @@ class Moments(NamedTuple):
     fading_squares: float = 0.999
     unbias: float = 1.0
     unbias_squares: float = 1.0
+    unbias_before: float = 1.0
     epsilon: float = 1e-8
-    noise: float = 0.0
-    spread: float = 1.0
     kept: float = 1.0
     decay: float = 0.0
     weights: Tensor | None = None
@@ -66,8 +63,9 @@ class Moments(NamedTuple):
 def advance_(moments: Moments, gradient: Tensor) -> None:
     """Takes a gradient of the same elements into both moments, in place."""
     gradient = _decayed(moments, gradient)
+    entering = _entering(moments, gradient)
     moments.first.mul_(moments.fading).add_(gradient * (1 - moments.fading))
-    moments.second.mul_(moments.fading_squares).add_((gradient * gradient).mul_(1 - moments.fading_squares))
+    moments.second.mul_(moments.fading_squares).add_(entering.mul_(1 - moments.fading_squares))
 
 
 def retreat_(moments: Moments, gradient: Tensor) -> None:
@@ -78,7 +76,8 @@ def retreat_(moments: Moments, gradient: Tensor) -> None:
     else:
         moments.first.zero_()
     if moments.fading_squares:
-        moments.second.sub_((gradient * gradient).mul_(1 - moments.fading_squares)).div_(moments.fading_squares)
+        entering = _entering(moments, gradient)
+        moments.second.sub_(entering.mul_(1 - moments.fading_squares)).div_(moments.fading_squares)
         # Round-off must not make a second moment negative.
         moments.second.clamp_(min=0)
     else:
@@ -88,10 +87,14 @@ def retreat_(moments: Moments, gradient: Tensor) -> None:
 def direction(moments: Moments) -> Tensor:
     """x for the moments as they are now, in new memory."""
     mean, square = moments.first * moments.unbias, moments.second * moments.unbias_squares
-    signal = (mean * mean).sub_(square * moments.noise).mul_(moments.spread).clamp_(min=0)
-    signal = torch.minimum(square, signal)
-    variance = square.mul_(moments.kept).add_(signal.mul_(1 - moments.kept))
-    return mean.div_(_root(variance).add_(moments.epsilon))
+    return mean.div_(_root(square).add_(moments.epsilon))
+
+
+def _entering(moments: Moments, gradient: Tensor) -> Tensor:
+    """e, what enters the second moment, given the first one as before the step."""
+    square = gradient * gradient
+    signal = (moments.first * moments.unbias_before).mul_(gradient)
+    return torch.minimum(square, signal.mul_(1 - moments.kept).add_(square * moments.kept).clamp_(min=0))
 
 
 def _root(x: Tensor) -> Tensor:

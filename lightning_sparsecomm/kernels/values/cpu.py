@@ -6,6 +6,7 @@ from torch import Tensor
 
 from lightning_sparsecomm.kernels.numba_jit import Bytes, Floats, compiled
 from lightning_sparsecomm.kernels.values.reference import (
+    LARGEST_BFLOAT16,
     LARGEST_THREE_BIT,
     LOWEST_OF_MEAN,
     SMALLEST_THREE_BIT,
@@ -37,6 +38,43 @@ class CpuValueKernels(ValueKernels):
         values = np.empty(count, np.float32)
         _read(packed, group, heads.numpy(), values)
         return torch.from_numpy(values)
+
+    def write_one_bits(self, values: Tensor, group: int) -> Tensor:
+        count = values.numel()
+        if values.dtype not in (torch.float32, torch.float64) or not count:
+            return super().write_one_bits(values, group)
+        means, packed = np.empty(-(-count // group), np.float64), np.zeros((count + 7) // 8, np.uint8)
+        _write_signs(values.detach().contiguous().numpy(), group, means, packed)
+        heads = torch.from_numpy(np.minimum(means, LARGEST_BFLOAT16)).to(torch.bfloat16)
+        return torch.cat([heads.view(torch.uint8), torch.from_numpy(packed)])
+
+    def read_one_bits(self, section: Tensor, count: int, group: int) -> Tensor:
+        heads_end = 2 * -(-count // group)
+        magnitudes = section[:heads_end].clone().view(torch.bfloat16).to(torch.float32)
+        values = np.empty(count, np.float32)
+        _read_signs(section[heads_end:].contiguous().numpy(), group, magnitudes.numpy(), values)
+        return torch.from_numpy(values)
+
+
+@compiled
+def _write_signs(values: Floats, group: int, means: Floats, packed: Bytes) -> None:
+    """Each group's mean magnitude, and a bit for each value."""
+    for at in range(means.size):
+        first, end = at * group, min((at + 1) * group, values.size)
+        total = 0.0
+        for i in range(first, end):
+            value = np.float64(values[i])
+            total += abs(value)
+            packed[i >> 3] |= np.uint8(np.int64(value < 0) << (i & 7))
+        means[at] = total / (end - first)
+
+
+@compiled
+def _read_signs(packed: Bytes, group: int, magnitudes: Floats, values: Floats) -> None:
+    for at in range(magnitudes.size):
+        magnitude = magnitudes[at]
+        for i in range(at * group, min((at + 1) * group, values.size)):
+            values[i] = -magnitude if np.int64(packed[i >> 3]) >> (i & 7) & 1 else magnitude
 
 
 @compiled

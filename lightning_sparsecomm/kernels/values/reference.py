@@ -7,6 +7,8 @@ from torch import Tensor
 LARGEST_THREE_BIT = 2.0**126
 SMALLEST_THREE_BIT = 2.0**-126
 
+LARGEST_BFLOAT16 = torch.finfo(torch.bfloat16).max
+
 # A group whose smallest magnitude is below this part of its mean needs a magnitude of 0.
 ZERO_BELOW = 1 / 8
 # The lowest of its three other magnitudes, as part of its mean.
@@ -63,6 +65,28 @@ class ValueKernels:
         groups = torch.arange(count, device=section.device) // group
         magnitudes = levels.view(-1)[4 * groups + (codes >> 1)]
         return torch.where(codes & 1 == 1, -magnitudes, magnitudes)
+
+    def write_one_bits(self, values: Tensor, group: int) -> Tensor:
+        """Each group's mean magnitude as bfloat16, then a bit for each of `[k]` finite values, 1 if it is negative."""
+        count = values.numel()
+        groups = -(-count // group)
+        if not groups:
+            return values.new_empty(0, dtype=torch.uint8)
+        padded = torch.nn.functional.pad(values.to(torch.float64).abs(), (0, groups * group - count))
+        counts = torch.full((groups,), float(group), dtype=torch.float64, device=values.device)
+        counts[-1] = count - (groups - 1) * group
+        means = (padded.view(groups, group).sum(1) / counts).clamp_(max=LARGEST_BFLOAT16).to(torch.bfloat16)
+        negative = torch.nn.functional.pad((values < 0).to(torch.int32), (0, -count % 8)).view(-1, 8)
+        packed = (negative << _places(values.device, 8, 1)).sum(1).to(torch.uint8)
+        return torch.cat([means.view(torch.uint8), packed])
+
+    def read_one_bits(self, section: Tensor, count: int, group: int) -> Tensor:
+        """The `[count]` float32 values of a section that has exactly their length."""
+        heads_end = 2 * -(-count // group)
+        magnitudes = section[:heads_end].clone().view(torch.bfloat16).to(torch.float32)
+        bits = section[heads_end:, None].to(torch.int32) >> _places(section.device, 8, 1) & 1
+        magnitudes = magnitudes[torch.arange(count, device=section.device) // group]
+        return torch.where(bits.flatten()[:count] == 1, -magnitudes, magnitudes)
 
 
 def _levels(heads: Tensor) -> Tensor:
