@@ -41,7 +41,7 @@ def ours(layout: Layout, gradients: list[Tensor], density: float, momentum: bool
     memories: list[Memory] = [MomentumCorrection()] if momentum else []
     memories.append(ErrorFeedback())
     for memory in memories:
-        memory.bind(layout, torch.float32, torch.device("cpu"))
+        memory.bind(layout, torch.float32, gradients[0].device)
     selector = TopK(density, scope="tensor")
     settings = StepSettings([MomentumRule(0.9)] * len(layout.segments))
     present = [True] * len(layout.segments)
@@ -63,7 +63,7 @@ def ours(layout: Layout, gradients: list[Tensor], density: float, momentum: bool
 
 def torch_topk(layout: Layout, gradients: list[Tensor], density: float, momentum: bool) -> Callable[[int], None]:
     """The same with torch's own operations, in buffers allocated beforehand."""
-    velocity, residual, magnitudes = (torch.zeros(layout.size) for _ in range(3))
+    velocity, residual, magnitudes = (torch.zeros(layout.size, device=gradients[0].device) for _ in range(3))
 
     def step(number: int) -> None:
         gradient = gradients[number % len(gradients)]

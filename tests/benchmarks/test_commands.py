@@ -180,6 +180,24 @@ def test_selection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert "| one tensor, momentum and residual: fused |" in capsys.readouterr().out
 
 
+def test_gpu_tried_out_without_one(tmp_path: Path) -> None:
+    arguments = ["--device=cpu", "--elements=100000", "--rounds=1", "--output=out.json"]
+    output = run("gpu.py", *arguments, folder=tmp_path)
+    written = json.loads((tmp_path / "out.json").read_text())
+    # A copy, two ways to select in two shapes, a sketch's two, and four codecs in two directions.
+    assert (written["device"], len(written["ms"])) == ("the CPU", 15)
+    assert all(len(ways) == 2 for ways in written["payload_ms"].values())
+    assert "| 16,777,216 bytes, pinned memory and gloo |" in output
+
+
+def test_gpu_says_that_there_is_none(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setattr("sys.argv", ["gpu.py"])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(BENCHMARKS / "gpu.py"), run_name="__main__")
+    assert "--device cuda needs an NVIDIA GPU, and torch finds none" in capsys.readouterr().err
+
+
 def test_coding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--positions=2000", "--reference-positions=300", "--rounds=2", "--densities", "0.1", "0.01"]
     monkeypatch.setattr("sys.argv", ["coding.py", *arguments, f"--output={tmp_path}/out.json"])

@@ -1,0 +1,190 @@
+"""What a step's parts cost on a GPU, next to copying the gradient there; and how payloads travel best between two GPUs.
+
+Nobody has run this on a GPU yet: please send us what it prints. It needs one NVIDIA GPU, and a second one for the part
+about payloads. `--device cpu` tries it out without any, with Gloo in the place of NCCL.
+
+Payloads can travel in two ways: by NCCL from GPU to GPU, which is what the strategies do, or by Gloo from memory that
+both GPU and network card reach (pinned), with a copy before and after. Which is faster depends on the machines, so run
+this where you train. Rows are timed in turns.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from runs import COMMIT, made_with, versions
+from selection import layout_of, ours, torch_topk
+from torch import Tensor
+
+from lightning_sparsecomm.basis import Layout, Round, Vector
+from lightning_sparsecomm.codecs import (
+    Auto,
+    CountSketch,
+    Float32,
+    OneBit,
+    RunLength16,
+    SparseCodec,
+    ThreeBit,
+    TopK,
+    TwoBit,
+)
+
+Rows = dict[str, Callable[[int], object]]
+
+WARM_UP = 3
+
+
+def codecs(x: Tensor) -> Rows:
+    """Encoding what the defaults select, and decoding it."""
+    layout = Layout([("weight", tuple(x.shape))])
+    context, rows = Round(layout), Rows()
+    forms = {
+        "0.1%, float32, fast positions": SparseCodec(TopK(0.001, "tensor"), Float32(), RunLength16()),
+        "21%, three bits, short positions": SparseCodec(TopK(0.21, "tensor"), ThreeBit(), Auto()),
+        "27%, two bits, short positions": SparseCodec(TopK(0.27, "tensor"), TwoBit(), Auto()),
+        "40%, one bit, short positions": SparseCodec(TopK(0.4, "tensor"), OneBit(), Auto()),
+    }
+    for name, codec in forms.items():
+        payload = codec.encode(Vector(x), context)
+        rows[f"select and encode {name}"] = lambda _, codec=codec: codec.encode(Vector(x), context)  # type: ignore[misc]
+        rows[f"decode {name}"] = lambda _, codec=codec, payload=payload: codec.decode(payload, layout.size)  # type: ignore[misc]
+    return rows
+
+
+def kernels(elements: int, device: torch.device) -> Rows:
+    """All rows of one GPU."""
+    generator = torch.Generator().manual_seed(0)
+    gradients = [torch.randn(elements, generator=generator).to(device) for _ in range(2)]
+    target = torch.zeros(elements, device=device)
+    rows: Rows = {"copy_": lambda number: target.copy_(gradients[number % 2])}
+    for shape, words in (("one", "one tensor"), ("many", "54 tensors")):
+        layout = layout_of(shape, elements)
+        views = [gradient[: layout.size] for gradient in gradients]
+        rows[f"update and select 0.1%, {words}"] = ours(layout, views, 0.001, momentum=True)
+        rows[f"the same with torch.topk, {words}"] = torch_topk(layout, views, 0.001, momentum=True)
+    sketch = CountSketch(5, max(1, elements // 100))
+    table = sketch.empty(device, torch.float32)
+    rows["insert into a count sketch, 5 rows"] = lambda _: sketch.insert_(table, gradients[0], 1)
+    rows["find its largest 3.6%"] = lambda _: sketch.largest(table, elements, int(0.036 * elements), 1)
+    return rows | codecs(gradients[0])
+
+
+def timed(rows: Rows, rounds: int, device: torch.device) -> dict[str, list[float]]:
+    """Milliseconds of each call of each row, until the device has done it."""
+    times: dict[str, list[float]] = {name: [] for name in rows}
+    for number in range(WARM_UP + rounds):
+        for name, call in rows.items():
+            finish(device)
+            begin = time.perf_counter()
+            call(number)
+            finish(device)
+            if number >= WARM_UP:
+                times[name].append(1e3 * (time.perf_counter() - begin))
+    return times
+
+
+def finish(device: torch.device) -> None:
+    """Waits for what was started on the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def ways(payload: Tensor, beside: dist.ProcessGroup) -> Rows:
+    """Both ways of gathering one payload from all ranks, to where it is decoded."""
+    gathered = [torch.empty_like(payload) for _ in range(dist.get_world_size())]
+    pinned = payload.device.type == "cuda"
+    own = torch.empty(payload.shape, dtype=torch.uint8, pin_memory=pinned)
+    others = [torch.empty_like(own, pin_memory=pinned) for _ in gathered]
+
+    def through_pinned(_: int) -> None:
+        own.copy_(payload)
+        dist.all_gather(others, own, group=beside)
+        for mine, other in zip(gathered, others):
+            mine.copy_(other, non_blocking=True)
+
+    return {
+        dist.get_backend(): lambda _: dist.all_gather(gathered, payload),
+        "pinned memory and gloo": through_pinned,
+    }
+
+
+def transport(rank: int, world_size: int, store: str, kind: str, rounds: int, folder: str) -> None:
+    """One rank: times both ways for payloads of several sizes."""
+    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    backend = "nccl" if kind == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world_size)
+    beside = dist.new_group(backend="gloo")
+    found = {}
+    for size in (1 << 10, 1 << 16, 1 << 20, 1 << 24):
+        payload = torch.full((size,), rank, dtype=torch.uint8, device=device)
+        found[size] = timed(ways(payload, beside), rounds, device)
+    if rank == 0:
+        (Path(folder) / "transport.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def compare_ways(kind: str, rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Milliseconds by size and way, between two ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(transport, (2, os.path.join(folder, "store"), kind, rounds, folder), nprocs=2)
+        found: dict[str, dict[str, list[float]]] = json.loads((Path(folder) / "transport.json").read_text())
+        return found
+
+
+def report(times: dict[str, list[float]], base: str) -> list[str]:
+    """A table's lines: medians, spreads, and multiples of one row's median."""
+    usual = statistics.median(times[base])
+    return [
+        f"| {name} | {statistics.median(each):.3f} | {min(each):.3f} – {max(each):.3f} |"
+        f" {statistics.median(each) / usual:.2f} |"
+        for name, each in times.items()
+    ]
+
+
+def main() -> None:
+    """Runs what this machine allows, and says what it leaves out."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--device", choices=["cuda", "cpu"], default="cuda")
+    add("--elements", type=int, default=25_000_000, metavar="N", help="length of the gradient, float32")
+    add("--rounds", type=int, default=15, metavar="N", help=f"timed calls of each row, after {WARM_UP} that warm up")
+    add("--output", type=Path, metavar="FILE", help="JSON file for all times")
+    options = parser.parse_args()
+    found = torch.cuda.device_count()
+    if options.device == "cuda" and not found:
+        parser.error("--device cuda needs an NVIDIA GPU, and torch finds none. Try it out with --device cpu.")
+    device = torch.device(options.device)
+    name = torch.cuda.get_device_name(device) if options.device == "cuda" else "the CPU"
+
+    print(f"{options.elements:,} float32 on {name}; ms, median of {options.rounds}\n")
+    print("| row | median | least – most | of copy_ |\n|---|---:|---:|---:|")
+    parts = timed(kernels(options.elements, device), options.rounds, device)
+    print("\n".join(report(parts, "copy_")))
+
+    payloads: dict[str, dict[str, list[float]]] = {}
+    if options.device == "cuda" and found < 2:
+        print("\nPayloads between GPUs: left out, since torch finds one GPU, and it takes two.")
+    else:
+        payloads = compare_ways(options.device, options.rounds)
+        print("\n| payload, two ranks | median | least – most | of the first |\n|---|---:|---:|---:|")
+        for size, times in payloads.items():
+            rows = {f"{int(size):,} bytes, {way}": each for way, each in times.items()}
+            print("\n".join(report(rows, next(iter(rows)))))
+    print(f"\n{made_with([COMMIT])} torch {torch.__version__}")
+    if options.output:
+        stored = {"device": name, **versions(), "commit": COMMIT, "ms": parts, "payload_ms": payloads}
+        options.output.write_text(json.dumps(stored, indent=2))
+
+
+if __name__ == "__main__":
+    main()
