@@ -15,6 +15,7 @@ from lightning_sparsecomm.basis.parts import parts_in
 from lightning_sparsecomm.basis.schedules import ByLength, Schedule, check_every
 from lightning_sparsecomm.frontends.loading import loading
 from lightning_sparsecomm.frontends.mixin import SynchronizingMixin
+from lightning_sparsecomm.frontends.reporting import get_fabric_ready
 from lightning_sparsecomm.frontends.uneven import UnevenLoader
 from lightning_sparsecomm.run.agreement import CHECK_REPLICAS_EVERY
 from lightning_sparsecomm.run.contents import fingerprint_of
@@ -117,6 +118,7 @@ class FabricMixin(SynchronizingMixin, DDPStrategy):
             self.engine.agreement.on_optimizers([tracked.optimizer for tracked in registry.optimizers])
             registry.check()
             self._checked = True
+            get_fabric_ready(self)
             if self._chooser is not None:
                 self._chooser.begin()
         if self._uneven is not None and self._uneven.filling:

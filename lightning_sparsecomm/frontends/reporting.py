@@ -1,4 +1,4 @@
-"""What a Trainer is told: the method at the start, phases for its profiler, and the ledger of processes it started."""
+"""What users are told: the method at the start, phases for a profiler, and the ledger of processes that it started."""
 
 import logging
 from collections.abc import Sequence
@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_sparsecomm.basis.ledger import Ledger
 from lightning_sparsecomm.basis.phases import Profile
+from lightning_sparsecomm.planning.saving import times_fewer_bytes
+from lightning_sparsecomm.run.announcement import announcement
 from lightning_sparsecomm.run.rehearsal import compile_kernels
 
 if TYPE_CHECKING:
@@ -16,10 +18,11 @@ else:
     _MultiProcessingLauncher = object
 
 
-def say(line: str, trainer: "pl.Trainer") -> None:
-    """Prints a line as Lightning prints its own."""
+def say(line: str, told: object) -> None:
+    """Prints a line as Lightning prints its own; `told` is an object of Lightning's, or derived from one."""
     # Lightning prints what its own loggers get, and those below them.
-    package = next(kind.__module__ for kind in type(trainer).__mro__ if "lightning" in kind.__module__)
+    modules = (kind.__module__ for kind in type(told).__mro__ if "lightning" in kind.__module__)
+    package = next(module for module in modules if not module.startswith("lightning_sparsecomm"))
     logging.getLogger(package).info(line)
 
 
@@ -49,6 +52,18 @@ def get_ready(strategy: Any, trainer: "pl.Trainer") -> None:
     if chooser is not None:
         chooser.say = tell
         chooser.begin()
+
+
+def get_fabric_ready(strategy: Any) -> None:
+    """Compiles kernels before Fabric's first step, and says which method each optimizer has. A collective."""
+    engine, chooser = strategy.engine, strategy.chooser
+    choices = list(chooser.choices.values()) if chooser is not None else None
+    compile_kernels(engine, strategy.local_rank == 0, strategy.barrier, lambda line: say(line, strategy), choices)
+    if strategy.is_global_zero:
+        optimizers = engine.registry.optimizers
+        fewer = [times_fewer_bytes(engine, each, engine.length) for each in optimizers]
+        for line in announcement(engine.registry, engine.length, strategy.world_size, fewer=fewer):
+            say(line, strategy)
 
 
 def profile_of(profiler: Any, strategy: str) -> Profile | None:

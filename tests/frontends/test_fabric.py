@@ -1,6 +1,8 @@
 """The strategy in a Fabric loop: what cannot work is refused."""
 
+import logging
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -83,3 +85,30 @@ def test_fabric_counts_no_epochs(tmp_path: Path) -> None:
         return "refused"
 
     assert run_ranks(tmp_path, 1, setup) == ["refused"]
+
+
+def _said(rank: int) -> list[str]:
+    lines: list[str] = []
+    logger = logging.getLogger("lightning_fabric")
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
+    os.environ.update({"MASTER_ADDR": "localhost", "MASTER_PORT": "0"})
+    strategy = FabricStrategy(dgc(0.1, warmup_steps=0))
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, plugins=[TorchElasticEnvironment()])
+    fabric.launch()
+    network = nn.Linear(200, 100)
+    module, optimizer = fabric.setup(network, torch.optim.SGD(network.parameters(), lr=0.1))
+    for _ in range(2):
+        optimizer.zero_grad()
+        fabric.backward(module(torch.ones(1, 200)).sum())
+        optimizer.step()
+    return [line for line in lines if line.startswith("sparsecomm")]
+
+
+def test_it_says_which_method_an_optimizer_has(tmp_path: Path) -> None:
+    first, second = run_ranks(tmp_path, 2, _said)
+    (line,) = (line for line in first if "compiling" not in line)
+    assert re.fullmatch(r"sparsecomm: 2 ranks, SGD by dgc\(.*\); about [\d.]+ times fewer bytes than ddp", line), line
+    assert second == []
