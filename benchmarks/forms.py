@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from lightning_sparsecomm.basis import Layout
+from lightning_sparsecomm.channel.coherence import Coherence
 from lightning_sparsecomm.codecs import BFloat16, OneBit, ThreeBit, TwoBit, ValueCodec
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
@@ -47,8 +48,9 @@ class Form(NamedTuple):
         follow_rate: Whether the residual follows the learning rate.
         balanced: Whether small tensors are sent more densely.
         values: How values are rounded: one of `VALUES`.
-        second: Adam's second moment: of this rank's "local" gradient; an "estimate" of that of the mean gradient, as
-            `LocalAdam` makes it; the local one "corrected" for the number of ranks by what the first moment is now, as
+        second: Adam's second moment: of this rank's "local" gradient; the same times its "coherence", as `LocalAdam`
+            has it; with the square times a "product" of the gradient and the first moment before it, which confirms
+            what is no noise; the local one "corrected" for the number of ranks by what the first moment is now, as
             `LocalAdam` did before; the "mean" over ranks of the local ones; that mean, corrected ("mean corrected"); or
             of the mean gradient, as in ddp, which no rank knows ("oracle").
         finish: Whether everything is sent in the last step.
@@ -61,7 +63,7 @@ class Form(NamedTuple):
     follow_rate: bool = True
     balanced: bool = True
     values: str = "bfloat16"
-    second: Literal["local", "estimate", "corrected", "mean", "mean corrected", "oracle"] = "estimate"
+    second: Literal["local", "coherence", "product", "corrected", "mean", "mean corrected", "oracle"] = "coherence"
     finish: bool = False
 
 
@@ -89,6 +91,7 @@ def forms_of(optimizer: str, density: float) -> dict[str, Form]:
         "ddp": Form(optimizer="adam", dense=True),
         "sparsecomm (local Adam)": base,
         "… of the rank's own gradient": base._replace(second="local"),
+        "… product": base._replace(second="product"),
         "… corrected": base._replace(second="corrected"),
         "… mean over ranks": base._replace(second="mean"),
         "… mean over ranks, corrected": base._replace(second="mean corrected"),
@@ -123,6 +126,7 @@ class Simulation:
         self.ranks = [[Rank(weight) for weight in self.weights] for _ in range(RANKS)]
         self.shared = [Rank(weight) for weight in self.weights]
         self.link_bytes = 0.0
+        self.coherences = [Coherence() for _ in self.weights]
 
     def step(self, step: int, gradients: Sequence[Sequence[Tensor]]) -> None:
         """One optimizer step, given each rank's gradients."""
@@ -172,9 +176,11 @@ class Simulation:
 
     def _local_directions(self, index: int, own: list[Tensor], step: int) -> list[Tensor]:
         ranks = [each[index] for each in self.ranks]
+        coherence = self.coherences[index].of("", RANKS) if self.form.second == "coherence" else 1.0
+        self._compare(index, own, step)
         for rank, gradient in zip(ranks, own):
-            entering = gradient.square()
-            if self.form.second == "estimate" and step:
+            entering = gradient.square() * coherence
+            if self.form.second == "product" and step:
                 signal = gradient * rank.first / (1 - BETAS[0] ** step)
                 entering = (signal + (entering - signal) / RANKS).clamp_(min=0).minimum(entering)
             rank.first.lerp_(gradient, 1 - BETAS[0])
@@ -192,6 +198,15 @@ class Simulation:
             shared = self.shared[index].second.lerp_((sum(own) / RANKS).square(), 1 - BETAS[1])  # type: ignore[union-attr]
             squares = [shared / (1 - BETAS[1] ** (step + 1))] * RANKS
         return [mean / (square.sqrt() + EPSILON) for mean, square in zip(means, squares)]
+
+    def _compare(self, index: int, own: list[Tensor], step: int) -> None:
+        coherence, layout = self.coherences[index], Layout([("", tuple(own[0].shape))])
+        (positions,) = coherence.positions(layout, step, torch.device("cpu"))
+        some = torch.stack([gradient.take(positions) for gradient in own])
+        total = torch.cat([some.sum(0), some.square().sum()[None]])
+        coherence.take([""], [True], total[None], RANKS)
+        if self.form.second == "coherence":
+            self.link_bytes += 2 * (RANKS - 1) / RANKS * total.nbytes
 
     def _densities(self) -> list[float]:
         sizes = {index: weight.numel() for index, weight in enumerate(self.weights) if weight.dim() > 1}

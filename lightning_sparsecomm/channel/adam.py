@@ -9,29 +9,30 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from lightning_sparsecomm.basis.layout import Layout
 from lightning_sparsecomm.basis.rounds import Round
+from lightning_sparsecomm.channel.coherence import SAMPLED, Coherence
 from lightning_sparsecomm.channel.contribution import AdamRule, Contribution
 from lightning_sparsecomm.channel.memory import Memory
 from lightning_sparsecomm.exchange.base import Exchanged
 from lightning_sparsecomm.kernels import Moments
 
-_FIRST, _SECOND, _STEP = "exp_avg", "exp_avg_sq", "step"
+_FIRST, _SECOND, _STEP, _COHERENCE = "exp_avg", "exp_avg_sq", "step", "coherence"
 
 
 class LocalAdam(Memory):
     """Replaces a rank's gradient g by Adam's direction x, which is in units of the learning rate.
 
         g ← g + λ·w                                     only with Adam's L2 decay; AdamW's decay is not sent
-        e ← g²/W + (1 − 1/W)·g·m̂', limited to [0, g²];  m̂' is m̂ of the step before; e = g² in the first step
-        m ← β1·m + (1 − β1)·g;   v ← β2·v + (1 − β2)·e;   m̂ ← m / (1 − β1^t);   v̂ ← v / (1 − β2^t)
+        m ← β1·m + (1 − β1)·g;   v ← β2·v + (1 − β2)·c·g²;   m̂ ← m / (1 − β1^t);   v̂ ← v / (1 − β2^t)
         x ← m̂ / (√v̂ + ε)
+
+    Bytes beside the exchange's: 132 for each tensor, in an all-reduce.
 
     The direction has the same scale however sparsely it is sent, which a second moment of sparse gradients has not. It
     must come before `ErrorFeedback`. On one rank and at density 1 it is torch's Adam or AdamW to round-off.
 
-    So v estimates the second moment of the mean over ranks, which Adam sees under ddp, and no rank knows. The gradient
-    is a mean μ and noise of variance σ², of which the mean over ranks keeps σ²/W. E[g²] = μ² + σ², and E[g·m̂'] is about
-    μ², since noise of different steps is independent. So E[e] is about μ² + σ²/W. With β1 = 0, where m̂' is a single
-    gradient, e = g².
+    Under ddp, Adam's second moment is that of the mean gradient, whose noise is averaged over ranks. No rank knows it,
+    and a rank's own squares are larger. c, the `Coherence`, is the ratio of the two, by tensor: ranks measure it in
+    each step, from 32 elements of each tensor, for the next one. It is 1 in the first step.
 
     A gradient that this rank lacks counts as zero where another rank has one. Moments go on from those that the
     optimizer already has, for example from a checkpoint of ddp.
@@ -50,6 +51,11 @@ class LocalAdam(Memory):
         self._names: list[str] = []
         self._steps: dict[str, int] = {}
         self._next: dict[str, int] = {}
+        self._coherence = Coherence()
+        self._sample: Tensor | None = None
+        self._total: Tensor | None = None
+        # Where gradients are, and the dtype of moments.
+        self._like = torch.zeros(0)
 
     def objection(self, optimizer: Optimizer) -> str | None:
         remedy = "Use methods.gradient_dropping(), which works with any optimizer"
@@ -71,6 +77,7 @@ class LocalAdam(Memory):
     def bind(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
         super().bind(layout, dtype, device)
         self._names = [segment.name for segment in layout.segments]
+        self._like = torch.zeros(0, dtype=dtype, device=device)
 
     def prepare(self, contribution: Contribution, context: Round) -> Contribution:
         rules = contribution.settings.adam or [AdamRule()] * len(self._names)
@@ -81,6 +88,9 @@ class LocalAdam(Memory):
                 " the loss."
             )
         self._next = {}
+        sign = rules[0].sign if rules else 1.0
+        scale = contribution.scale * sign
+        self._sample = self._sampled(contribution.parts, rules, scale, context) if context.world_size > 1 else None
         steps: list[Moments | None] = []
         views = zip(contribution.parts, self._flats(_FIRST, context), self._flats(_SECOND, context))
         for name, rule, (part, first, second) in zip(self._names, rules, views, strict=True):
@@ -88,18 +98,45 @@ class LocalAdam(Memory):
                 steps.append(None)
                 continue
             step = self._next[name] = self._begin(name, rule, first, second) + 1
-            steps.append(_moments(first, second, step, rule, context.world_size))
-        sign = rules[0].sign if rules else 1.0
-        return replace(contribution, scale=contribution.scale * sign, steps=steps)
+            steps.append(_moments(first, second, step, rule, self._coherence.of(name, context.world_size)))
+        return replace(contribution, scale=scale, steps=steps)
+
+    def aside(self, context: Round) -> Tensor | None:
+        if context.world_size == 1:
+            return None
+        if self._sample is None:
+            return self._like.new_zeros(len(self._names), SAMPLED + 1)
+        return torch.cat([self._sample, self._sample.square().sum(1, keepdim=True)], 1)
+
+    def take_aside(self, total: Tensor) -> None:
+        self._total = total
+
+    def _sampled(
+        self, parts: Sequence[Tensor | None], rules: Sequence[AdamRule], scale: float, context: Round
+    ) -> Tensor:
+        """Some elements of each gradient as it enters the moments: `[segments, 32]`; zeros where there is none."""
+        positions = self._coherence.positions(context.layout, context.step, self._like.device)
+        rows = []
+        for part, rule, at in zip(parts, rules, positions):
+            if part is None or not part.numel():
+                rows.append(self._like.new_zeros(SAMPLED))
+                continue
+            row = part.take(at).to(self._like.dtype) * scale
+            if rule.weights is not None and rule.decay:
+                row += rule.weights.detach().take(at).to(row.dtype) * rule.decay
+            rows.append(row)
+        return torch.stack(rows) if rows else self._like.new_zeros(0, SAMPLED)
 
     def commit(self, exchanged: Exchanged, context: Round) -> Exchanged:
         present = {name for name, here in zip(self._names, exchanged.present) if here}
         self._steps |= {name: step for name, step in self._next.items() if name in present}
-        self._next = {}
+        if self._total is not None:
+            self._coherence.take(self._names, exchanged.present, self._total, context.world_size)
+        self._next, self._sample, self._total = {}, None, None
         return exchanged
 
     def abort(self, contribution: Contribution, context: Round) -> None:
-        self._next = {}
+        self._next, self._sample = {}, None
 
     def moments(self) -> dict[str, tuple[int, Tensor, Tensor]]:
         """By parameter name: the steps taken, and both moments in the parameter's shape, as views of what is held."""
@@ -118,20 +155,21 @@ class LocalAdam(Memory):
         return round(float(rule.begun[_STEP]))
 
     def state_dict(self) -> Mapping[str, Mapping[str, Tensor]]:
-        return {**super().state_dict(), _STEP: {name: torch.tensor(float(t)) for name, t in self._steps.items()}}
+        steps = {name: torch.tensor(float(t)) for name, t in self._steps.items()}
+        return {**super().state_dict(), _STEP: steps, _COHERENCE: self._coherence.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         super().load_state_dict(state)
         # A mean over ranks, of which some had no gradient of it, need not be whole.
         self._steps |= {name: round(float(step)) for name, step in state.get(_STEP, {}).items()}
+        self._coherence.load_state_dict(state.get(_COHERENCE, {}))
 
 
-def _moments(first: Tensor, second: Tensor, step: int, rule: AdamRule, world_size: int) -> Moments:
+def _moments(first: Tensor, second: Tensor, step: int, rule: AdamRule, coherence: float) -> Moments:
     fading, fading_squares = rule.fading, rule.fading_squares
     weights = None
     if rule.weights is not None and rule.decay:
         weights = rule.weights.detach().to(first.dtype).contiguous().view(-1)
-    estimates = fading > 0 and step > 1
     return Moments(
         first,
         second,
@@ -139,9 +177,8 @@ def _moments(first: Tensor, second: Tensor, step: int, rule: AdamRule, world_siz
         fading_squares,
         1 / (1 - fading**step),
         1 / (1 - fading_squares**step),
-        1 / (1 - fading ** (step - 1)) if estimates else 0.0,
         rule.epsilon,
-        1 / world_size if estimates else 1.0,
+        coherence,
         rule.decay,
         weights,
     )

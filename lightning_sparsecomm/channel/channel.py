@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from lightning_sparsecomm.basis import Layout, Round, SparseVector, Vector, Wire
 from lightning_sparsecomm.basis.parts import Part, parts_in
 from lightning_sparsecomm.channel.adam import LocalAdam
+from lightning_sparsecomm.channel.asides import Asides
 from lightning_sparsecomm.channel.clipping import ClipLocalNorm
 from lightning_sparsecomm.channel.contribution import Contribution, StepSettings
 from lightning_sparsecomm.channel.error_feedback import ErrorFeedback
@@ -46,6 +47,12 @@ class _Round:
     contributions: list[Contribution] = field(default_factory=list)
     vector: Vector | None = None
     exchanged: Exchanged | None = None
+    asides: Asides | None = None
+
+    def run(self, exchange: Exchange) -> None:
+        assert self.vector is not None and self.asides is not None
+        self.exchanged = exchange.exchange(self.vector, self.context, self.wire)
+        self.asides.wait()
 
 
 class Channel(Part):
@@ -78,11 +85,7 @@ class Channel(Part):
         return copy.deepcopy(self)
 
     def bind(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
-        """As `Memory.bind`, for all memories. Call it again when the layout has grown.
-
-        Raises:
-            TypeError: A part holds something that cannot be saved.
-        """
+        """As `Memory.bind`, for all memories. Call it again when the layout has grown. Errors as for `state_dict`."""
         self.dtype, self.device = dtype, device
         self._names = [segment.name for segment in layout.segments]
         for memory in self.memories:
@@ -128,6 +131,7 @@ class Channel(Part):
         self._round = _Round(context, wire)
         self._round.vector = self._vector_of(gradients, settings, sparse, self._round)
         self.exchange.prepare(self._round.vector, context, wire)
+        self._round.asides = Asides(self.memories, context, wire)
 
     def run(self) -> None:
         """Exchanges what was prepared, or waits for it.
@@ -135,8 +139,8 @@ class Channel(Part):
         Raises:
             NonFiniteGradientError, PayloadError: As the exchange says.
         """
-        assert self._round is not None and self._round.vector is not None
-        self._round.exchanged = self.exchange.exchange(self._round.vector, self._round.context, self._round.wire)
+        assert self._round is not None
+        self._round.run(self.exchange)
 
     def commit(self) -> Exchanged:
         """Memories forget what was sent.
@@ -144,13 +148,13 @@ class Channel(Part):
         Returns:
             What is shared, as memories have changed it.
         """
-        assert self._round is not None
         this, self._round = self._round, None
+        assert this is not None and this.exchanged is not None and this.asides is not None
         exchanged, context = this.exchanged, this.context
-        assert exchanged is not None
         exchanged = exchanged._replace(shared=self._apart(exchanged.shared), sent=self._apart(exchanged.sent))
         self.exchange.commit()
         exchanged = self._missing.commit(exchanged, context.layout)
+        this.asides.hand_over()
         # The last to take in is the first to forget.
         for memory in reversed(self.memories):
             exchanged = memory.commit(exchanged, context)

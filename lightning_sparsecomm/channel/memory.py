@@ -142,6 +142,17 @@ class Memory(Part, ABC):
         parameter without a gradient sends nothing, and keeps what is held for it (but see `carries`).
         """
 
+    def aside(self, context: Round) -> Tensor | None:
+        """A few numbers that ranks sum beside the exchange, for `take_aside`; None for none. Called after `prepare`.
+
+        Its shape and dtype are equal on all ranks, also where this rank's gradients are not finite and `prepare` was
+        not called, or was undone.
+        """
+        return None
+
+    def take_aside(self, total: Tensor) -> None:
+        """Takes what `aside` gave, summed over ranks. Called right before `commit`, and not in a round that fails."""
+
     def commit(self, exchanged: Exchanged, context: Round) -> Exchanged:
         """Forgets what was sent (`exchanged.sent`), as receivers decode it.
 

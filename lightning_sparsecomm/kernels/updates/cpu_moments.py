@@ -34,10 +34,8 @@ class _Numbers(NamedTuple):
     entering_squares: Scalar
     unbias: Scalar
     unbias_squares: Scalar
-    unbias_before: Scalar
     epsilon: Scalar
-    kept: Scalar
-    rest: Scalar
+    coherence: Scalar
     decay: Scalar
     limit: Scalar
 
@@ -68,8 +66,7 @@ def add_direction_(
     vectors = _Vectors(r, moments.first.numpy(), moments.second.numpy(), g, weights)
     numbers = (
         *(keep, scale, moments.fading, 1 - moments.fading, moments.fading_squares, 1 - moments.fading_squares),
-        *(moments.unbias, moments.unbias_squares, moments.unbias_before, moments.epsilon),
-        *(moments.kept, 1 - moments.kept, moments.decay, LIMIT),
+        *(moments.unbias, moments.unbias_squares, moments.epsilon, moments.coherence, moments.decay, LIMIT),
     )
     typed = _Numbers._make(map(r.dtype.type, numbers))
     return bool(_update(vectors, typed, moments.weights is not None, checked))
@@ -86,12 +83,8 @@ def _piece(vectors: _Vectors, numbers: _Numbers, decays: bool, checked: bool) ->
         g = numbers.scale * (zero if excluded else gradient[i])
         if decays:
             g = g + weights[i] * numbers.decay
-        square = g * g
-        entering = square * numbers.kept + ((first[i] * numbers.unbias_before) * g) * numbers.rest
-        entering = entering if entering > zero else zero
-        entering = entering if entering < square else square
         m = numbers.fading * first[i] + g * numbers.entering
-        v = numbers.fading_squares * second[i] + entering * numbers.entering_squares
+        v = numbers.fading_squares * second[i] + ((g * g) * numbers.coherence) * numbers.entering_squares
         first[i] = m
         second[i] = v
         root = np.sqrt(v * numbers.unbias_squares) + numbers.epsilon

@@ -17,9 +17,8 @@ class Moments(NamedTuple):
     Kernels round each operation separately, in this order:
 
         g ← g + decay·weights                                (only with weights)
-        e ← kept·(g·g) + (1 − kept)·(g·(unbias_before·m));   e ← min(g·g, max(0, e))
         m ← fading·m + (1 − fading)·g
-        v ← fading_squares·v + (1 − fading_squares)·e
+        v ← fading_squares·v + (1 − fading_squares)·(coherence·(g·g))
         x ← (unbias·m) / (√(unbias_squares·v) + epsilon)
 
     Attributes:
@@ -29,9 +28,8 @@ class Moments(NamedTuple):
         fading_squares: Factor on v.
         unbias: 1 / (1 − fading^t) in step t, counted from 1.
         unbias_squares: 1 / (1 − fading_squares^t).
-        unbias_before: 1 / (1 − fading^(t − 1)), or anything in the first step, where m is 0.
         epsilon: Added to the root.
-        kept: The part of the noise's variance that is left in a mean over ranks: 1 / ranks, or 1 to take e as g·g.
+        coherence: The squared mean over ranks of the gradients by their mean square; 1 for Adam on this rank alone.
         decay: Factor on the weights that are added to the gradient.
         weights: `[n]` in m's dtype, contiguous; None where nothing is added.
     """
@@ -42,9 +40,8 @@ class Moments(NamedTuple):
     fading_squares: float = 0.999
     unbias: float = 1.0
     unbias_squares: float = 1.0
-    unbias_before: float = 1.0
     epsilon: float = 1e-8
-    kept: float = 1.0
+    coherence: float = 1.0
     decay: float = 0.0
     weights: Tensor | None = None
 
@@ -63,9 +60,8 @@ class Moments(NamedTuple):
 def advance_(moments: Moments, gradient: Tensor) -> None:
     """Takes a gradient of the same elements into both moments, in place."""
     gradient = _decayed(moments, gradient)
-    entering = _entering(moments, gradient)
     moments.first.mul_(moments.fading).add_(gradient * (1 - moments.fading))
-    moments.second.mul_(moments.fading_squares).add_(entering.mul_(1 - moments.fading_squares))
+    moments.second.mul_(moments.fading_squares).add_(_entering(moments, gradient))
 
 
 def retreat_(moments: Moments, gradient: Tensor) -> None:
@@ -76,8 +72,7 @@ def retreat_(moments: Moments, gradient: Tensor) -> None:
     else:
         moments.first.zero_()
     if moments.fading_squares:
-        entering = _entering(moments, gradient)
-        moments.second.sub_(entering.mul_(1 - moments.fading_squares)).div_(moments.fading_squares)
+        moments.second.sub_(_entering(moments, gradient)).div_(moments.fading_squares)
         # Round-off must not make a second moment negative.
         moments.second.clamp_(min=0)
     else:
@@ -91,10 +86,8 @@ def direction(moments: Moments) -> Tensor:
 
 
 def _entering(moments: Moments, gradient: Tensor) -> Tensor:
-    """e, what enters the second moment, given the first one as before the step."""
-    square = gradient * gradient
-    signal = (moments.first * moments.unbias_before).mul_(gradient)
-    return torch.minimum(square, signal.mul_(1 - moments.kept).add_(square * moments.kept).clamp_(min=0))
+    """What enters the second moment."""
+    return (gradient * gradient).mul_(moments.coherence).mul_(1 - moments.fading_squares)
 
 
 def _root(x: Tensor) -> Tensor:

@@ -1,0 +1,62 @@
+"""How much of the gradients' squares ranks have in common, from a few elements of each tensor that they sum."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_sparsecomm.basis.layout import Layout
+
+SAMPLED = 32
+"""Elements of each tensor that ranks sum in each step."""
+
+# How much of earlier sums stays: together they count as ten steps.
+_FADING = 0.9
+
+# Multiples of the golden ratio, modulo 1, spread evenly, and meet no stride of a tensor.
+_GOLDEN = 0.6180339887498949
+
+
+class Coherence:
+    """For each tensor, the squared mean over ranks of its gradients by their mean square: 1/W for noise, 1 for signal.
+
+    Ranks sum 32 elements of each gradient, others in each step, and their squares. Ratios are those of sums that fade
+    by 0.9 in each step; they are limited to [1/W, 1], and equal on all ranks.
+    """
+
+    def __init__(self) -> None:
+        # By name, the faded sums of squared means, and of mean squares: `[2]`.
+        self._sums: dict[str, Tensor] = {}
+
+    def positions(self, layout: Layout, step: int, device: torch.device) -> Tensor:
+        """Which elements are summed in a step: `[segments, 32]` int64, equal on all ranks."""
+        multiples = torch.arange(step * SAMPLED, (step + 1) * SAMPLED, dtype=torch.float64) * _GOLDEN % 1
+        sizes = torch.tensor([segment.size for segment in layout.segments], dtype=torch.float64)
+        return (multiples * sizes[:, None]).long().to(device)
+
+    def take(self, names: Sequence[str], present: Sequence[bool], total: Tensor, world_size: int) -> None:
+        """Takes in what ranks have summed: `[segments, 33]`, elements and then the sum of their squares.
+
+        Tensors of which no rank is `present` with a gradient are left alone.
+        """
+        means = total[:, :SAMPLED].to("cpu", torch.float64) / world_size
+        found = torch.stack([means.square().sum(1), total[:, SAMPLED].to("cpu", torch.float64) / world_size], 1)
+        for name, here, sums in zip(names, present, found):
+            # Gradients may be zero, and their squares too large for float32.
+            if here and sums[1] > 0 and bool(sums.isfinite().all()):
+                self._sums[name] = sums + _FADING * self._sums.get(name, 0.0)
+
+    def of(self, name: str, world_size: int) -> float:
+        """The ratio of a tensor; 1 before anything was summed."""
+        if name not in self._sums:
+            return 1.0
+        squared_mean, mean_square = map(float, self._sums[name])
+        return min(1.0, max(1 / world_size, squared_mean / mean_square))
+
+    def state_dict(self) -> Mapping[str, Tensor]:
+        """The sums, by name."""
+        return self._sums
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Takes over what `state_dict` returned."""
+        self._sums |= {name: sums.to("cpu", torch.float64, copy=True) for name, sums in state.items()}
