@@ -45,7 +45,10 @@ def seconds(call: Callable[[], object], kernels: PositionKernels) -> float:
     def chosen(device: torch.device) -> PositionKernels:
         return kernels
 
-    with mock.patch("lightning_sparsecomm.codecs.indices.position_kernels_for", chosen):
+    with (
+        mock.patch("lightning_sparsecomm.codecs.indices.position_kernels_for", chosen),
+        mock.patch("lightning_sparsecomm.codecs.adaptive.position_kernels_for", chosen),
+    ):
         begin = time.perf_counter()
         call()
         return time.perf_counter() - begin

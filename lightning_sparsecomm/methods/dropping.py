@@ -51,7 +51,7 @@ class gradient_dropping(Method):
             tensor with small ones sent more densely ("balanced").
         values: Dtype of values on the wire; "bfloat16" suits gradients of any scale. "two_bit" is a sign and one of two
             magnitudes, "three_bit" one of four. What is rounded off stays in the residual.
-        positions: How positions are coded: "fast" takes 2 bytes for each element sent; "short" is the shortest of four
+        positions: How positions are coded: "fast" takes 2 bytes for each element sent; "short" is the shortest of five
             codes, such as 0.8 bytes at a density of 3%.
         error_feedback: Whether to keep what is not sent and add it to the next gradient. Training suffers without.
         exclude: Patterns of parameter names whose gradients are sent whole, such as "*.bias".
@@ -159,7 +159,7 @@ class dgc(Method):
             tensor with small ones sent more densely ("balanced").
         values: Dtype of values on the wire; "bfloat16" suits gradients of any scale. "two_bit" is a sign and one of two
             magnitudes, "three_bit" one of four. What is rounded off stays in the residual.
-        positions: How positions are coded: "fast" takes 2 bytes for each element sent; "short" is the shortest of four
+        positions: How positions are coded: "fast" takes 2 bytes for each element sent; "short" is the shortest of five
             codes, such as 0.8 bytes at a density of 3%.
         exclude: Patterns of more parameter names whose gradients are sent whole, such as "head.*".
         follow_rate: Whether the residual follows SGD's learning rate, so that a gradient counts as much as in the step

@@ -185,8 +185,8 @@ def test_coding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     monkeypatch.setattr("sys.argv", ["coding.py", *arguments, f"--output={tmp_path}/out.json"])
     runpy.run_path(str(BENCHMARKS / "coding.py"), run_name="__main__")
     written = json.loads((tmp_path / "out.json").read_text())
-    # Five ways to write, at two densities; in two directions, by two kernels.
-    assert (len(written["bits"]), len(written["seconds"])) == (12, 48)
+    # Six ways to write, and the choice, at two densities; in two directions, by two kernels.
+    assert (len(written["bits"]), len(written["seconds"])) == (14, 56)
     assert "| Golomb() | 0.01 |" in capsys.readouterr().out
 
 

@@ -47,7 +47,7 @@ from lightning_sparsecomm.codecs import (
     seal,
 )
 from lightning_sparsecomm.kernels import PositionKernels
-from lightning_sparsecomm.kernels.positions import cpu
+from lightning_sparsecomm.kernels.positions import blocks_cpu, cpu
 from lightning_sparsecomm.kernels.positions.cpu import CpuPositionKernels
 
 ROOT = Path(__file__).parents[2]
@@ -144,7 +144,9 @@ def kernels_in_use(kernels: PositionKernels) -> Iterator[Guarded]:
     guarded = Guarded()
     with (
         mock.patch("lightning_sparsecomm.codecs.indices.position_kernels_for", chosen),
+        mock.patch("lightning_sparsecomm.codecs.adaptive.position_kernels_for", chosen),
         mock.patch.object(cpu, "np", guarded),
+        mock.patch.object(blocks_cpu, "np", guarded),
     ):
         yield guarded
     guarded.check()
