@@ -32,6 +32,7 @@ from lightning_sparsecomm.codecs import (
     Runs,
     Selector,
     SharedMean,
+    ShortThreeBit,
     SparseCodec,
     ThreeBit,
     TopBlocks,
@@ -72,7 +73,7 @@ def test_our_selectors(selector: Selector) -> None:
 
 @pytest.mark.parametrize(
     ("codec", "tolerance"),
-    [(Float32(), 0), (Float16(), 1e-3), (SharedMean(), 2), (TwoBit(3), 1), (ThreeBit(3), 1)],
+    [(Float32(), 0), (Float16(), 1e-3), (SharedMean(), 2), (TwoBit(3), 1), (ThreeBit(3), 1), (ShortThreeBit(3), 1)],
     ids=repr,
 )
 def test_our_value_codecs(codec: ValueCodec, tolerance: float) -> None:

@@ -13,6 +13,7 @@ from lightning_sparsecomm.codecs import (
     Float16,
     Float32,
     RunLength16,
+    ShortThreeBit,
     SparseCodec,
     ThreeBit,
     TopK,
@@ -193,12 +194,14 @@ class dgc(Method):
 
 def gathered(density: Density, scope: Scope, values: ValueName, positions: PositionName) -> Gather:
     """A gather of the largest elements. Raises `ValueError` for an unknown scope, dtype or code."""
+    short = positions == "short"
     codecs = {
         "float32": Float32(),
         "float16": Float16(),
         "bfloat16": BFloat16(),
         "two_bit": TwoBit(),
-        "three_bit": ThreeBit(),
+        # With short positions, payloads have no bound anyway.
+        "three_bit": ShortThreeBit() if short else ThreeBit(),
     }
     if values not in codecs:
         raise ValueError(
@@ -206,4 +209,4 @@ def gathered(density: Density, scope: Scope, values: ValueName, positions: Posit
         )
     if positions not in ("fast", "short"):
         raise ValueError(f"positions must be 'fast' or 'short'; got {positions!r}. Use 'short' for a slow network.")
-    return Gather(SparseCodec(TopK(density, scope), codecs[values], RunLength16() if positions == "fast" else Auto()))
+    return Gather(SparseCodec(TopK(density, scope), codecs[values], Auto() if short else RunLength16()))

@@ -37,6 +37,7 @@ from lightning_sparsecomm.codecs import (
     Envelope,
     IndexCoding,
     PayloadError,
+    ShortThreeBit,
     ThreeBit,
     TwoBit,
     ValueCodec,
@@ -52,7 +53,14 @@ from lightning_sparsecomm.kernels.positions.cpu import CpuPositionKernels
 
 ROOT = Path(__file__).parents[2]
 INDICES: list[IndexCoding] = [*INDEX_CODECS.values(), Auto()]
-VALUES: list[ValueCodec] = [*VALUE_CODECS.values(), TwoBit(1), TwoBit(255), ThreeBit(1), ThreeBit(255)]
+VALUES: list[ValueCodec] = [
+    *VALUE_CODECS.values(),
+    TwoBit(1),
+    TwoBit(255),
+    ThreeBit(1),
+    ThreeBit(255),
+    ShortThreeBit(3),
+]
 LAYOUTS = [
     Layout([]),
     Layout([("scale", ())]),

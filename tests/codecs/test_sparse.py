@@ -31,6 +31,7 @@ from lightning_sparsecomm.codecs import (
     RunLength16,
     Runs,
     SharedMean,
+    ShortThreeBit,
     SparseCodec,
     ThreeBit,
     TopK,
@@ -59,6 +60,7 @@ VALUES: dict[str, ValueCodec] = {
     "SharedMean": SharedMean(),
     "TwoBit": TwoBit(GROUP),
     "ThreeBit": ThreeBit(GROUP),
+    "ShortThreeBit": ShortThreeBit(GROUP),
 }
 INDICES: dict[str, IndexCoding] = {
     "Raw32": Raw32(),
@@ -216,7 +218,7 @@ def test_a_registered_codec_of_ones_own_goes_through_a_payload():
     ("head", "message"),
     [
         ((0, 1, 0, 0, 8, 0, 0), r"index codec at byte 0 is 0, expected one of \[1, 2, 3, 4, 5, 6\]"),
-        ((1, 9, 0, 0, 8, 0, 0), r"value codec at byte 1 is 9, expected one of \[1, 2, 3, 4, 5, 6, 7\]"),
+        ((1, 9, 0, 0, 8, 0, 0), r"value codec at byte 1 is 9, expected one of \[1, 2, 3, 4, 5, 6, 7, 8\]"),
         ((1, 1, 7, 0, 8, 1, 0), "index codec parameter at byte 2 is 7, expected 0 for Raw32"),
         ((2, 1, 1, 0, 8, 1, 0), "index codec parameter at byte 2 is 1, expected 0 for RunLength16"),
         ((3, 1, 32, 0, 8, 1, 0), "index codec parameter at byte 2 is 32, expected 0 to 31 for Golomb"),
@@ -227,6 +229,7 @@ def test_a_registered_codec_of_ones_own_goes_through_a_payload():
         ((1, 4, 0, 7, 8, 0, 0), "value codec parameter at byte 3 is 7, expected 0 for SharedMean"),
         ((1, 5, 0, 0, 8, 0, 0), "value codec parameter at byte 3 is 0, expected 1 to 255 for TwoBit"),
         ((1, 7, 0, 0, 8, 0, 0), "value codec parameter at byte 3 is 0, expected 1 to 255 for ThreeBit"),
+        ((1, 8, 0, 0, 8, 0, 0), "value codec parameter at byte 3 is 0, expected 1 to 255 for ShortThreeBit"),
         ((1, 1, 0, 0, 8, 9, 0), "count at byte 8 is 9, expected at most the size, 8"),
         ((1, 1, 0, 0, 8, 0, 5), "index section bytes at byte 12 is 5, expected at most the 4 that follow"),
         ((1, 1, 0, 0, 8, 1, 0), "raw index section: has 0 bytes, expected 4"),

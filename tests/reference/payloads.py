@@ -197,6 +197,18 @@ def value_section(
             for i, number in enumerate(numbers, first):
                 stream |= ((values[i] < 0) | number << 1) << 3 * i
         return 7, GROUP, heads + stream.to_bytes(-(-3 * len(values) // 8), "little")
+    if codec == "ShortThreeBit":
+        heads, ranks = b"", []
+        for first in range(0, len(values), GROUP):
+            head, numbers = three_bit_group(values[first : first + GROUP])
+            swapped = numbers.count(1) > numbers.count(0)
+            heads += bytes([head[0], head[1] | 128 * swapped, *head[2:]])
+            ranks += [(1 - number if swapped and number < 2 else number) for number in numbers]
+        bits = [value < 0 for value in values]
+        for least in range(3):
+            bits += [rank > least for rank in ranks if rank >= least]
+        stream = sum(bit << i for i, bit in enumerate(bits))
+        return 8, GROUP, heads + stream.to_bytes(-(-len(bits) // 8), "little")
     code, letter, largest = VALUE_FORMATS[codec]
     return code, 0, b"".join(struct.pack("<" + letter, max(-largest, min(largest, value))) for value in values)
 
@@ -208,7 +220,7 @@ def three_bit_group(values: Sequence[float]) -> tuple[bytes, list[int]]:
     with_zero = min(magnitudes) < mean / 8
     least = 7 / 8 * mean if with_zero else min(magnitudes)
     if least < 2.0**-126:
-        return bfloat16(0.0) + bfloat16(1.0), [0] * len(values)
+        return bfloat16(0.0) + bfloat16(1.0), [3] * len(values)
     ratio = (max(magnitudes) / least) ** (1 / (2 if with_zero else 3))
     head = bfloat16(least) + bfloat16(-ratio if with_zero else ratio)
     first, rise = (np.float32(struct.unpack("<f", b"\0\0" + part)[0]) for part in (head[:2], head[2:]))

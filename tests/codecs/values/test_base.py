@@ -1,6 +1,16 @@
 """The codes of the value codecs."""
 
-from lightning_sparsecomm.codecs import VALUE_CODECS, BFloat16, Float16, Float32, Float64, SharedMean, ThreeBit, TwoBit
+from lightning_sparsecomm.codecs import (
+    VALUE_CODECS,
+    BFloat16,
+    Float16,
+    Float32,
+    Float64,
+    SharedMean,
+    ShortThreeBit,
+    ThreeBit,
+    TwoBit,
+)
 
 
 def test_registry_names_each_codec_by_its_code():
@@ -12,5 +22,6 @@ def test_registry_names_each_codec_by_its_code():
         5: TwoBit,
         6: BFloat16,
         7: ThreeBit,
+        8: ShortThreeBit,
     }
     assert all(codec.code == code for code, codec in VALUE_CODECS.items())
