@@ -35,7 +35,7 @@ def coded(coding: IndexCoding, indices: Tensor, size: int) -> tuple[list[Callabl
     codec: IndexCodec = coding.chosen(indices, size)
     section = codec.encode(indices, size)
     parameter = codec.parameter(count, size)
-    encode = lambda: coding.chosen(indices, size).encode(indices, size)  # noqa: E731
+    encode = lambda: coding.encoded(indices, size)  # noqa: E731
     return [encode, lambda: codec.decode(section, count, size, parameter)], section.numel()
 
 

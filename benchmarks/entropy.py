@@ -188,7 +188,7 @@ def print_speed(each: list[Selection], density: float, positions: int, rounds: i
         ],
         "`Auto`": [
             lambda: Auto().chosen(indices, size),
-            lambda: Auto().chosen(indices, size).encode(indices, size),
+            lambda: Auto().encoded(indices, size),
         ],
         "range coder": [lambda: None, lambda: encode(runs, out), lambda: decode(coded, read)],
     }

@@ -249,6 +249,10 @@ def trusting(self: Any, section: Tensor, count: int, size: int, parameter: int) 
         ({"bound_bytes": lambda self, count, size: 0}, "more than bound_bytes"),
         ({"decode": lambda self, *args: Bitmap().decode(*args) + 1}, "returned other positions"),
         ({"decode": trusting}, r"must return positions from|positions, not"),
+        (
+            {"encoded": lambda self, *args: (self, self.encode(*args)[:-1])},
+            "encoded must return what chosen and Faulty",
+        ),
     ],
 )
 def test_index_codecs_with_a_fault(fault: dict[str, Any], message: str) -> None:

@@ -42,6 +42,14 @@ class AdaptiveGolomb(PartialCodec):
         kernels = position_kernels_for(indices.device)
         return kernels.write_blocks(indices, kernels.choose_codes(indices))
 
+    def encode_below(self, indices: Tensor, size: int, limit: int) -> Tensor | None:
+        """What `encode` returns, if it has fewer bytes than `limit`. It chooses codes once, to measure and to write."""
+        if indices.numel() == size:
+            return self.encode(indices, size) if limit > 0 else None
+        kernels = position_kernels_for(indices.device)
+        codes = kernels.choose_codes(indices)
+        return kernels.write_blocks(indices, codes) if kernels.blocks_bits(indices, codes) <= 8 * (limit - 1) else None
+
     def read_part(self, section: Tensor, count: int, size: int, parameter: int) -> Tensor:
         length = section.numel()
         least = (count + -(-count // BLOCK) + 7) // 8

@@ -26,17 +26,26 @@ class Auto(IndexCoding):
     AdaptiveGolomb()
     """
 
-    _codecs: ClassVar[tuple[IndexCodec, ...]] = (RunLength16(), Raw32(), Bitmap(), Golomb(), AdaptiveGolomb())
+    _adaptive: ClassVar[AdaptiveGolomb] = AdaptiveGolomb()
+    _others: ClassVar[tuple[IndexCodec, ...]] = (RunLength16(), Raw32(), Bitmap(), Golomb())
 
     def codecs(self) -> Sequence[IndexCodec]:
-        return self._codecs
+        return *self._others, self._adaptive
 
     def chosen(self, indices: Tensor, size: int) -> IndexCodec:
-        return min(self._codecs, key=lambda codec: codec.section_bytes(indices, size))
+        return min(self.codecs(), key=lambda codec: codec.section_bytes(indices, size))
+
+    def encoded(self, indices: Tensor, size: int) -> tuple[IndexCodec, Tensor]:
+        lengths = [codec.section_bytes(indices, size) for codec in self._others]
+        section = self._adaptive.encode_below(indices, size, min(lengths))
+        if section is not None:
+            return self._adaptive, section
+        codec = self._others[lengths.index(min(lengths))]
+        return codec, codec.encode(indices, size)
 
     def bound_bytes(self, count: int, size: int) -> int | None:
         # For b = 0, Golomb writes the bitmap up to the last position. For b > 0, it writes less than any bound, and
         # padding to the bound would undo the choice.
         if size > 1 and count > 0 and (count == size or Golomb().parameter(count, size)):
             return None
-        return min(bound for codec in self._codecs if (bound := codec.bound_bytes(count, size)) is not None)
+        return min(bound for codec in self.codecs() if (bound := codec.bound_bytes(count, size)) is not None)

@@ -38,7 +38,8 @@ class local_adam(Method):
         scope: What is ranked together: the elements of each "tensor", of the whole "model", or of each tensor with
             small ones sent more densely ("balanced").
         values: Dtype of values on the wire; "bfloat16" suits directions of any scale. "two_bit" is a sign and one of
-            two magnitudes, "three_bit" one of four. What is rounded off stays in the residual.
+            two magnitudes, "three_bit" one of four, and "short_three_bit" the same in fewer bits and more time. What is
+            rounded off stays in the residual.
         positions: How positions are coded: "fast" takes 2 bytes for each element sent; "short" is the shortest of five
             codes, such as 0.8 bytes at a density of 3%.
         exclude: Patterns of more parameter names whose gradients are sent whole, such as "head.*".

@@ -192,34 +192,45 @@ def _write_codes(codes: Bytes, words: Words) -> None:
 def _write_blocks(indices: Positions, codes: Bytes, prefix: int, suffix: int, third: int, words: Words) -> None:
     """Writes prefixes, suffixes and thirds from these bits on."""
     runs = np.empty(BLOCK, np.uint64)
+    # Suffixes are collected up to a whole word.
+    at = suffix >> 6
+    filled = suffix & 63
+    pending = np.uint64(0)
     for block in range(codes.size):
         count = _block(indices, block * BLOCK, runs)
         code = int(np.int64(codes[block]))
         kind = code % 3
-        width = code // 3
-        shift = np.uint64(width)
+        width = code // 3 + int(kind == THIRDS)
+        shift = np.uint64(code // 3)
         mask = (_ONE << shift) - _ONE
         for i in range(count):
             run = runs[i]
             whole = run >> shift
+            number = run & mask
             if kind == GOLOMB:
                 prefix += int(np.int64(whole))
-                _put(words, suffix, run & mask)
-                suffix += width
             elif kind == THIRDS:
                 quotient = whole * _THIRD >> _THIRD_SHIFT
                 rest = whole - np.uint64(3) * quotient
                 high = np.uint64(rest > 0)
                 prefix += int(np.int64(quotient))
-                _put(words, suffix, (run & mask) | high << shift)
-                suffix += width + 1
+                number |= high << shift
                 # Zero where nothing is written.
-                _put(words, third, rest >> _ONE)
+                words[third >> 6] |= rest >> _ONE << np.uint64(third & 63)
                 third += int(np.int64(high))
             else:
                 log = _log(whole + _ONE)
                 prefix += log
-                _put(words, suffix, run - (((_ONE << np.uint64(log)) - _ONE) << shift))
-                suffix += width + log
+                number = run - (((_ONE << np.uint64(log)) - _ONE) << shift)
+                width = code // 3 + log
             words[prefix >> 6] |= _ONE << np.uint64(prefix & 63)
             prefix += 1
+            pending |= number << np.uint64(filled)
+            filled += width
+            if filled >= 64:
+                words[at] |= pending
+                at += 1
+                filled -= 64
+                # Two shifts, because one by 64 would be undefined.
+                pending = number >> _ONE >> np.uint64(width - filled - 1) if filled else np.uint64(0)
+    words[at] |= pending
