@@ -3,8 +3,8 @@
 Trains each task of `tasks.py` for 300 steps with 4 processes, and takes what rank 0 sends in five of its exchanges:
 with SGD at each density as `strategy="sparsecomm"` does, and with AdamW as `sparse_loco(every=10)` does, 64 of 4,096.
 They are kept in `--folder` for the next call. Bits are those of whole sections by positions, over all five. Speed is
-that of one thread, on all selections of a density, one after another up to a million positions; the best of some calls
-in turns.
+that of one thread, on all selections of a density, one after another up to 100,000 positions; the best of some calls in
+turns, which are short so that other work interrupts few of them.
 """
 
 import argparse
@@ -24,13 +24,16 @@ from selections import Selection, selections
 from tasks import TASKS
 from torch import Tensor
 
-from lightning_sparsecomm.codecs import AdaptiveGolomb, Auto, Bitmap, Golomb, IndexCodec
+from lightning_sparsecomm.basis import Layout
+from lightning_sparsecomm.codecs import AdaptiveGolomb, Auto, Bitmap, Golomb, IndexCodec, ShortThreeBit, ThreeBit
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from command_line import at_least, folder
 
 SPARSE_LOCO = 0.0
 """Stands for `sparse_loco` among the densities."""
+
+NO_LAYOUT = Layout([])
 
 Runs = NDArray[np.int64]
 
@@ -152,6 +155,18 @@ def print_bits(found: dict[tuple[str, float], list[Selection]]) -> None:
         print(f"| {task} | {named(density)} | {count // len(each):,} | {shown} |")
 
 
+def print_value_bits(found: dict[tuple[str, float], list[Selection]]) -> None:
+    """A row for each training whose values take three bits."""
+    codecs = ThreeBit(), ShortThreeBit()
+    print(f"\nBits a value:\n\n| task | density | {' | '.join(f'`{type(codec).__name__}`' for codec in codecs)} |")
+    print("|---|---:|---:|---:|")
+    for (task, density), each in found.items():
+        if density != SPARSE_LOCO:
+            count = sum(selection.indices.numel() for selection in each)
+            lengths = [sum(codec.encode(s.values, s.indices, NO_LAYOUT).numel() for s in each) for codec in codecs]
+            print(f"| {task} | {named(density)} | {' | '.join(f'{8 * length / count:.2f}' for length in lengths)} |")
+
+
 def joined(each: list[Selection], positions: int) -> tuple[Tensor, int]:
     """Selections one after another, and again, up to so many positions."""
     parts, size, count = [], 0, 0
@@ -164,9 +179,20 @@ def joined(each: list[Selection], positions: int) -> tuple[Tensor, int]:
     return torch.cat(parts), size
 
 
+def value_calls(codec: ThreeBit, values: Tensor) -> list[Callable[[], object]]:
+    """Calls that encode and decode values."""
+    indices = torch.arange(values.numel())
+    section = codec.encode(values, indices, NO_LAYOUT)
+    return [
+        lambda: codec.encode(values, indices, NO_LAYOUT),
+        lambda: codec.decode(section, values.numel(), codec.parameter),
+    ]
+
+
 def print_speed(each: list[Selection], density: float, positions: int, rounds: int) -> None:
     """A row for each code."""
     indices, size = joined(each, positions)
+    values = torch.cat([selection.values for selection in each]).repeat(-(-positions // 1000))[: indices.numel()]
     count, runs = indices.numel(), runs_of(indices)
     golomb, adaptive = Golomb(), AdaptiveGolomb()
     section, blocks, coded = golomb.encode(indices, size), adaptive.encode(indices, size), range_coded(runs)
@@ -190,6 +216,8 @@ def print_speed(each: list[Selection], density: float, positions: int, rounds: i
             lambda: Auto().chosen(indices, size),
             lambda: Auto().encoded(indices, size),
         ],
+        "`ThreeBit`": [lambda: None, *value_calls(ThreeBit(), values)],
+        "`ShortThreeBit`": [lambda: None, *value_calls(ShortThreeBit(), values)],
         "range coder": [lambda: None, lambda: encode(runs, out), lambda: decode(coded, read)],
     }
     least = {name: [math.inf] * len(own) for name, own in calls.items()}
@@ -200,7 +228,8 @@ def print_speed(each: list[Selection], density: float, positions: int, rounds: i
                 call()
                 least[name][i] = min(least[name][i], time.perf_counter() - begin)
     for name, seconds in least.items():
-        rates = [f"{count / each / 1e6:,.0f}" if i or name != "range coder" else "" for i, each in enumerate(seconds)]
+        # A call that does nothing takes no time worth a number.
+        rates = [f"{count / each / 1e6:,.0f}" if each > 1e-6 else "" for each in seconds]
         print(f"| {named(density)} | {name} | {' | '.join(rates + [''] * (3 - len(rates)))} |")
 
 
@@ -217,8 +246,8 @@ def main() -> None:
         default=[0.21, 0.08, 0.03, 0.01, SPARSE_LOCO],
         help="fractions of all elements; 0 for sparse_loco",
     )
-    parser.add_argument("--positions", type=at_least(1), default=1_000_000, help="for the speed")
-    parser.add_argument("--rounds", type=at_least(1), default=15)
+    parser.add_argument("--positions", type=at_least(1), default=100_000, help="for the speed")
+    parser.add_argument("--rounds", type=at_least(1), default=60)
     options = parser.parse_args()
     torch.set_num_threads(1)
     options.folder.mkdir(parents=True, exist_ok=True)
@@ -228,7 +257,9 @@ def main() -> None:
         for density in options.densities
     }
     print_bits(found)
-    print("\nMillion positions a second:\n\n| density | code | length | encode | decode |\n|---|---|---:|---:|---:|")
+    print_value_bits(found)
+    print("\nMillion positions or values a second:\n")
+    print("| density | code | length | encode | decode |\n|---|---|---:|---:|---:|")
     for density in options.densities:
         each = [selection for (_, own), some in found.items() for selection in some if own == density]
         print_speed(each, density, options.positions, options.rounds)
