@@ -158,8 +158,8 @@ def _rank(values: Floats, group: int, heads: Floats, ranks: Bytes, swapped: NDAr
             magnitude = abs(np.float64(values[i]))
             over = np.int64(magnitude >= low)
             further = np.int64(magnitude >= middle)
-            above_low += over
-            above_middle += further
+            above_low += int(over)
+            above_middle += int(further)
             ranks[i] = over + further + np.int64(magnitude >= high)
         # More values have number 1 than 0.
         swap = above_low - above_middle > last - first - above_low
@@ -183,9 +183,9 @@ def _write_ranks(values: Floats, ranks: Bytes, second: int, third: int, words: W
         words[first + i >> 6] |= np.uint64(rank > 0) << np.uint64(first + i & 63)
         # Zero where nothing is written.
         words[second >> 6] |= np.uint64(rank > 1) << np.uint64(second & 63)
-        second += np.int64(rank > 0)
+        second += int(np.int64(rank > 0))
         words[third >> 6] |= np.uint64(rank > 2) << np.uint64(third & 63)
-        third += np.int64(rank > 1)
+        third += int(np.int64(rank > 1))
 
 
 @compiled
@@ -199,13 +199,13 @@ def _read_ranks(words: Words, total: int, ranks: Bytes) -> int:
         # Read in any case: a branch on data would be mispredicted.
         place = min(second, total)
         ranks[i] = rank + (rank & np.uint8(words[place >> 6] >> np.uint64(place & 63) & one))
-        second += np.int64(rank)
+        second += int(np.int64(rank))
     third = second
     for i in range(count):
         more = np.uint8(ranks[i] > 1)
         place = min(third, total)
         ranks[i] += more & np.uint8(words[place >> 6] >> np.uint64(place & 63) & one)
-        third += np.int64(more)
+        third += int(np.int64(more))
     return third
 
 
