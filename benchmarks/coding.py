@@ -35,7 +35,7 @@ def coded(coding: IndexCoding, indices: Tensor, size: int) -> tuple[list[Callabl
     codec: IndexCodec = coding.chosen(indices, size)
     section = codec.encode(indices, size)
     parameter = codec.parameter(count, size)
-    encode = lambda: coding.chosen(indices, size).encode(indices, size)  # noqa: E731
+    encode = lambda: coding.encoded(indices, size)  # noqa: E731
     return [encode, lambda: codec.decode(section, count, size, parameter)], section.numel()
 
 
@@ -45,7 +45,10 @@ def seconds(call: Callable[[], object], kernels: PositionKernels) -> float:
     def chosen(device: torch.device) -> PositionKernels:
         return kernels
 
-    with mock.patch("lightning_sparsecomm.codecs.indices.position_kernels_for", chosen):
+    with (
+        mock.patch("lightning_sparsecomm.codecs.indices.position_kernels_for", chosen),
+        mock.patch("lightning_sparsecomm.codecs.adaptive.position_kernels_for", chosen),
+    ):
         begin = time.perf_counter()
         call()
         return time.perf_counter() - begin

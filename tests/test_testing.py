@@ -33,6 +33,7 @@ from lightning_sparsecomm.codecs import (
     Runs,
     Selector,
     SharedMean,
+    ShortThreeBit,
     SparseCodec,
     ThreeBit,
     TopBlocks,
@@ -73,7 +74,15 @@ def test_our_selectors(selector: Selector) -> None:
 
 @pytest.mark.parametrize(
     ("codec", "tolerance"),
-    [(Float32(), 0), (Float16(), 1e-3), (SharedMean(), 2), (TwoBit(3), 1), (ThreeBit(3), 1), (OneBit(3), 2)],
+    [
+        (Float32(), 0),
+        (Float16(), 1e-3),
+        (SharedMean(), 2),
+        (TwoBit(3), 1),
+        (ThreeBit(3), 1),
+        (ShortThreeBit(3), 1),
+        (OneBit(3), 2),
+    ],
     ids=repr,
 )
 def test_our_value_codecs(codec: ValueCodec, tolerance: float) -> None:
@@ -249,6 +258,10 @@ def trusting(self: Any, section: Tensor, count: int, size: int, parameter: int) 
         ({"bound_bytes": lambda self, count, size: 0}, "more than bound_bytes"),
         ({"decode": lambda self, *args: Bitmap().decode(*args) + 1}, "returned other positions"),
         ({"decode": trusting}, r"must return positions from|positions, not"),
+        (
+            {"encoded": lambda self, *args: (self, self.encode(*args)[:-1])},
+            "encoded must return what chosen and Faulty",
+        ),
     ],
 )
 def test_index_codecs_with_a_fault(fault: dict[str, Any], message: str) -> None:

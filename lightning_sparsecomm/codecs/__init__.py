@@ -1,9 +1,11 @@
 """From vectors to bytes and back: selectors, codecs for positions and values, sketches, and the envelope."""
 
+from lightning_sparsecomm.codecs.adaptive import AdaptiveGolomb as AdaptiveGolomb
+from lightning_sparsecomm.codecs.auto import Auto as Auto
 from lightning_sparsecomm.codecs.compressor import Compressor as Compressor
+from lightning_sparsecomm.codecs.grouped import ShortThreeBit as ShortThreeBit
 from lightning_sparsecomm.codecs.grouped import ThreeBit as ThreeBit
 from lightning_sparsecomm.codecs.grouped import TwoBit as TwoBit
-from lightning_sparsecomm.codecs.indices import Auto as Auto
 from lightning_sparsecomm.codecs.indices import Bitmap as Bitmap
 from lightning_sparsecomm.codecs.indices import Golomb as Golomb
 from lightning_sparsecomm.codecs.indices import Raw32 as Raw32

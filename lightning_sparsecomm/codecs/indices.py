@@ -1,8 +1,7 @@
-"""Codecs for positions, and the choice of the shortest."""
+"""Codecs for positions."""
 
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparsecomm.codecs.payload import PayloadError, wrong_section
-from lightning_sparsecomm.codecs.registry import IndexCodec, IndexCoding, register_index_codec
+from lightning_sparsecomm.codecs.registry import IndexCodec, register_index_codec
 from lightning_sparsecomm.kernels import position_kernels_for
 
 # log(φ − 1), where φ is the golden ratio.
@@ -244,34 +243,6 @@ class Runs(PartialCodec):
     def bound_bytes(self, count: int, size: int) -> int | None:
         # Isolated positions cost far more than the blocks that this codec is meant for.
         return None if count and size > 1 else 0
-
-
-@dataclass(frozen=True)
-class Auto(IndexCoding):
-    """The shortest of Raw32, RunLength16, Golomb and Bitmap for the positions at hand.
-
-    It computes each codec's length, which is fast, and writes only the shortest. Of equally short ones, it takes the
-    fastest to decode: the first of RunLength16, Raw32, Bitmap, Golomb. The payload names the chosen codec, so `Auto`
-    itself has no code.
-
-    >>> Auto().chosen(torch.arange(0, 100_000, 100), size=100_000), Auto().chosen(torch.arange(0, 16, 2), size=16)
-    (Golomb(), Bitmap())
-    """
-
-    _codecs: ClassVar[tuple[IndexCodec, ...]] = (RunLength16(), Raw32(), Bitmap(), Golomb())
-
-    def codecs(self) -> Sequence[IndexCodec]:
-        return self._codecs
-
-    def chosen(self, indices: Tensor, size: int) -> IndexCodec:
-        return min(self._codecs, key=lambda codec: codec.section_bytes(indices, size))
-
-    def bound_bytes(self, count: int, size: int) -> int | None:
-        # For b = 0, Golomb writes the bitmap up to the last position. For b > 0, it writes less than any bound, and
-        # padding to the bound would undo the choice.
-        if size > 1 and count > 0 and (count == size or Golomb().parameter(count, size)):
-            return None
-        return min(bound for codec in self._codecs if (bound := codec.bound_bytes(count, size)) is not None)
 
 
 def write_words(numbers: Tensor) -> Tensor:

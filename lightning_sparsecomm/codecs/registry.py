@@ -50,6 +50,11 @@ class IndexCoding(ABC):
     def chosen(self, indices: Tensor, size: int) -> "IndexCodec":
         """The codec for these positions, which the payload names. Arguments as for `IndexCodec.encode`."""
 
+    def encoded(self, indices: Tensor, size: int) -> tuple["IndexCodec", Tensor]:
+        """The codec that `chosen` returns, and the section that its `encode` does. Override it to do both at once."""
+        codec = self.chosen(indices, size)
+        return codec, codec.encode(indices, size)
+
     @abstractmethod
     def bound_bytes(self, count: int, size: int) -> int | None:
         """The greatest length of a section for at most `count` of `size` positions; None if far above the usual."""

@@ -92,8 +92,7 @@ def _check_registered(name: str, codec: object, codecs: Mapping[int, object], de
 def encode_sparse(vector: SparseVector, layout: Layout, values: ValueCodec, indices: IndexCoding) -> Tensor:
     """All elements of `vector` as a payload: `[bytes]` uint8. Raises `ValueError` if positions need 4 GiB or more."""
     count, size, device = vector.indices.numel(), vector.size, vector.indices.device
-    codec = indices.chosen(vector.indices, size)
-    index_section = codec.encode(vector.indices, size)
+    codec, index_section = indices.encoded(vector.indices, size)
     if index_section.numel() > MAX_SIZE:
         raise ValueError(
             f"index section must have at most {MAX_SIZE:,} bytes; got {index_section.numel():,}."

@@ -1,4 +1,4 @@
-"""Numba compilation, the array types that the CPU kernels share, and the processor's prefetch instruction."""
+"""Numba compilation, the array types that the CPU kernels share, and a few instructions of the processor."""
 
 import hashlib
 from collections.abc import Callable, Iterator
@@ -118,3 +118,26 @@ def _typed(typing: Any, row: Any, index: Any) -> Any:
 
 # Loads row[index] into the cache. The index may lie beyond the row's end, because nothing is read.
 prefetch = cast("Callable[[Floats, np.uint64], None]", intrinsic(_typed))
+
+
+def _zeros_after(typing: Any, word: Any) -> Any:
+    """The signature of `zeros_after`, and the function that generates its code."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 0))
+
+    return types.int64(types.uint64), generate
+
+
+def _zeros_before(typing: Any, word: Any) -> Any:
+    """The signature of `zeros_before`, and the function that generates its code."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.ctlz(arguments[0], ir.Constant(ir.IntType(1), 0))
+
+    return types.int64(types.uint64), generate
+
+
+# How many bits below the lowest 1, or above the highest 1, of a 64-bit word are 0; 64 for a word that is 0.
+zeros_after = cast("Callable[[np.uint64], int]", intrinsic(_zeros_after))
+zeros_before = cast("Callable[[np.uint64], int]", intrinsic(_zeros_before))

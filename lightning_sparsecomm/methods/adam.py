@@ -38,9 +38,10 @@ class local_adam(Method):
         scope: What is ranked together: the elements of each "tensor", of the whole "model", or of each tensor with
             small ones sent more densely ("balanced").
         values: Dtype of values on the wire; "bfloat16" suits directions of any scale. "one_bit" is a sign, and a
-            magnitude for a group; "two_bit" a sign and one of two magnitudes, "three_bit" one of four. What is rounded
-            off stays in the residual. In as many bytes, "one_bit" allows most elements, and trains best.
-        positions: How positions are coded: "fast" takes 2 bytes for each element sent; "short" is the shortest of four
+            magnitude for a group; "two_bit" a sign and one of two magnitudes, "three_bit" one of four, and
+            "short_three_bit" the same in fewer bits and more time. What is rounded off stays in the residual. In as
+            many bytes, "one_bit" allows most elements, and trains best.
+        positions: How positions are coded: "fast" takes 2 bytes for each element sent; "short" is the shortest of five
             codes, such as 0.8 bytes at a density of 3%.
         exclude: Patterns of more parameter names whose gradients are sent whole, such as "head.*".
 

@@ -14,6 +14,7 @@ from lightning_sparsecomm.codecs import (
     Float32,
     OneBit,
     RunLength16,
+    ShortThreeBit,
     SparseCodec,
     ThreeBit,
     TopK,
@@ -25,7 +26,7 @@ from lightning_sparsecomm.methods.corrected import corrected
 from lightning_sparsecomm.sharing import Averaging, GradientSync, Method, Sync
 from lightning_sparsecomm.sharing.local_mode import LOCAL_MODES, LocalName
 
-ValueName = Literal["float32", "float16", "bfloat16", "one_bit", "two_bit", "three_bit"]
+ValueName = Literal["float32", "float16", "bfloat16", "one_bit", "two_bit", "three_bit", "short_three_bit"]
 PositionName = Literal["fast", "short"]
 
 
@@ -51,9 +52,9 @@ class gradient_dropping(Method):
         scope: What is ranked together: the elements of the whole "model", as in the paper, of each "tensor", or of each
             tensor with small ones sent more densely ("balanced").
         values: Dtype of values on the wire; "bfloat16" suits gradients of any scale. "one_bit" is a sign, and a
-            magnitude for a group; "two_bit" a sign and one of two magnitudes, "three_bit" one of four. What is rounded
-            off stays in the residual.
-        positions: How positions are coded: "fast" takes 2 bytes for each element sent; "short" is the shortest of four
+            magnitude for a group; "two_bit" a sign and one of two magnitudes, "three_bit" one of four, and
+            "short_three_bit" the same in fewer bits and more time. What is rounded off stays in the residual.
+        positions: How positions are coded: "fast" takes 2 bytes for each element sent; "short" is the shortest of five
             codes, such as 0.8 bytes at a density of 3%.
         error_feedback: Whether to keep what is not sent and add it to the next gradient. Training suffers without.
         exclude: Patterns of parameter names whose gradients are sent whole, such as "*.bias".
@@ -160,9 +161,9 @@ class dgc(Method):
         scope: What is ranked together: the elements of each "tensor", as in the paper, of the whole "model", or of each
             tensor with small ones sent more densely ("balanced").
         values: Dtype of values on the wire; "bfloat16" suits gradients of any scale. "one_bit" is a sign, and a
-            magnitude for a group; "two_bit" a sign and one of two magnitudes, "three_bit" one of four. What is rounded
-            off stays in the residual.
-        positions: How positions are coded: "fast" takes 2 bytes for each element sent; "short" is the shortest of four
+            magnitude for a group; "two_bit" a sign and one of two magnitudes, "three_bit" one of four, and
+            "short_three_bit" the same in fewer bits and more time. What is rounded off stays in the residual.
+        positions: How positions are coded: "fast" takes 2 bytes for each element sent; "short" is the shortest of five
             codes, such as 0.8 bytes at a density of 3%.
         exclude: Patterns of more parameter names whose gradients are sent whole, such as "head.*".
         follow_rate: Whether the residual follows SGD's learning rate, so that a gradient counts as much as in the step
@@ -203,6 +204,7 @@ def gathered(density: Density, scope: Scope, values: ValueName, positions: Posit
         "one_bit": OneBit(),
         "two_bit": TwoBit(),
         "three_bit": ThreeBit(),
+        "short_three_bit": ShortThreeBit(),
     }
     if values not in codecs:
         raise ValueError(

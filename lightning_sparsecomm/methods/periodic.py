@@ -213,10 +213,10 @@ class diloco(Method):
 class sparse_loco(Method):
     """Every few steps, sends the largest changes of each chunk of a tensor in 2 bits, with a residual that decays.
 
-    Bytes per exchange and rank, at 64 of 4,096: about 7.5 bits for each position, 2.5 for its value, 40 of headers.
+    Bytes per exchange and rank, at 64 of 4,096: about 7.5 bits for each position, 2.17 for its value, 40 of headers.
 
     Source: Sarfi et al. 2025, Communication Efficient LLM Pre-training with SparseLoCo, which uses AdamW as the user's
-    own optimizer. The two magnitudes of the 2 bits are the means of the smaller and the larger half of each 64.
+    own optimizer. The two magnitudes of the 2 bits are the means of the smaller and the larger half of each 192.
 
     >>> sparse_loco(every=15, density=1 / 32)
     sparse_loco(every=15, density=0.03125)
@@ -251,7 +251,7 @@ class sparse_loco(Method):
         mix: Mix = "keep",
     ) -> None:
         _check_rate(outer_lr, 1)
-        codec = SparseCodec(ChunkTopK(density, chunk), TwoBit(), Auto())
+        codec = SparseCodec(ChunkTopK(density, chunk), TwoBit(192), Auto())
         outer = partial(torch.optim.SGD, lr=outer_lr) if outer_lr != 1 else None
         channel = Channel(Gather(codec), [ErrorFeedback(decay)])
         super().__init__([DeltaSync(channel, every, outer, buffers=buffers, fragments=fragments, delay=delay, mix=mix)])

@@ -104,7 +104,8 @@ def check_index_codec(coding: IndexCoding) -> None:
     """Checks the laws of an index codec, or of what chooses between several.
 
     Receivers know it by its code, and decode exactly what it encodes; `section_bytes` is the length of the section, and
-    `bound_bytes` no less; a damaged section raises `PayloadError`, or decodes to as many sorted positions.
+    `bound_bytes` no less; `encoded` does what `chosen` and `encode` do; a damaged section raises `PayloadError`, or
+    decodes to as many sorted positions.
 
     >>> check_index_codec(Raw32())
 
@@ -122,6 +123,9 @@ def check_index_codec(coding: IndexCoding) -> None:
             name, where = type(codec).__name__, f"for {kind} of {size}"
             law(codec in coding.codecs(), f"chosen must return one of codecs(); got {codec!r} {where}")
             _check_positions_of(codec, indices, size, coding.bound_bytes(indices.numel(), size), name, where)
+            found, section = coding.encoded(indices, size)
+            same = found == codec and torch.equal(section, codec.encode(indices, size))
+            law(same, f"encoded must return what chosen and {name}.encode do {where}")
 
 
 def _check_positions_of(

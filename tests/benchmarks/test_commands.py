@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.network import Lab, LabError
 from benchmarks.runs import COMMIT
@@ -203,9 +204,40 @@ def test_coding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     monkeypatch.setattr("sys.argv", ["coding.py", *arguments, f"--output={tmp_path}/out.json"])
     runpy.run_path(str(BENCHMARKS / "coding.py"), run_name="__main__")
     written = json.loads((tmp_path / "out.json").read_text())
-    # Five ways to write, at two densities; in two directions, by two kernels.
-    assert (len(written["bits"]), len(written["seconds"])) == (12, 48)
+    # Six ways to write, and the choice, at two densities; in two directions, by two kernels.
+    assert (len(written["bits"]), len(written["seconds"])) == (14, 56)
     assert "| Golomb() | 0.01 |" in capsys.readouterr().out
+
+
+def test_entropy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """With selections that are there already, so nothing is trained."""
+    generator = torch.Generator().manual_seed(0)
+    chances = torch.tensor([0.4, 0.02]).repeat_interleave(3000)
+    indices = (torch.rand(6000, generator=generator) < chances).nonzero().view(-1)
+    values = torch.randn(8 * indices.numel(), generator=generator)
+    values = values[values.abs() > 1.2][: indices.numel()]
+    torch.save([(indices, values, 6000, [3000, 3000])] * 2, tmp_path / "teacher-0.2.pt")
+    arguments = ["--tasks=teacher", "--densities=0.2", "--positions=2000", "--rounds=1", f"--data-dir={tmp_path}"]
+    monkeypatch.setattr("sys.argv", ["entropy.py", *arguments, f"--folder={tmp_path}"])
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    runpy.run_path(str(BENCHMARKS / "entropy.py"), run_name="__main__")
+    lines = capsys.readouterr().out.splitlines()
+    bits, of_values = (line.strip("| ").split(" | ") for line in lines if line.startswith("| teacher |"))
+    assert float(of_values[2]) > float(of_values[3])
+    assert bits[:3] == ["teacher", "0.2", f"{indices.numel():,}"]
+    entropy, within, golomb, by_tensor, *_, adaptive, auto = map(float, bits[3:])
+    # One code for all is longer than one for each tensor, of which no one is told.
+    assert within < adaptive == auto < golomb and within < by_tensor < golomb
+    assert entropy > within
+    assert [line.split(" | ")[1] for line in lines if line.startswith("| 0.2 |")] == [
+        "`Golomb`",
+        "`AdaptiveGolomb`",
+        "`Auto` without it",
+        "`Auto`",
+        "`ThreeBit`",
+        "`ShortThreeBit`",
+        "range coder",
+    ]
 
 
 def test_sketch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

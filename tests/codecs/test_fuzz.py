@@ -38,6 +38,7 @@ from lightning_sparsecomm.codecs import (
     IndexCoding,
     OneBit,
     PayloadError,
+    ShortThreeBit,
     ThreeBit,
     TwoBit,
     ValueCodec,
@@ -48,12 +49,20 @@ from lightning_sparsecomm.codecs import (
     seal,
 )
 from lightning_sparsecomm.kernels import PositionKernels
-from lightning_sparsecomm.kernels.positions import cpu
+from lightning_sparsecomm.kernels.positions import blocks_cpu, cpu
 from lightning_sparsecomm.kernels.positions.cpu import CpuPositionKernels
 
 ROOT = Path(__file__).parents[2]
 INDICES: list[IndexCoding] = [*INDEX_CODECS.values(), Auto()]
-VALUES: list[ValueCodec] = [*VALUE_CODECS.values(), TwoBit(1), TwoBit(255), ThreeBit(1), ThreeBit(255), OneBit(1)]
+VALUES: list[ValueCodec] = [
+    *VALUE_CODECS.values(),
+    TwoBit(1),
+    TwoBit(255),
+    ThreeBit(1),
+    ThreeBit(255),
+    ShortThreeBit(3),
+    OneBit(1),
+]
 LAYOUTS = [
     Layout([]),
     Layout([("scale", ())]),
@@ -145,7 +154,9 @@ def kernels_in_use(kernels: PositionKernels) -> Iterator[Guarded]:
     guarded = Guarded()
     with (
         mock.patch("lightning_sparsecomm.codecs.indices.position_kernels_for", chosen),
+        mock.patch("lightning_sparsecomm.codecs.adaptive.position_kernels_for", chosen),
         mock.patch.object(cpu, "np", guarded),
+        mock.patch.object(blocks_cpu, "np", guarded),
     ):
         yield guarded
     guarded.check()

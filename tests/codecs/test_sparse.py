@@ -17,6 +17,7 @@ from lightning_sparsecomm.basis.rounds import Round
 from lightning_sparsecomm.codecs import (
     INDEX_CODECS,
     VALUE_CODECS,
+    AdaptiveGolomb,
     Auto,
     Bitmap,
     Envelope,
@@ -31,6 +32,7 @@ from lightning_sparsecomm.codecs import (
     RunLength16,
     Runs,
     SharedMean,
+    ShortThreeBit,
     SparseCodec,
     ThreeBit,
     TopK,
@@ -59,6 +61,7 @@ VALUES: dict[str, ValueCodec] = {
     "SharedMean": SharedMean(),
     "TwoBit": TwoBit(GROUP),
     "ThreeBit": ThreeBit(GROUP),
+    "ShortThreeBit": ShortThreeBit(GROUP),
     "OneBit": OneBit(GROUP),
 }
 INDICES: dict[str, IndexCoding] = {
@@ -67,6 +70,7 @@ INDICES: dict[str, IndexCoding] = {
     "Golomb": Golomb(),
     "Bitmap": Bitmap(),
     "Runs": Runs(),
+    "AdaptiveGolomb": AdaptiveGolomb(),
     "Auto": Auto(),
 }
 FORMATS = (Path(__file__).parents[2] / "docs" / "formats.md").read_text(encoding="utf-8")
@@ -149,7 +153,8 @@ def test_few_bytes_stand_for_no_more_elements_than_the_receiver_has(indices):
 
 def test_payload_names_the_codec_that_was_chosen():
     x = torch.zeros(4000)
-    for selected, code, parameter in (([0, 1], 3, 10), ([3999], 2, 0), (range(0, 4000, 2), 4, 0), (range(4000), 2, 0)):
+    cases = (([0, 1], 6, 0), ([900, 1800], 3, 10), ([3999], 2, 0), (range(0, 4000, 2), 4, 0), (range(4000), 2, 0))
+    for selected, code, parameter in cases:
         x[list(selected)] = 1.0
         body = SparseCodec(TopK(1.0), indices=Auto()).encode(Vector(x), round_of(x))
         assert body[:4].tolist() == [code, 1, parameter, 0]
@@ -207,7 +212,7 @@ def test_a_registered_codec_of_ones_own_goes_through_a_payload():
         assert bytes(body.tolist()) == struct.pack("<BBBBIII2I2f", 255, 200, 0, 0, 5, 2, 8, 1, 3, -1.5, 3.5)
         assert decode_sparse(body, 5).dense().tolist() == [0.0, -3.0, 0.0, 7.0, 0.0]
     with pytest.raises(
-        PayloadError, match=r"index codec at byte 0 is 255, expected one of \[1, 2, 3, 4, 5\], registered"
+        PayloadError, match=r"index codec at byte 0 is 255, expected one of \[1, 2, 3, 4, 5, 6\], registered"
     ):
         decode_sparse(body, 5)
 
@@ -215,17 +220,19 @@ def test_a_registered_codec_of_ones_own_goes_through_a_payload():
 @pytest.mark.parametrize(
     ("head", "message"),
     [
-        ((0, 1, 0, 0, 8, 0, 0), r"index codec at byte 0 is 0, expected one of \[1, 2, 3, 4, 5\]"),
-        ((1, 99, 0, 0, 8, 0, 0), r"value codec at byte 1 is 99, expected one of \[1, 2, 3, 4, 5, 6, 7, 9\]"),
+        ((0, 1, 0, 0, 8, 0, 0), r"index codec at byte 0 is 0, expected one of \[1, 2, 3, 4, 5, 6\]"),
+        ((1, 99, 0, 0, 8, 0, 0), r"value codec at byte 1 is 99, expected one of \[1, 2, 3, 4, 5, 6, 7, 8, 9\]"),
         ((1, 1, 7, 0, 8, 1, 0), "index codec parameter at byte 2 is 7, expected 0 for Raw32"),
         ((2, 1, 1, 0, 8, 1, 0), "index codec parameter at byte 2 is 1, expected 0 for RunLength16"),
         ((3, 1, 32, 0, 8, 1, 0), "index codec parameter at byte 2 is 32, expected 0 to 31 for Golomb"),
         ((4, 1, 3, 0, 8, 1, 0), "index codec parameter at byte 2 is 3, expected 0 for Bitmap"),
         ((5, 1, 3, 0, 8, 1, 0), "index codec parameter at byte 2 is 3, expected 0 for Runs"),
+        ((6, 1, 3, 0, 8, 1, 0), "index codec parameter at byte 2 is 3, expected 0 for AdaptiveGolomb"),
         ((1, 1, 0, 7, 8, 0, 0), "value codec parameter at byte 3 is 7, expected 0 for Float32"),
         ((1, 4, 0, 7, 8, 0, 0), "value codec parameter at byte 3 is 7, expected 0 for SharedMean"),
         ((1, 5, 0, 0, 8, 0, 0), "value codec parameter at byte 3 is 0, expected 1 to 255 for TwoBit"),
         ((1, 7, 0, 0, 8, 0, 0), "value codec parameter at byte 3 is 0, expected 1 to 255 for ThreeBit"),
+        ((1, 8, 0, 0, 8, 0, 0), "value codec parameter at byte 3 is 0, expected 1 to 255 for ShortThreeBit"),
         ((1, 9, 0, 0, 8, 0, 0), "value codec parameter at byte 3 is 0, expected 1 to 255 for OneBit"),
         ((1, 1, 0, 0, 8, 9, 0), "count at byte 8 is 9, expected at most the size, 8"),
         ((1, 1, 0, 0, 8, 0, 5), "index section bytes at byte 12 is 5, expected at most the 4 that follow"),

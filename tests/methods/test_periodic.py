@@ -62,7 +62,7 @@ def test_averaging_and_its_outer_optimizer() -> None:
 def test_sparse_loco_has_a_fading_residual_and_an_outer_step_where_asked_for() -> None:
     (sync,) = syncs(sparse_loco())
     assert "ChunkTopK(density=0.015625, chunk=4096" in repr(sync.channel)
-    assert "values=TwoBit(group=64), indices=Auto()" in repr(sync.channel)
+    assert "values=TwoBit(group=192), indices=Auto()" in repr(sync.channel)
     assert "[ErrorFeedback(decay=0.95, follow_rate=True)]" in repr(sync.channel)
     assert (sync.every, sync.outer) == (30, None)
     (sync,) = syncs(sparse_loco(outer_lr=0.8))
@@ -163,11 +163,21 @@ def test_sparse_binary_compressions_bytes(
 
 
 def test_sparse_locos_bytes() -> None:
-    """7.5 bits for each position, 2.5 for its value; every 30 steps, 0.00065 bytes a parameter and step."""
+    """7.5 bits for each position, 2.17 for its value; every 30 steps, 0.00063 bytes a parameter and step."""
     size = 2**21
     layout = Layout([("weight", (size,))])
     x = torch.randn(size, generator=torch.Generator().manual_seed(0))
     gather = sparse_loco().syncs[0].channel.exchange  # type: ignore[attr-defined]
     payload = gather.compressor.encode(Vector(x), Round(layout))
-    assert 8 * payload.numel() / (size / 64) == pytest.approx(7.5 + 2.5, rel=0.01)
-    assert payload.numel() / size / 30 == pytest.approx(0.00065, rel=0.01)
+    assert 8 * payload.numel() / (size / 64) == pytest.approx(7.49 + 2.17, rel=0.002)
+    assert payload.numel() / size / 30 == pytest.approx(0.00063, rel=0.005)
+
+
+def test_sparse_loco_sends_less_than_9_7_bits_a_value(tmp_path: Path) -> None:
+    """By the ledger, with headers, lengths and padding; though which elements are the largest is random here."""
+    exchanges, size = 3, 1024 * 1024
+    for ddp, sent in run_ranks(tmp_path, 2, _whole_run, [(1024, 1024)], sparse_loco(every=2), 2 * exchanges):
+        assert ddp == 2 * exchanges * 4 * size
+        bits = 8 * sent / (exchanges * size / 64)
+        # log2 of the number of selections of 64 among 4,096 elements, by 64, and the two bits of values.
+        assert math.log2(math.comb(4096, 64)) / 64 + 2 < bits < 9.7

@@ -80,7 +80,8 @@ def sparse_body(
     if index_codec == "Auto":
         # The first of the shortest sections.
         sections = {
-            name: index_section(indices, size, name)[2] for name in ("RunLength16", "Raw32", "Bitmap", "Golomb")
+            name: index_section(indices, size, name)[2]
+            for name in ("RunLength16", "Raw32", "Bitmap", "Golomb", "AdaptiveGolomb")
         }
         index_codec = min(sections, key=lambda name: len(sections[name]))
     index_code, index_parameter, positions = index_section(indices, size, index_codec)
@@ -91,7 +92,7 @@ def sparse_body(
 
 def index_section(indices: Sequence[int], size: int, codec: str) -> tuple[int, int, bytes]:
     """Code, parameter and bytes of positions."""
-    code = {"Raw32": 1, "RunLength16": 2, "Golomb": 3, "Bitmap": 4, "Runs": 5}[codec]
+    code = {"Raw32": 1, "RunLength16": 2, "Golomb": 3, "Bitmap": 4, "Runs": 5, "AdaptiveGolomb": 6}[codec]
     runs = [index - before - 1 for before, index in zip([-1, *indices], indices)]
     if len(indices) == size:
         return code, 0, b""
@@ -105,6 +106,8 @@ def index_section(indices: Sequence[int], size: int, codec: str) -> tuple[int, i
         firsts = [index for index, run in zip(indices, [1, *runs[1:]]) if run]
         lasts = [index for index, run in zip(indices, [*runs[1:], 1]) if run]
         return code, 0, b"".join(struct.pack("<II", first, last - first + 1) for first, last in zip(firsts, lasts))
+    if codec == "AdaptiveGolomb":
+        return code, 0, adaptive_section(runs)
     if not indices:
         return code, 0, b""
     golden = (math.sqrt(5) + 1) / 2
@@ -115,6 +118,52 @@ def index_section(indices: Sequence[int], size: int, codec: str) -> tuple[int, i
         stream |= ((1 << quotient) - 1 | remainder << quotient + 1) << length
         length += quotient + 1 + parameter
     return code, parameter, stream.to_bytes(-(-length // 8), "little")
+
+
+def adaptive_section(runs: Sequence[int]) -> bytes:
+    """Runs in a code for each block of 64."""
+    changes = codes = prefixes = suffixes = thirds = ""
+    before = 0
+    for first in range(0, len(runs), 64):
+        block = runs[first : first + 64]
+        lengths = {
+            c: sum(map(len, itertools.chain(*(adaptive_word(run, c) for run in block)))) for c in near(block, before)
+        }
+        code = min(lengths, key=lambda each: (lengths[each] + 6 * (each != before), each))
+        changes += "01"[code != before]
+        codes += low_first(code, 6) if code != before else ""
+        before = code
+        for run in block:
+            prefix, suffix, third = adaptive_word(run, code)
+            prefixes, suffixes, thirds = prefixes + prefix, suffixes + suffix, thirds + third
+    bits = changes + codes + prefixes + suffixes + thirds
+    return bytes(int(bits[i : i + 8][::-1], 2) for i in range(0, len(bits), 8))
+
+
+def near(block: Sequence[int], before: int) -> set[int]:
+    """The codes that a sender considers for a block."""
+    bits = (sum(block) // len(block)).bit_length()
+    b = min(20, sum((run + 1).bit_length() - 1 for run in block) // len(block))
+    codes = {3 * i + kind for i in range(bits - 2, bits) for kind in (0, 1)} | {3 * bits}
+    return {code for code in codes | {3 * b + 2, 3 * max(0, b - 1) + 2, before} if 0 <= code < 64}
+
+
+def adaptive_word(run: int, code: int) -> tuple[str, str, str]:
+    """Prefix, suffix and third of a run, in the order of the stream."""
+    b, kind = divmod(code, 3)
+    whole, low = divmod(run, 2**b)
+    if kind == 0:
+        return "0" * whole + "1", low_first(low, b), ""
+    if kind == 1:
+        quotient, rest = divmod(whole, 3)
+        return "0" * quotient + "1", low_first(low, b) + "011"[rest], ["", "0", "1"][rest]
+    logarithm = (whole + 1).bit_length() - 1
+    return "0" * logarithm + "1", low_first(run - (2**logarithm - 1) * 2**b, b + logarithm), ""
+
+
+def low_first(number: int, bits: int) -> str:
+    """The number in so many bits, the lowest first."""
+    return f"{number:0{bits}b}"[::-1] if bits else ""
 
 
 def value_section(
@@ -148,6 +197,18 @@ def value_section(
             for i, number in enumerate(numbers, first):
                 stream |= ((values[i] < 0) | number << 1) << 3 * i
         return 7, GROUP, heads + stream.to_bytes(-(-3 * len(values) // 8), "little")
+    if codec == "ShortThreeBit":
+        heads, ranks = b"", []
+        for first in range(0, len(values), GROUP):
+            head, numbers = three_bit_group(values[first : first + GROUP])
+            swapped = numbers.count(1) > numbers.count(0)
+            heads += bytes([head[0], head[1] | 128 * swapped, *head[2:]])
+            ranks += [(1 - number if swapped and number < 2 else number) for number in numbers]
+        bits = [value < 0 for value in values]
+        for least in range(3):
+            bits += [rank > least for rank in ranks if rank >= least]
+        stream = sum(bit << i for i, bit in enumerate(bits))
+        return 8, GROUP, heads + stream.to_bytes(-(-len(bits) // 8), "little")
     if codec == "OneBit":
         groups = [values[first : first + GROUP] for first in range(0, len(values), GROUP)]
         means = b"".join(bfloat16(sum(abs(value) for value in group) / len(group)) for group in groups)
@@ -164,7 +225,7 @@ def three_bit_group(values: Sequence[float]) -> tuple[bytes, list[int]]:
     with_zero = min(magnitudes) < mean / 8
     least = 7 / 8 * mean if with_zero else min(magnitudes)
     if least < 2.0**-126:
-        return bfloat16(0.0) + bfloat16(1.0), [0] * len(values)
+        return bfloat16(0.0) + bfloat16(1.0), [3] * len(values)
     ratio = (max(magnitudes) / least) ** (1 / (2 if with_zero else 3))
     head = bfloat16(least) + bfloat16(-ratio if with_zero else ratio)
     first, rise = (np.float32(struct.unpack("<f", b"\0\0" + part)[0]) for part in (head[:2], head[2:]))

@@ -6,6 +6,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_sparsecomm.kernels.numba_jit import Bytes, Positions, Words, compiled
+from lightning_sparsecomm.kernels.positions.blocks_cpu import CpuBlockKernels
 from lightning_sparsecomm.kernels.positions.reference import ESCAPE, Parsed, PositionKernels
 
 # How many ones each byte begins with, from its lowest bit on.
@@ -15,7 +16,7 @@ _LEADING_ONES = np.array([next(i for i in range(9) if not byte >> i & 1) for byt
 _MOST_ONES = 32
 
 
-class CpuPositionKernels(PositionKernels):
+class CpuPositionKernels(CpuBlockKernels, PositionKernels):
     """Numba kernels on the CPU."""
 
     def golomb_bits(self, indices: Tensor, remainder_bits: int) -> int:

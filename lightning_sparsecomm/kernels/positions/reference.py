@@ -5,6 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_sparsecomm.kernels.positions.blocks import BlockKernels
+
 # The 16-bit word for 65,535 zeros and no position.
 ESCAPE = 0xFFFF
 
@@ -23,7 +25,7 @@ class Parsed(NamedTuple):
     end: int
 
 
-class PositionKernels:
+class PositionKernels(BlockKernels):
     """The kernels in torch. Subclasses are faster and give the same bits.
 
     Positions are written to a section of bytes, and read from one. Bit i of a section is bit i mod 8 of byte ⌊i / 8⌋.

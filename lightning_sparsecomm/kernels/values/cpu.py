@@ -2,9 +2,10 @@
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_sparsecomm.kernels.numba_jit import Bytes, Floats, compiled
+from lightning_sparsecomm.kernels.numba_jit import Bytes, Floats, Words, compiled
 from lightning_sparsecomm.kernels.values.reference import (
     LARGEST_BFLOAT16,
     LARGEST_THREE_BIT,
@@ -54,6 +55,38 @@ class CpuValueKernels(ValueKernels):
         values = np.empty(count, np.float32)
         _read_signs(section[heads_end:].contiguous().numpy(), group, magnitudes.numpy(), values)
         return torch.from_numpy(values)
+
+    def write_short_three_bits(self, values: Tensor, group: int) -> Tensor:
+        if values.dtype not in (torch.float32, torch.float64):
+            return super().write_short_three_bits(values, group)
+        count = values.numel()
+        array = values.detach().contiguous().numpy()
+        heads = np.empty((-(-count // group), 2), np.float64)
+        _heads(array, group, heads)
+        rounded = torch.from_numpy(heads).to(torch.bfloat16)
+        ranks, swapped = np.empty(count, np.uint8), np.empty(heads.shape[0], np.int16)
+        second, third = _rank(array, group, rounded.to(torch.float32).numpy(), ranks, swapped)
+        signed = rounded.view(torch.int16)
+        signed[:, 0] |= torch.from_numpy(swapped) << 15
+        total = 2 * count + second + third
+        words = np.zeros(total // 64 + 1, np.uint64)
+        _write_ranks(array, ranks, 2 * count, 2 * count + second, words)
+        packed = torch.from_numpy(words.view(np.uint8)[: (total + 7) // 8])
+        return torch.cat([signed.view(-1).view(torch.uint8), packed])
+
+    def read_short_three_bits(self, section: Tensor, count: int, group: int) -> tuple[Tensor, int]:
+        heads_end = 4 * -(-count // group)
+        signed = section[:heads_end].clone().view(torch.int16).view(-1, 2)
+        swapped = signed[:, 0] < 0
+        signed[:, 0] &= 0x7FFF
+        heads = signed.view(torch.bfloat16).to(torch.float32)
+        total = 8 * (section.numel() - heads_end)
+        words = np.zeros(total // 64 + 1, np.uint64)
+        words.view(np.uint8)[: section.numel() - heads_end] = section[heads_end:].contiguous().numpy()
+        ranks, values = np.empty(count, np.uint8), np.empty(count, np.float32)
+        end = _read_ranks(words, total, ranks)
+        _unrank(words, group, heads.numpy(), swapped.numpy(), ranks, values)
+        return torch.from_numpy(values), 8 * heads_end + end
 
 
 @compiled
@@ -145,3 +178,83 @@ def _read(packed: Bytes, group: int, heads: Floats, values: Floats) -> None:
                 code |= np.int64(packed[byte + 1]) << (8 - shift)
             magnitude = levels[code >> 1 & 3]
             values[i] = -magnitude if code & 1 else magnitude
+
+
+@compiled
+def _rank(values: Floats, group: int, heads: Floats, ranks: Bytes, swapped: NDArray[np.int16]) -> tuple[int, int]:
+    """The rank of each value, and which groups swap the first two; returns how many ranks exceed 0, and 1."""
+    levels = np.empty(4, np.float32)
+    second, third = 0, 0
+    for at in range(heads.shape[0]):
+        _fill(levels, heads[at, 0], heads[at, 1])
+        low = (np.float64(levels[0]) + np.float64(levels[1])) / 2
+        middle = (np.float64(levels[1]) + np.float64(levels[2])) / 2
+        high = (np.float64(levels[2]) + np.float64(levels[3])) / 2
+        first, last = at * group, min((at + 1) * group, values.size)
+        above_low, above_middle = 0, 0
+        for i in range(first, last):
+            magnitude = abs(np.float64(values[i]))
+            over = np.int64(magnitude >= low)
+            further = np.int64(magnitude >= middle)
+            above_low += int(over)
+            above_middle += int(further)
+            ranks[i] = over + further + np.int64(magnitude >= high)
+        # More values have number 1 than 0.
+        swap = above_low - above_middle > last - first - above_low
+        swapped[at] = swap
+        if swap:
+            for i in range(first, last):
+                ranks[i] ^= np.uint8(ranks[i] < 2)
+            above_low = above_middle + last - first - above_low
+        second += above_low
+        third += above_middle
+    return second, third
+
+
+@compiled
+def _write_ranks(values: Floats, ranks: Bytes, second: int, third: int, words: Words) -> None:
+    """Writes signs and ranks, those above 0 and 1 from the given bits on."""
+    first = values.size
+    for i in range(values.size):
+        rank = np.int64(ranks[i])
+        words[i >> 6] |= np.uint64(values[i] < 0) << np.uint64(i & 63)
+        words[first + i >> 6] |= np.uint64(rank > 0) << np.uint64(first + i & 63)
+        # Zero where nothing is written.
+        words[second >> 6] |= np.uint64(rank > 1) << np.uint64(second & 63)
+        second += int(np.int64(rank > 0))
+        words[third >> 6] |= np.uint64(rank > 2) << np.uint64(third & 63)
+        third += int(np.int64(rank > 1))
+
+
+@compiled
+def _read_ranks(words: Words, total: int, ranks: Bytes) -> int:
+    """Fills in the ranks, and returns the bit after the last. Bits beyond `total` count as 0."""
+    count = ranks.size
+    one = np.uint64(1)
+    second = 2 * count
+    for i in range(count):
+        rank = np.uint8(words[count + i >> 6] >> np.uint64(count + i & 63) & one)
+        # Read in any case: a branch on data would be mispredicted.
+        place = min(second, total)
+        ranks[i] = rank + (rank & np.uint8(words[place >> 6] >> np.uint64(place & 63) & one))
+        second += int(np.int64(rank))
+    third = second
+    for i in range(count):
+        more = np.uint8(ranks[i] > 1)
+        place = min(third, total)
+        ranks[i] += more & np.uint8(words[place >> 6] >> np.uint64(place & 63) & one)
+        third += int(np.int64(more))
+    return third
+
+
+@compiled
+def _unrank(words: Words, group: int, heads: Floats, swapped: NDArray[np.bool_], ranks: Bytes, values: Floats) -> None:
+    """Turns signs and ranks into values."""
+    levels = np.empty(4, np.float32)
+    for at in range(heads.shape[0]):
+        _fill(levels, heads[at, 0], heads[at, 1])
+        if swapped[at]:
+            levels[0], levels[1] = levels[1], levels[0]
+        for i in range(at * group, min((at + 1) * group, values.size)):
+            magnitude = levels[ranks[i]]
+            values[i] = -magnitude if words[i >> 6] >> np.uint64(i & 63) & np.uint64(1) else magnitude

@@ -30,27 +30,10 @@ class ValueKernels:
     def write_three_bits(self, values: Tensor, group: int) -> Tensor:
         """The section for `[k]` finite values of any floating-point dtype: `[bytes]` uint8."""
         count = values.numel()
-        groups = -(-count // group)
-        if not groups:
+        if not count:
             return values.new_empty(0, dtype=torch.uint8)
-        padding = (0, groups * group - count)
-        exact = torch.nn.functional.pad(values.to(torch.float64).abs(), padding).view(groups, group)
-        is_value = torch.nn.functional.pad(values.new_ones(count, dtype=torch.bool), padding).view(groups, group)
-        magnitudes = torch.where(exact < SMALLEST_THREE_BIT, 0.0, exact).clamp_(max=LARGEST_THREE_BIT)
-        mean = magnitudes.sum(1) / is_value.sum(1)
-        smallest = torch.where(is_value, magnitudes, LARGEST_THREE_BIT).amin(1)
-        largest = magnitudes.amax(1)
-        with_zero = smallest < ZERO_BELOW * mean
-        least = torch.where(with_zero, LOWEST_OF_MEAN * mean, smallest)
-        # Magnitudes whose mean is too small are sent as zeros: least 0, ratio 1.
-        tiny = least < SMALLEST_THREE_BIT
-        span = largest / torch.where(tiny, 1.0, least)
-        ratio = torch.where(with_zero, -span.sqrt(), span ** (1 / 3))
-        heads = torch.stack([torch.where(tiny, 0.0, least), torch.where(tiny, 1.0, ratio)], 1).to(torch.bfloat16)
-        levels = _levels(heads).to(torch.float64)
-        between = (levels[:, :-1] + levels[:, 1:]) / 2
-        chosen = (exact[:, :, None] >= between[:, None, :]).sum(2, dtype=torch.int32).view(-1)[:count]
-        codes = torch.nn.functional.pad(chosen << 1 | (values < 0), (0, -count % 8)).view(-1, 8)
+        heads, numbers = _quantized(values, group)
+        codes = torch.nn.functional.pad(numbers << 1 | (values < 0), (0, -count % 8)).view(-1, 8)
         words = (codes << _places(values.device, 8, 3)).sum(1, dtype=torch.int32)
         packed = (words[:, None] >> _places(values.device, 3, 8) & 0xFF).to(torch.uint8).view(-1)
         return torch.cat([heads.view(-1).view(torch.uint8), packed[: (3 * count + 7) // 8]])
@@ -87,6 +70,78 @@ class ValueKernels:
         bits = section[heads_end:, None].to(torch.int32) >> _places(section.device, 8, 1) & 1
         magnitudes = magnitudes[torch.arange(count, device=section.device) // group]
         return torch.where(bits.flatten()[:count] == 1, -magnitudes, magnitudes)
+
+    def write_short_three_bits(self, values: Tensor, group: int) -> Tensor:
+        """As `write_three_bits`, with the number of each magnitude in one to three bits.
+
+        A number has a rank: itself, but 1 for 0 and 0 for 1 where more values of the group have number 1 than 0. There
+        the sign bit of a is 1. After the heads come bits: for each value whether it is negative; for each whether its
+        rank is more than 0; for each of these whether it is more than 1; and for each of those whether it is more than
+        2.
+        """
+        count = values.numel()
+        if not count:
+            return values.new_empty(0, dtype=torch.uint8)
+        heads, numbers = _quantized(values, group)
+        padded = torch.nn.functional.pad(numbers, (0, -count % group), value=3).view(-1, group)
+        swapped = (padded == 1).sum(1) > (padded == 0).sum(1)
+        signed = heads.view(torch.int16)
+        signed[:, 0] |= swapped.to(torch.int16) << 15
+        swaps = swapped.repeat_interleave(group)[:count] & (numbers < 2)
+        ranks = torch.where(swaps, 1 - numbers, numbers)
+        first = ranks > 0
+        second = (ranks > 1)[first]
+        third = (ranks > 2)[ranks > 1]
+        bits = torch.cat([values < 0, first, second, third]).to(torch.uint8)
+        whole = torch.nn.functional.pad(bits, (0, -bits.numel() % 8)).view(-1, 8)
+        packed = (whole << _places(values.device, 8, 1).to(torch.uint8)).sum(1, dtype=torch.uint8)
+        return torch.cat([signed.view(-1).view(torch.uint8), packed])
+
+    def read_short_three_bits(self, section: Tensor, count: int, group: int) -> tuple[Tensor, int]:
+        """The `[count]` float32 values of a section, and the bit after the last; those beyond the section are 0.
+
+        The section has at least the heads and two bits for each value. Heads may be any numbers.
+        """
+        heads_end = 4 * -(-count // group)
+        signed = section[:heads_end].clone().view(torch.int16).view(-1, 2)
+        swapped = signed[:, 0] < 0
+        signed[:, 0] &= 0x7FFF
+        levels = _levels(signed.view(torch.bfloat16))
+        bits = (section[heads_end:, None] >> _places(section.device, 8, 1).to(torch.uint8) & 1).view(-1)
+        ranks = bits[count : 2 * count].to(torch.int64)
+        end = 2 * count
+        for rank in (1, 2):
+            more = (ranks == rank).nonzero().view(-1)
+            read = bits[end : end + more.numel()]
+            ranks[more[: read.numel()]] += read
+            end += more.numel()
+        groups = torch.arange(count, device=section.device) // group
+        numbers = torch.where(swapped[groups] & (ranks < 2), 1 - ranks, ranks)
+        magnitudes = levels.view(-1)[4 * groups + numbers]
+        return torch.where(bits[:count] == 1, -magnitudes, magnitudes), 8 * heads_end + end
+
+
+def _quantized(values: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """The head of each group, `[groups, 2]` bfloat16, and the number of each value's magnitude, `[k]` int32."""
+    count = values.numel()
+    groups = -(-count // group)
+    padding = (0, groups * group - count)
+    exact = torch.nn.functional.pad(values.to(torch.float64).abs(), padding).view(groups, group)
+    is_value = torch.nn.functional.pad(values.new_ones(count, dtype=torch.bool), padding).view(groups, group)
+    magnitudes = torch.where(exact < SMALLEST_THREE_BIT, 0.0, exact).clamp_(max=LARGEST_THREE_BIT)
+    mean = magnitudes.sum(1) / is_value.sum(1)
+    smallest = torch.where(is_value, magnitudes, LARGEST_THREE_BIT).amin(1)
+    largest = magnitudes.amax(1)
+    with_zero = smallest < ZERO_BELOW * mean
+    least = torch.where(with_zero, LOWEST_OF_MEAN * mean, smallest)
+    # Magnitudes whose mean is too small are sent as zeros: least 0, ratio 1.
+    tiny = least < SMALLEST_THREE_BIT
+    span = largest / torch.where(tiny, 1.0, least)
+    ratio = torch.where(with_zero, -span.sqrt(), span ** (1 / 3))
+    heads = torch.stack([torch.where(tiny, 0.0, least), torch.where(tiny, 1.0, ratio)], 1).to(torch.bfloat16)
+    levels = _levels(heads).to(torch.float64)
+    between = (levels[:, :-1] + levels[:, 1:]) / 2
+    return heads, (exact[:, :, None] >= between[:, None, :]).sum(2, dtype=torch.int32).view(-1)[:count]
 
 
 def _levels(heads: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 
 from lightning_sparsecomm.basis.layout import MAX_SIZE
-from lightning_sparsecomm.codecs import INDEX_CODECS, Auto, Bitmap, Golomb, Raw32, RunLength16
+from lightning_sparsecomm.codecs import INDEX_CODECS, AdaptiveGolomb, Auto, Bitmap, Golomb, Raw32, RunLength16
 from tests.codecs.indices.selections import selections
 
 
@@ -22,11 +22,12 @@ def test_auto_is_the_shortest(selection: tuple[list[int], int]):
 def test_auto_chooses_each():
     generator = torch.Generator().manual_seed(0)
     order = torch.randperm(10**6, generator=generator)
-    for count, codec in ((10**3, Golomb()), (10**5, Golomb()), (5 * 10**5, Bitmap())):
+    # At 8.3%, 2^3 is the best of all divisors.
+    for count, codec in ((10**3, AdaptiveGolomb()), (83_000, Golomb()), (5 * 10**5, Bitmap())):
         assert Auto().chosen(order[:count].sort().values, 10**6) == codec
-    # One position after 3 · 10⁹ zeros, for which Golomb's code needs 5 bytes; and three at the start of as many.
+    # One position after 3 · 10⁹ zeros, for which Golomb's code needs 5 bytes; and one after so many that fit 16 bits.
     assert Auto().chosen(torch.tensor([3 * 10**9]), MAX_SIZE) == Raw32()
-    assert Auto().chosen(torch.arange(3), MAX_SIZE) == RunLength16()
+    assert Auto().chosen(torch.tensor([60_000]), MAX_SIZE) == RunLength16()
     # All are equally short: the fastest to decode is chosen.
     assert Auto().chosen(torch.arange(9), 9) == RunLength16()
 

@@ -5,7 +5,8 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from lightning_sparsecomm.codecs import INDEX_CODECS, Bitmap, IndexCodec, PayloadError
+from lightning_sparsecomm.codecs import INDEX_CODECS, AdaptiveGolomb, Bitmap, IndexCodec, PayloadError
+from lightning_sparsecomm.kernels import PositionKernels
 from tests.codecs.indices.selections import selections
 
 CODECS = list(INDEX_CODECS.values())
@@ -39,7 +40,7 @@ def test_full_selection_costs_nothing(codec: IndexCodec):
 
 
 def test_registry_names_each_codec_by_its_code():
-    assert {code: codec.code for code, codec in INDEX_CODECS.items()} == {1: 1, 2: 2, 3: 3, 4: 4, 5: 5}
+    assert {code: codec.code for code, codec in INDEX_CODECS.items()} == {1: 1, 2: 2, 3: 3, 4: 4, 5: 5, 6: 6}
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
@@ -55,6 +56,10 @@ def test_whatever_is_decoded_is_sound(codec: IndexCodec, data: bytes, count: int
     assert decoded.numel() == count
     assert bool((decoded.diff() > 0).all())
     assert count == 0 or (int(decoded[0]) >= 0 and int(decoded[-1]) < size)
-    # Decoders accept only what encoders write: one section for each selection and parameter.
-    if parameter == codec.parameter(count, size):
+    # Decoders accept only what encoders write: one section for each selection and parameter, or for each block's code.
+    if codec == AdaptiveGolomb():
+        kernels = PositionKernels()
+        written = kernels.write_blocks(decoded, kernels.read_codes(section, count)[0]) if count < size else section[:0]
+        assert written.tolist() == list(data)
+    elif parameter == codec.parameter(count, size):
         assert codec.encode(decoded, size).tolist() == list(data)

@@ -1,4 +1,4 @@
-"""Golomb and Bitmap: their bytes, Golomb's length, and what they refuse."""
+"""Golomb, AdaptiveGolomb and Bitmap: their bytes, Golomb codes' length, and what they refuse."""
 
 import math
 

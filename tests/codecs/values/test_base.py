@@ -8,6 +8,7 @@ from lightning_sparsecomm.codecs import (
     Float64,
     OneBit,
     SharedMean,
+    ShortThreeBit,
     ThreeBit,
     TwoBit,
 )
@@ -22,6 +23,7 @@ def test_registry_names_each_codec_by_its_code():
         5: TwoBit,
         6: BFloat16,
         7: ThreeBit,
+        8: ShortThreeBit,
         9: OneBit,
     }
     assert all(codec.code == code for code, codec in VALUE_CODECS.items())

@@ -53,3 +53,33 @@ def test_a_view_with_steps_is_read_as_it_is():
 def test_the_processor_has_numba():
     assert type(value_kernels_for(torch.device("cpu"))) is CpuValueKernels
     assert type(value_kernels_for(torch.device("meta"))) is ValueKernels
+
+
+@each_dtype
+@pytest.mark.parametrize("group", [1, 3, 64, 128, 255])
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 64, 65, 1000])
+def test_short_three_bits_are_those_of_the_reference(dtype: torch.dtype, group: int, size: int):
+    x = numbers(size, dtype, seed=size)
+    cases = [x, x.sign() * (x.abs() + 1), x * 1e30, x * 1e-37, x.abs().exp().clamp(max=1e38), torch.zeros_like(x)]
+    for values in cases:
+        section = REFERENCE.write_short_three_bits(values, group)
+        assert same_bits(CPU.write_short_three_bits(values, group), section)
+        # Both write the values of three bits.
+        expected = REFERENCE.read_three_bits(REFERENCE.write_three_bits(values, group), size, group)
+        for kernels in (CPU, REFERENCE):
+            decoded, end = kernels.read_short_three_bits(section, size, group)
+            assert same_bits(decoded, expected)
+            assert (end + 7) // 8 == section.numel()
+
+
+@given(st.binary(min_size=4, max_size=40), st.integers(1, 255), st.integers(0, 160))
+def test_short_three_bits_of_anything(data: bytes, group: int, count: int):
+    # Ranks may need more bits than there are, and heads may be any numbers.
+    while 4 * -(-count // group) + (2 * count + 7) // 8 > len(data):
+        count -= 1
+    section = torch.tensor(list(data), dtype=torch.uint8)
+    (ours, our_end), (theirs, their_end) = (
+        kernels.read_short_three_bits(section, count, group) for kernels in (CPU, REFERENCE)
+    )
+    assert our_end == their_end
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
