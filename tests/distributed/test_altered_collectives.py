@@ -23,6 +23,7 @@ from lightning_sparsecomm.methods import (
     federated_averaging,
     gradient_dropping,
     local_adam,
+    powersgd,
     s2_reducer,
     sbc,
     sketched_sgd,
@@ -44,6 +45,7 @@ METHODS: dict[str, Callable[[], Method]] = {
     "sparse_loco": lambda: sparse_loco(every=2),
     "sbc": lambda: sbc(0.3, every=2),
     "sketched_sgd": lambda: sketched_sgd(density=0.3, columns=20, candidates=2),
+    "powersgd": powersgd,
     "s2_reducer": s2_reducer,
     "s2_reducer, sketched": lambda: s2_reducer(sketch_ratio=0.5),
 }
@@ -161,7 +163,7 @@ def outcomes(tmp_path: Path, name: str, seeds: range) -> Counter[str]:
 
 
 # One for each kind of exchange: payloads, sketches, blocks, updates of weights. All others are slow ones.
-_QUICK = {"dgc", "sketched_sgd", "s2_reducer", "sbc"}
+_QUICK = {"dgc", "sketched_sgd", "s2_reducer", "sbc", "powersgd"}
 
 
 @pytest.mark.parametrize(

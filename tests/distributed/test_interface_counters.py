@@ -40,7 +40,7 @@ from lightning_sparsecomm.basis.ledger import (
 from lightning_sparsecomm.basis.rounds import Round
 from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.codecs import SparseCodec, TopK
-from lightning_sparsecomm.exchange import BlockReduce, DenseAllReduce, Exchange, Gather, SketchedTopK
+from lightning_sparsecomm.exchange import BlockReduce, DenseAllReduce, Exchange, Gather, PowerSGD, SketchedTopK
 from lightning_sparsecomm.methods import dense
 from lightning_sparsecomm.sharing import Method
 from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
@@ -275,6 +275,7 @@ TRAFFIC = {
     "dense_bfloat16": Traffic(DenseAllReduce("bfloat16"), 2 * DENSE),
     "top_k": Traffic(Gather(SparseCodec(TopK(0.2))), PADDED_BYTES, gathers=True),
     "sketched_top_k": Traffic(SketchedTopK(0.1, columns=6000, candidates=2), 4 * (5 * 6000 + 2 + 12_000)),
+    "power_sgd": Traffic(PowerSGD(30), 4 * (30 * (600 + 90) + ELEMENTS // 10 + 2)),
     # No block of 90 elements is zero.
     "blocks": Traffic(BlockReduce(), 4 * ELEMENTS + (600 + 24 + 2 * 2 + 7) // 8),
 }
