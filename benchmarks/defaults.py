@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sparsecomm import SparseCommStrategy, methods
 from lightning_sparsecomm.basis import link_bytes
-from lightning_sparsecomm.basis.ledger import OURS
+from lightning_sparsecomm.basis.ledger import OURS, Ledger
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from command_line import at_least, folder, quieten
@@ -84,10 +84,15 @@ class Measure(pl.Callback):
         measured = {
             "accuracy": float((logits.argmax(1) == targets).double().mean() * 100),
             "loss": float(cross_entropy(logits, targets)),
-            "link_bytes": None if ledger is None else sum(map(ledger.link_bytes, OURS)),
+            "link_bytes": None if ledger is None else sent_bytes(ledger),
             "ratio": None if powersgd is None else float(powersgd.compression_stats()[0]),
         }
         self.path.write_text(json.dumps(measured))
+
+
+def sent_bytes(ledger: Ledger) -> float:
+    """Bytes on the link; of one process, which sends nothing, those that it hands over."""
+    return sum(map(ledger.link_bytes if ledger.world_size > 1 else ledger.handed_bytes, OURS))
 
 
 class Hooked(DDPStrategy):
@@ -149,7 +154,9 @@ def run(
         )
         trainer.fit(learner, loader)
         measured = json.loads(path.read_text())
-    of_step = link_bytes("all_reduce", sum(p.nbytes for p in learner.parameters()), options.processes)
+    of_step = float(sum(p.nbytes for p in learner.parameters()))
+    if options.processes > 1:
+        of_step = link_bytes("all_reduce", of_step, options.processes)
     ratio = measured.pop("ratio")
     if measured["link_bytes"] is None:
         # As torch counts for PowerSGD.
