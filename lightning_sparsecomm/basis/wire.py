@@ -238,6 +238,13 @@ class Wire:
             gather(gathered.view(-1), tensor.reshape(-1), group=self.group)
         return gathered
 
+    def all_to_all(self, tensor: Tensor, row: str | None = None) -> Tensor:
+        """Row i of the result is what rank i has for this one in its own `tensor`, `[W, ...]`; of one shape on all."""
+        received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        with self._calling("all_to_all", tensor, row):
+            dist.all_to_all_single(received.view(-1), tensor.reshape(-1), group=self.group)
+        return received
+
     def meet(self, place: str, seconds: float) -> bool:
         """Waits for all ranks to come to a place, for so many seconds. Whether they came is equal on all that did.
 

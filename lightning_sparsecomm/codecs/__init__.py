@@ -1,5 +1,6 @@
 """From vectors to bytes and back: selectors, codecs for positions and values, sketches, and the envelope."""
 
+from lightning_sparsecomm.codecs.blockwise import Blockwise as Blockwise
 from lightning_sparsecomm.codecs.compressor import Compressor as Compressor
 from lightning_sparsecomm.codecs.grouped import ThreeBit as ThreeBit
 from lightning_sparsecomm.codecs.grouped import TwoBit as TwoBit

@@ -34,6 +34,7 @@ from lightning_sparsecomm.exchange import (
     Gather,
     NonFiniteGradientError,
     PowerSGD,
+    QuantizedAllReduce,
     SketchedTopK,
 )
 from lightning_sparsecomm.kernels import Reference, Update, kernels_for
@@ -91,6 +92,7 @@ EXCHANGES: dict[str, Callable[[], Exchange]] = {
     "sketch": lambda: SketchedTopK(0.05, columns=300, always_sketch=True),
     "sketch of most": lambda: SketchedTopK(0.3),
     "blocks": lambda: BlockReduce(TopBlocks(0.2, 6)),
+    "quantized": lambda: QuantizedAllReduce(8, 16),
     "power sgd": lambda: PowerSGD(2),
 }
 RULES = {
