@@ -38,7 +38,6 @@ def matrix_of(segment: Segment, rank: int) -> Matrix | None:
     if len(segment.shape) < 2 or not segment.size:
         return None
     rows, columns = segment.shape[0], segment.size // segment.shape[0]
-    rank = min(rank, rows, columns)
     if rank * (rows + columns) >= segment.size:
         return None
     return Matrix(segment.name, segment.offset, rows, columns, rank)

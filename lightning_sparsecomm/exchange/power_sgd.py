@@ -30,7 +30,7 @@ class PowerSGD(Exchange):
     PowerSGD(rank=2, dense_steps=100, warm_start=True, group_elements=4194304)
 
     Args:
-        rank: Columns of P and Q; fewer for a matrix with fewer rows or columns.
+        rank: Columns of P and Q. A matrix with no more rows or columns than these is sent whole.
         dense_steps: Optimizer steps at the start in which everything is sent whole.
         warm_start: Whether Q' is the Q of the round before. Otherwise it is drawn at random in each round.
         group_elements: Elements in a group of layers, at least. A smaller model is one group.

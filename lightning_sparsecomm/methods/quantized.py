@@ -18,8 +18,8 @@ class quantized(Method):
     Bytes on the link per step and rank: 2 (W − 1) / W for each element of weights (half with 4 bits), 1/64 more for
     scales, 16 of headers for each of 2 (W − 1) messages, and 8 (W − 1) / W for each element of biases and norms.
 
-    Source: the compressed all-reduce of 1-bit Adam (Tang et al. 2021), whose two roundings are fed back; there a bit for
-    each element and a scale for a piece, here 8 or 4 bits and a scale for each 256.
+    Source: the compressed all-reduce of 1-bit Adam (Tang et al. 2021), whose two roundings are fed back. It has a bit
+    for each element and a scale for a piece; here there are 8 or 4 bits, and a scale for each 256 elements.
 
     >>> quantized(bits=4)
     quantized(bits=4)

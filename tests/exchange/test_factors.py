@@ -32,6 +32,9 @@ def test_columns_that_are_nearly_the_same() -> None:
         p = (base + noise * torch.randn(500, 4)).to(torch.float32)
         (q,) = orthonormalized([p])
         assert off(q) < 3e-7
+    wide = base.double()
+    (q,) = orthonormalized([wide + 1e-9 * torch.randn(500, 4, dtype=torch.float64)])
+    assert off(q) < 1e-14
     (q,) = orthonormalized([(base + 1e-2 * torch.randn(500, 4)).bfloat16().float()])
     assert off(q) < 3e-7
 

@@ -126,6 +126,13 @@ def test_a_factor_of_another_rank_or_shape_is_used_as_far_as_it_goes(wire: Wire)
             torch.testing.assert_close(shared[WEIGHT], x[WEIGHT], rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_factor_that_is_not_finite_is_drawn_anew(wire: Wire, value: float) -> None:
+    exchange, x = PowerSGD(1), low_rank(1)
+    exchange.load_state_dict({"weight": torch.full((20, 1), value)})
+    torch.testing.assert_close(run(exchange, x, wire)[WEIGHT], x[WEIGHT], rtol=1e-4, atol=1e-5)
+
+
 def test_what_was_loaded_is_not_changed(wire: Wire) -> None:
     state = {"weight": torch.randn(20, 1)}
     before, exchange = state["weight"].clone(), PowerSGD(1)
