@@ -4,7 +4,8 @@ All strategies of a seed start from the same weights and see the same batches. E
 measures those of `tasks.py` on held-out training data, and nothing else is tuned. Each run is written to a JSON file as
 it ends; `--resume` skips the runs in that file. Prints a Markdown table, and plots it with `--plot`.
 
-A strategy is `ddp`, `bf16`, `powersgd RANK` (torch's hooks), `sparsecomm`, or `sbc DENSITY EVERY`.
+A strategy is `ddp`, `bf16`, `powersgd RANK` (torch's hooks), `sparsecomm`, `sparsecomm_powersgd RANK`, or
+`sbc DENSITY EVERY`. Torch's PowerSGD sends its first two steps whole; ours the first one, and in the end what waits.
 """
 
 import argparse
@@ -30,14 +31,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sparsecomm import SparseCommStrategy, methods
 from lightning_sparsecomm.basis import link_bytes
-from lightning_sparsecomm.basis.ledger import OURS
+from lightning_sparsecomm.basis.ledger import OURS, Ledger
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from command_line import at_least, folder, quieten
 
 BASELINE = "ddp"
 STRATEGIES = (BASELINE, "sparsecomm", "bf16", "powersgd 4", "powersgd 1")
-DENSE_STEPS = 2  # of PowerSGD
+DENSE_STEPS = 2  # of torch's PowerSGD, which needs them
 
 
 class Learner(pl.LightningModule):
@@ -83,10 +84,15 @@ class Measure(pl.Callback):
         measured = {
             "accuracy": float((logits.argmax(1) == targets).double().mean() * 100),
             "loss": float(cross_entropy(logits, targets)),
-            "link_bytes": None if ledger is None else sum(map(ledger.link_bytes, OURS)),
+            "link_bytes": None if ledger is None else sent_bytes(ledger),
             "ratio": None if powersgd is None else float(powersgd.compression_stats()[0]),
         }
         self.path.write_text(json.dumps(measured))
+
+
+def sent_bytes(ledger: Ledger) -> float:
+    """Bytes on the link; of one process, which sends nothing, those that it hands over."""
+    return sum(map(ledger.link_bytes if ledger.world_size > 1 else ledger.handed_bytes, OURS))
 
 
 class Hooked(DDPStrategy):
@@ -103,6 +109,8 @@ def strategy_of(name: str) -> Any:
         return "ddp_fork"
     if kind == "sparsecomm":
         return SparseCommStrategy(start_method="fork")
+    if kind == "sparsecomm_powersgd":
+        return SparseCommStrategy(methods.powersgd(int(numbers[0]), DENSE_STEPS - 1), start_method="fork")
     if kind == "sbc":
         density, every = float(numbers[0]), int(numbers[1])
         return SparseCommStrategy(methods.sbc(density=density, every=every), start_method="fork")
@@ -118,7 +126,7 @@ def known_strategy(text: str) -> str:
         strategy_of(text)
     except (ValueError, IndexError):
         raise argparse.ArgumentTypeError(
-            f"must be one of {', '.join(STRATEGIES)}, 'sbc 0.01 10'; got {text!r}"
+            f"must be one of {', '.join(STRATEGIES)}, 'sparsecomm_powersgd 1', 'sbc 0.01 10'; got {text!r}"
         ) from None
     return text
 
@@ -146,7 +154,9 @@ def run(
         )
         trainer.fit(learner, loader)
         measured = json.loads(path.read_text())
-    of_step = link_bytes("all_reduce", sum(p.nbytes for p in learner.parameters()), options.processes)
+    of_step = float(sum(p.nbytes for p in learner.parameters()))
+    if options.processes > 1:
+        of_step = link_bytes("all_reduce", of_step, options.processes)
     ratio = measured.pop("ratio")
     if measured["link_bytes"] is None:
         # As torch counts for PowerSGD.

@@ -50,6 +50,8 @@ from lightning_sparsecomm.exchange import (
     Exchanged,
     Gather,
     PlainExchange,
+    PowerSGD,
+    QuantizedAllReduce,
     SketchedTopK,
 )
 from lightning_sparsecomm.testing import (
@@ -110,6 +112,11 @@ EXCHANGES: dict[str, tuple[Callable[[], Exchange], float | None]] = {
     "dense, rounded": (lambda: DenseAllReduce("bfloat16"), 1e-2),
     "blocks": (lambda: BlockReduce(TopBlocks(0.2, 6)), 1e-5),
     "sketch": (lambda: SketchedTopK(0.05, columns=300, always_sketch=True), None),
+    "quantized": (QuantizedAllReduce, 1e-2),
+    "quantized, 4 bits": (lambda: QuantizedAllReduce(4, 6), 1e-1),
+    "power sgd": (lambda: PowerSGD(2), 1e-5),
+    "power sgd, in groups": (lambda: PowerSGD(3, dense_steps=1, group_elements=1), 1e-5),
+    "power sgd, drawn anew": (lambda: PowerSGD(1, warm_start=False), 1e-5),
 }
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 from lightning_sparsecomm.basis.phases import PHASES, Clock
 
-Collective = Literal["all_reduce", "all_gather", "broadcast"]
+Collective = Literal["all_reduce", "all_gather", "all_to_all", "broadcast"]
 
 # Rows of the ledger. The first three are ours; ratios count these alone.
 GRADIENTS = "gradients"
@@ -29,7 +29,8 @@ def link_bytes(collective: Collective, handed_bytes: float, world_size: int) -> 
     """Bytes that one rank puts on the link, averaged over ranks, for `handed_bytes` that each rank hands over.
 
     A model, by each collective's published algorithm: a ring all-reduce sends every byte 2(W-1)/W times (Patarasuk &
-    Yuan 2009), an all-gather sends it to W-1 others, and a broadcast crosses the network W-1 times in all.
+    Yuan 2009), an all-gather sends it to W-1 others, an all-to-all keeps 1/W and sends each other part once (pairwise
+    exchange, Thakur et al. 2005), and a broadcast crosses the network W-1 times in all.
 
     Raises:
         ValueError: An unknown collective.
@@ -38,7 +39,7 @@ def link_bytes(collective: Collective, handed_bytes: float, world_size: int) -> 
         return handed_bytes * 2 * (world_size - 1) / world_size
     if collective == "all_gather":
         return handed_bytes * (world_size - 1)
-    if collective == "broadcast":
+    if collective in ("all_to_all", "broadcast"):
         return handed_bytes * (world_size - 1) / world_size
     raise ValueError(
         f"collective must be one of {', '.join(get_args(Collective))}, whose bytes on the link are known; got"

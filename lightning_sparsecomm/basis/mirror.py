@@ -54,6 +54,11 @@ class MirrorWire(Wire):
         self._calling("all_reduce", tensor, row)
         return tensor
 
+    def all_to_all(self, tensor: Tensor, row: str | None = None) -> Tensor:
+        self._calling("all_to_all", tensor, row)
+        # All ranks have the same for this one.
+        return tensor[self.rank].expand_as(tensor).clone()
+
     def all_gather(self, tensor: Tensor, row: str | None = None) -> Tensor:
         self._calling("all_gather", tensor, row)
         return torch.stack([tensor] * self.world_size)

@@ -2,7 +2,6 @@
 
 import copy
 import re
-import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket as GradBucket
-from torch._C._distributed_c10d import Store
 from torch._C._distributed_c10d import Work as Work
 
 from lightning_sparsecomm.basis.ledger import GRADIENTS, Collective, Ledger
+from lightning_sparsecomm.basis.meeting import meet
 from lightning_sparsecomm.basis.peers import PeerError as PeerError
 from lightning_sparsecomm.basis.peers import Peers
 from lightning_sparsecomm.basis.phases import phase
@@ -238,6 +237,13 @@ class Wire:
             gather(gathered.view(-1), tensor.reshape(-1), group=self.group)
         return gathered
 
+    def all_to_all(self, tensor: Tensor, row: str | None = None) -> Tensor:
+        """Row i of the result is what rank i has for this one in its own `tensor`, `[W, ...]`; of one shape on all."""
+        received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        with self._calling("all_to_all", tensor, row):
+            dist.all_to_all_single(received.view(-1), tensor.reshape(-1), group=self.group)
+        return received
+
     def meet(self, place: str, seconds: float) -> bool:
         """Waits for all ranks to come to a place, for so many seconds. Whether they came is equal on all that did.
 
@@ -246,16 +252,7 @@ class Wire:
         """
         if self.world_size == 1:
             return True
-        store, key = dist.distributed_c10d._get_default_store(), f"lightning_sparsecomm at {place}"
-        deadline = time.monotonic() + seconds
-        came = _change(store, key, self.rank, True)
-        while len(came) < self.world_size:
-            if time.monotonic() > deadline:
-                # The last may have come meanwhile. Then the others count on this one.
-                return len(_change(store, key, self.rank, False, self.world_size)) == self.world_size
-            time.sleep(0.001)
-            came = _ranks_at(store.get(key).decode())
-        return True
+        return meet(dist.distributed_c10d._get_default_store(), place, self.rank, self.world_size, seconds)
 
 
 def _default_timeout(backend: str) -> timedelta:
@@ -276,21 +273,3 @@ def _new_group(timeout: timedelta, closing: list[Callable[[], None]]) -> dist.Pr
 
     closing.append(destroy)
     return group
-
-
-def _change(store: Store, key: str, rank: int, come: bool, full: int | None = None) -> set[int]:
-    """Enters a rank among those at a place, or takes it out unless as many as `full` are there; returns all there."""
-    while True:
-        old = store.get(key).decode() if store.check([key]) else ""
-        ranks = _ranks_at(old)
-        if len(ranks) == full:
-            return ranks
-        ranks = ranks | {rank} if come else ranks - {rank}
-        # The random part tells this rank's change from an equal one of another rank.
-        new = f"{' '.join(map(str, sorted(ranks)))}|{secrets.token_hex(8)}"
-        if store.compare_set(key, old, new).decode() == new:
-            return ranks
-
-
-def _ranks_at(value: str) -> set[int]:
-    return {int(rank) for rank in value.partition("|")[0].split()}

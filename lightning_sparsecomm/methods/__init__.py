@@ -11,7 +11,9 @@ from lightning_sparsecomm.methods.adam import local_adam
 from lightning_sparsecomm.methods.auto import auto
 from lightning_sparsecomm.methods.defaults import default
 from lightning_sparsecomm.methods.dropping import dgc, gradient_dropping
+from lightning_sparsecomm.methods.low_rank import powersgd
 from lightning_sparsecomm.methods.periodic import diloco, federated_averaging, sbc, sbc1, sbc2, sbc3, sparse_loco
+from lightning_sparsecomm.methods.quantized import quantized
 from lightning_sparsecomm.methods.split import split
 from lightning_sparsecomm.methods.sums import dense, s2_reducer, sketched_sgd
 from lightning_sparsecomm.sharing import Method
@@ -26,6 +28,8 @@ __all__ = [
     "federated_averaging",
     "gradient_dropping",
     "local_adam",
+    "powersgd",
+    "quantized",
     "s2_reducer",
     "sbc",
     "sbc1",
@@ -38,7 +42,7 @@ __all__ = [
 
 _NAMED = (
     *(dense, gradient_dropping, dgc, local_adam, sbc, federated_averaging, diloco, sparse_loco, sketched_sgd),
-    s2_reducer,
+    *(s2_reducer, powersgd, quantized),
 )
 
 RECIPES: dict[str, Callable[[], Method]] = {recipe.__name__: recipe for recipe in _NAMED}

@@ -75,7 +75,8 @@ class MeasuredLink(Link):
 
     Args:
         ranks: Number of ranks that measured.
-        points: For each collective, pairs of bytes handed over, in rising order, and seconds. At least two.
+        points: For each collective, pairs of bytes handed over, in rising order, and seconds. At least two. An
+            all-to-all takes what a gather of one of its parts takes.
 
     Raises:
         ValueError: Another number of ranks is asked for, or a collective that was not measured.
@@ -87,6 +88,9 @@ class MeasuredLink(Link):
     def seconds(self, collective: Collective, handed_bytes: float, ranks: int) -> float:
         if ranks == 1:
             return 0.0
+        if collective == "all_to_all":
+            # As many bytes on the link, in as many messages, as a gather of one rank's part.
+            return self.seconds("all_gather", handed_bytes / ranks, ranks)
         if ranks != self.ranks or collective not in self.points:
             raise ValueError(
                 f"the link was measured with {self.ranks} ranks and {', '.join(self.points)}; got {ranks} ranks and"

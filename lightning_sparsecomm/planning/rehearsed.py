@@ -19,6 +19,7 @@ from lightning_sparsecomm.basis.mirror import MirrorWire
 from lightning_sparsecomm.basis.parts import parts_in
 from lightning_sparsecomm.basis.phases import PHASES
 from lightning_sparsecomm.basis.schedules import least_every
+from lightning_sparsecomm.exchange import PowerSGD
 from lightning_sparsecomm.planning.model_layout import ddp_buckets
 from lightning_sparsecomm.run.engine import Engine
 from lightning_sparsecomm.run.rehearsal import alike, own_randomness
@@ -95,29 +96,37 @@ def rehearse(
     Raises:
         TypeError: The method is not defined for one of the optimizers.
     """
-    sizes = [parameter.numel() for _, parameters in kinds for _, parameter in parameters]
-    total = sum(sizes)
+    total = sum(parameter.numel() for _, parameters in kinds for _, parameter in parameters)
     if isinstance(method.syncs[0], BucketSync):
         return _rehearse_buckets(method, [p for _, named in kinds for _, p in named], ranks)
-    every = _every(method)
+    fraction = min(1.0, elements / total)
     with own_randomness(kinds), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
-        stage = _Stage(method, kinds, ranks, length, min(1.0, elements / total))
-        between = stage.play(0) if every > 1 else None
-        due = stage.play(every - 1)
-        scale = total / stage.elements
-        result = due if between is None else _mixed(between, due, every)
-        held = stage.held_bytes()
-        stage.close()
-    scaled_calls = tuple((kind, _scaled(size, scale), often) for kind, size, often in result.calls)
+        result, played = _play(method, kinds, ranks, length, fraction)
+        scale = total / played
+        # Lengths and statuses do not grow with the model.
+        sizes = [size * scale if size > 256 else size for _, size, _ in result.calls]
+        if fraction < 1 and any(parts_in(method, PowerSGD)):
+            # Stand-ins have fewer rows, but as many columns, which are also sent: half as many rows tell how much.
+            fewer, half = _play(method, kinds, ranks, length, fraction / 2)
+            slopes = [(call[1] - less[1]) / (played - half) for call, less in zip(result.calls, fewer.calls)]
+            sizes = [call[1] + slope * (total - played) for call, slope in zip(result.calls, slopes)]
+    calls = tuple((kind, size, often) for (kind, _, often), size in zip(result.calls, sizes))
     seconds = {name: value * scale for name, value in result.seconds.items()}
-    return replace(result, name=repr(method), seconds=seconds, calls=scaled_calls, held_bytes=held * scale)
+    return replace(result, name=repr(method), seconds=seconds, calls=calls, held_bytes=result.held_bytes * scale)
 
 
-def _scaled(size: float, scale: float) -> float:
-    # Lengths and statuses do not grow with the model.
-    return size * scale if size > 256 else size
+def _play(method: Method, kinds: Kinds, ranks: int, length: float, fraction: float) -> tuple[Rehearsed, int]:
+    """A step on stand-ins with this fraction of the rows, and the elements that these have."""
+    every = _every(method)
+    stage = _Stage(method, kinds, ranks, length, fraction)
+    between = stage.play(0) if every > 1 else None
+    due = stage.play(every - 1)
+    result = due if between is None else _mixed(between, due, every)
+    result = replace(result, held_bytes=stage.held_bytes())
+    stage.close()
+    return result, stage.elements
 
 
 class _Stage:

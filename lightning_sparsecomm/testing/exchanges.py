@@ -176,7 +176,7 @@ class _Collectives(TorchDispatchMode):
     """Counts the calls of collectives, by whomever, and the bytes in the tensors that are handed to them."""
 
     # Which argument is handed over.
-    _HANDED = {"allreduce_": 0, "broadcast_": 0, "_allgather_base_": 1, "allgather_": 1}  # noqa: RUF012
+    _HANDED = {"allreduce_": 0, "broadcast_": 0, "_allgather_base_": 1, "allgather_": 1, "alltoall_base_": 1}  # noqa: RUF012
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

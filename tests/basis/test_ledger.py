@@ -15,6 +15,9 @@ from lightning_sparsecomm.basis.ledger import DDP_BUFFERS, GRADIENTS, PARAMETERS
         ("all_reduce", 4, 1500),
         ("all_gather", 2, 1000),
         ("all_gather", 4, 3000),
+        ("all_to_all", 2, 500),
+        ("all_to_all", 4, 750),
+        ("all_to_all", 1, 0),
         ("broadcast", 2, 500),
         ("broadcast", 4, 750),
         ("all_reduce", 1, 0),
@@ -33,7 +36,9 @@ def test_link_bytes_follow_the_published_algorithms(collective: str, ranks: int,
 
 @pytest.mark.parametrize("collective", ["reduce_scatter", "send", "", None])
 def test_an_unknown_collective_is_refused_and_never_priced_as_another(collective: str) -> None:
-    text = rf"collective must be one of all_reduce, all_gather, broadcast.*got {re.escape(repr(collective))}\."
+    text = (
+        rf"collective must be one of all_reduce, all_gather, all_to_all, broadcast.*got {re.escape(repr(collective))}\."
+    )
     with pytest.raises(ValueError, match=text):
         link_bytes(collective, 1000, 4)  # type: ignore[arg-type]
     ledger = Ledger(4)

@@ -26,6 +26,7 @@ def test_results_in_a_world_of_one(wire: Wire) -> None:
     future.wait()
     assert future.value()[0].tolist() == [1, 2]
     assert wire.all_reduce_or_(torch.tensor([5], dtype=torch.uint8)).tolist() == [5]
+    assert wire.all_to_all(torch.tensor([[1, 2, 3]])).tolist() == [[1, 2, 3]]
     assert wire.all_gather(torch.ones(2, 3)).shape == (1, 2, 3)
     assert wire.all_gather(torch.tensor([[1, 2], [3, 4]]).t()).tolist() == [[[1, 3], [2, 4]]]
 
@@ -37,10 +38,11 @@ def test_each_call_is_entered_once_in_its_row(wire: Wire) -> None:
     wire.all_reduce_future(x, PARAMETERS).wait()
     wire.all_reduce_or_(torch.zeros(5, dtype=torch.uint8))
     wire.all_gather(torch.zeros(2, 2, dtype=torch.float64), SETUP)
+    wire.all_to_all(torch.zeros(1, 9, dtype=torch.uint8))
     with wire.calling("broadcast", 7):
         pass
     assert calls(wire) == {
-        "gradients": {"all_reduce": (2, 17), "broadcast": (1, 7)},
+        "gradients": {"all_reduce": (2, 17), "all_to_all": (1, 9), "broadcast": (1, 7)},
         PARAMETERS: {"all_reduce": (2, 24)},
         SETUP: {"all_gather": (1, 32)},
     }

@@ -23,6 +23,8 @@ from lightning_sparsecomm.methods import (
     federated_averaging,
     gradient_dropping,
     local_adam,
+    powersgd,
+    quantized,
     s2_reducer,
     sbc,
     sketched_sgd,
@@ -44,6 +46,8 @@ METHODS: dict[str, Callable[[], Method]] = {
     "sparse_loco": lambda: sparse_loco(every=2),
     "sbc": lambda: sbc(0.3, every=2),
     "sketched_sgd": lambda: sketched_sgd(density=0.3, columns=20, candidates=2),
+    "powersgd": powersgd,
+    "quantized": quantized,
     "s2_reducer": s2_reducer,
     "s2_reducer, sketched": lambda: s2_reducer(sketch_ratio=0.5),
 }
@@ -87,10 +91,19 @@ class Altered:
             all_gather(output, tensor, *args, **options)
             self.received(output)
 
+        def exchange(output: Tensor, tensor: Tensor, *args: Any, **options: Any) -> None:
+            all_to_all(output, tensor, *args, **options)
+            self.received(output)
+
         # The second name is that of torch before 2.13.
         name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
         all_reduce, all_gather = dist.all_reduce, getattr(dist, name)
-        with patch.object(dist, "all_reduce", reduce), patch.object(dist, name, gather):
+        all_to_all = dist.all_to_all_single
+        with (
+            patch.object(dist, "all_reduce", reduce),
+            patch.object(dist, name, gather),
+            patch.object(dist, "all_to_all_single", exchange),
+        ):
             yield
 
 
@@ -161,7 +174,7 @@ def outcomes(tmp_path: Path, name: str, seeds: range) -> Counter[str]:
 
 
 # One for each kind of exchange: payloads, sketches, blocks, updates of weights. All others are slow ones.
-_QUICK = {"dgc", "sketched_sgd", "s2_reducer", "sbc"}
+_QUICK = {"dgc", "sketched_sgd", "s2_reducer", "sbc", "powersgd", "quantized"}
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,8 @@ from lightning_sparsecomm.exchange import (
     Exchanged,
     Gather,
     NonFiniteGradientError,
+    PowerSGD,
+    QuantizedAllReduce,
     SketchedTopK,
 )
 from lightning_sparsecomm.kernels import Reference, Update, kernels_for
@@ -90,6 +92,8 @@ EXCHANGES: dict[str, Callable[[], Exchange]] = {
     "sketch": lambda: SketchedTopK(0.05, columns=300, always_sketch=True),
     "sketch of most": lambda: SketchedTopK(0.3),
     "blocks": lambda: BlockReduce(TopBlocks(0.2, 6)),
+    "quantized": lambda: QuantizedAllReduce(8, 16),
+    "power sgd": lambda: PowerSGD(2),
 }
 RULES = {
     "plain": MomentumRule(0.9),

@@ -9,7 +9,7 @@ import torch
 
 from lightning_sparsecomm.basis.schedules import ByLength
 from lightning_sparsecomm.basis.wire import Wire
-from lightning_sparsecomm.methods import default, dgc, gradient_dropping, s2_reducer, sketched_sgd
+from lightning_sparsecomm.methods import default, dgc, gradient_dropping, powersgd, quantized, s2_reducer, sketched_sgd
 from lightning_sparsecomm.run.engine import Engine
 from lightning_sparsecomm.sharing import Method
 from tests.distributed.launch import run_ranks
@@ -79,6 +79,8 @@ def _ddp(rates: list[float], momentum: float) -> np.ndarray:
         (gradient_dropping(0.05, scope="balanced"), 0.0),
         (sketched_sgd(0.05), 0.9),
         (s2_reducer(0.1, block_size=4, sketch_ratio=None), 0.0),
+        (powersgd(1), 0.0),
+        (quantized(4), 0.0),
     ],
 )
 def test_the_weights_end_where_ddp_would_put_them(

@@ -40,7 +40,7 @@ from lightning_sparsecomm.basis.ledger import (
 from lightning_sparsecomm.basis.rounds import Round
 from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.codecs import SparseCodec, TopK
-from lightning_sparsecomm.exchange import BlockReduce, DenseAllReduce, Exchange, Gather, SketchedTopK
+from lightning_sparsecomm.exchange import BlockReduce, DenseAllReduce, Exchange, Gather, PowerSGD, SketchedTopK
 from lightning_sparsecomm.methods import dense
 from lightning_sparsecomm.sharing import Method
 from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
@@ -241,6 +241,7 @@ class Traffic(NamedTuple):
     sender: Callable[[Wire, Tensor], object] | Exchange
     handed_bytes: int
     gathers: bool = False
+    scatters: bool = False
 
     def send(self, wire: Wire, vector: Tensor, step: int) -> None:
         if isinstance(self.sender, Exchange):
@@ -254,7 +255,7 @@ class Traffic(NamedTuple):
 
     def link_bytes(self, world_size: int) -> float:
         """The bytes that all ranks together put on the link in one round."""
-        factor = world_size if self.gathers else 2
+        factor = world_size if self.gathers else 1 if self.scatters else 2
         return factor * (world_size - 1) * self.handed_bytes
 
 
@@ -270,11 +271,15 @@ TRAFFIC = {
     "all_reduce_": Traffic(lambda wire, vector: wire.all_reduce_(vector.clone()), FLOAT_BYTES * ELEMENTS),
     "all_reduce_future": Traffic(_reduce_in_background, FLOAT_BYTES * ELEMENTS),
     "all_gather": Traffic(lambda wire, vector: wire.all_gather(vector), FLOAT_BYTES * ELEMENTS, gathers=True),
+    "all_to_all": Traffic(
+        lambda wire, vector: wire.all_to_all(vector.view(wire.world_size, -1)), FLOAT_BYTES * ELEMENTS, scatters=True
+    ),
     "dense_float32": Traffic(DenseAllReduce("float32"), 4 * DENSE),
     "dense_float16": Traffic(DenseAllReduce("float16"), 2 * DENSE),
     "dense_bfloat16": Traffic(DenseAllReduce("bfloat16"), 2 * DENSE),
     "top_k": Traffic(Gather(SparseCodec(TopK(0.2))), PADDED_BYTES, gathers=True),
     "sketched_top_k": Traffic(SketchedTopK(0.1, columns=6000, candidates=2), 4 * (5 * 6000 + 2 + 12_000)),
+    "power_sgd": Traffic(PowerSGD(30), 4 * (30 * (600 + 90) + ELEMENTS // 10 + 2)),
     # No block of 90 elements is zero.
     "blocks": Traffic(BlockReduce(), 4 * ELEMENTS + (600 + 24 + 2 * 2 + 7) // 8),
 }

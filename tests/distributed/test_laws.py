@@ -9,7 +9,7 @@ import pytest
 from lightning_sparsecomm.basis.parts import parts_in
 from lightning_sparsecomm.codecs.selectors.candidates import HintedSelector
 from lightning_sparsecomm.exchange import SparseExchange
-from lightning_sparsecomm.methods import dense, dgc, gradient_dropping, s2_reducer, sketched_sgd
+from lightning_sparsecomm.methods import dense, dgc, gradient_dropping, powersgd, s2_reducer, sketched_sgd
 from lightning_sparsecomm.sharing import GradientSync, Method
 from tests import laws
 from tests.distributed.recording import Recording, recorded
@@ -60,6 +60,7 @@ METHODS: dict[str, Method] = {
     "exclude": gradient_dropping(follow_rate=False, density=0.05, exclude=["*.bias"]),
     "s2_reducer": s2_reducer(block_density=0.2, block_size=8, follow_rate=False),
     "sketched_sgd": sketched_sgd(0.05, columns=40, candidates=4, momentum_correction=False, follow_rate=False),
+    "powersgd": powersgd(rank=2, follow_rate=False),
 }
 
 # dgc clips each rank's own gradient, and not the mean, so two scenarios train differently. It refuses to clip by value.
@@ -83,6 +84,18 @@ def test_momentum_correction_at_full_density_equals_ddp(tmp_path: Path, name: st
     laws.trained(scenario.model().state_dict(), ours[0])
     laws.replicas_are_equal(ours)
     for rank in range(world_size):
+        laws.equal_to_round_off(ours[rank], ddp[rank], scenario.tolerance)
+
+
+@pytest.mark.parametrize("name", quick_and_slow(SCENARIOS, ("plain", "unused_by_turns", "bf16_mixed")))
+def test_factors_that_are_no_shorter_equal_ddp(tmp_path: Path, name: str) -> None:
+    """At its largest rank PowerSGD sends everything whole; with everything else at its default."""
+    scenario = SCENARIOS[name]
+    ddp = fit(tmp_path / "ddp", scenario, 2)
+    ours = fit(tmp_path / "ours", scenario, 2, powersgd(rank=1000))
+    laws.trained(scenario.model().state_dict(), ours[0])
+    laws.replicas_are_equal(ours)
+    for rank in range(2):
         laws.equal_to_round_off(ours[rank], ddp[rank], scenario.tolerance)
 
 

@@ -133,6 +133,8 @@ def method_of(drawn: random.Random) -> Method:
         lambda: methods.diloco(every=every),
         lambda: methods.sparse_loco(every=every),
         lambda: methods.sketched_sgd(density=density, columns=drawn.choice([None, 20]), candidates=2),
+        lambda: methods.powersgd(drawn.choice([1, 2]), dense_steps=drawn.choice([0, 2])),
+        lambda: methods.quantized(drawn.choice([8, 4])),
         lambda: methods.s2_reducer(sketch_ratio=drawn.choice([None, 0.5])),
         lambda: methods.split(["words.*"], methods.s2_reducer(), methods.gradient_dropping(density)),
         lambda: methods.split(["words.*"], methods.gradient_dropping(0.2), methods.sbc(density, every=every)),

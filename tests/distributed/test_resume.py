@@ -187,6 +187,9 @@ CASES: dict[str, tuple[Callable[[], Method], dict[str, Any], Callable[[], tuple[
     "sparse_loco": (lambda: methods.sparse_loco(every=4, fragments=2, delay=1), {"adam": True}, tuple),
     "sketched_sgd": (lambda: methods.sketched_sgd(density=0.02, columns=40, candidates=2), {}, tuple),
     "s2_reducer": (lambda: methods.s2_reducer(block_size=8), {"adam": True}, tuple),
+    "powersgd": (lambda: methods.powersgd(1, dense_steps=3), {}, tuple),
+    "quantized": (lambda: methods.quantized(4), {"adam": True}, tuple),
+    "powersgd, two optimizers": (lambda: methods.powersgd(2), {"two": True}, tuple),
     "split": (lambda: methods.split(["head.*"], methods.gradient_dropping(0.1), methods.sbc(0.05, every=4)), {}, tuple),
     # With callbacks that average each rank's own weights over time.
     "sbc, moving average": (
@@ -216,6 +219,7 @@ QUICK = [
     "local_adam",
     "sbc, two optimizers",
     "sketched_sgd",
+    "powersgd",
     "sbc, moving average",
     "sbc, loss scaler",
 ]

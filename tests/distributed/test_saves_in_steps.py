@@ -182,6 +182,8 @@ FABRIC_METHODS: dict[str, tuple[Callable[[], Method], bool]] = {
     **METHODS,
     "gradient_dropping": (lambda: methods.gradient_dropping(0.05, warmup_steps=4), True),
     "sketched_sgd": (lambda: methods.sketched_sgd(0.1), False),
+    "powersgd": (lambda: methods.powersgd(1), False),
+    "quantized": (methods.quantized, False),
     "local gradients": (lambda: methods.gradient_dropping(0.05, local="partial", average_every=3), False),
     "sparse tables": (lambda: methods.split(["table.*"], methods.s2_reducer(), methods.gradient_dropping(0.2)), False),
 }

@@ -59,6 +59,11 @@ def test_a_measured_link_is_straight_between_its_points() -> None:
     assert link.bandwidth == pytest.approx(8 * 9e5 * 1.5 / 0.1)
 
 
+def test_an_all_to_all_takes_as_long_as_a_gather_of_a_part() -> None:
+    for link in (MeasuredLink(4, POINTS), Network(1e9, 0.1)):
+        assert link.seconds("all_to_all", 4e6, 4) == pytest.approx(link.seconds("all_gather", 1e6, 4))
+
+
 def test_noise_never_makes_more_bytes_cheaper() -> None:
     link = MeasuredLink(2, {"all_reduce": [(8.0, 0.01), (1000.0, 0.005)], "all_gather": POINTS["all_gather"]})
     assert link.seconds("all_reduce", 1e9, 2) >= 0.005

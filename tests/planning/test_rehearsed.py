@@ -31,6 +31,18 @@ def test_gradient_dropping_sends_what_its_docstring_says() -> None:
     assert sent == pytest.approx(6 * 0.01 * elements, rel=0.15)
 
 
+@pytest.mark.parametrize("rank", [1, 4])
+def test_factors_grow_with_rows_and_columns(rank: int) -> None:
+    """And not with their product, as what other methods send does."""
+    parameters = square_layers(400_000)
+    shapes = [weight.shape for _, weight in parameters]
+    factors = sum(rank * sum(shape) for shape in shapes if len(shape) > 1)
+    whole = sum(shape.numel() for shape in shapes if len(shape) < 2)
+    for elements in (400_000, 50_000):
+        sent = rehearsed(methods.powersgd(rank), 400_000, elements=elements).link_bytes / 1.5
+        assert sent == pytest.approx(4 * (factors + whole + len(shapes)), rel=0.05)
+
+
 def test_ddp_sends_all_in_its_buckets() -> None:
     # 22 M float32: a first bucket above 1 MB, and the others above 25 MB, of layers of 11 MB.
     dense, rounded = rehearsed(methods.dense(), 22_000_000), rehearsed(methods.dense("bfloat16"), 22_000_000)

@@ -1,0 +1,112 @@
+"""Dense vectors as whole multiples of a scale that each block of elements shares. See docs/formats.md."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from lightning_sparsecomm.codecs.payload import PayloadError
+
+Bits = Literal[8, 4]
+
+_SCALE_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Blockwise:
+    """Writes each element as a multiple of its block's scale: the block's largest magnitude by 127, or by 7.
+
+    A vector of n elements takes n bytes (half as many with 4 bits), and 4 for each block. Rounds to the nearest
+    multiple: an element is off by at most half a scale, 1/254 or 1/14 of the block's largest magnitude.
+
+    >>> codec = Blockwise(4, block=3)
+    >>> codec.decode(codec.encode(torch.tensor([7.0, -3.2, 0.4, 0.07])), 4)
+    tensor([ 7.0000, -3.0000,  0.0000,  0.0700])
+
+    Args:
+        bits: 8 or 4.
+        block: Elements that share a scale. The last block may have fewer.
+
+    Raises:
+        ValueError: `bits` is neither 8 nor 4, or `block` is below 1.
+    """
+
+    bits: Bits = 8
+    block: int = 256
+
+    def __post_init__(self) -> None:
+        if isinstance(self.bits, bool) or self.bits not in get_args(Bits):
+            raise ValueError(f"bits must be 8 or 4, for each element on the wire; got {self.bits!r}. Use 8.")
+        if not isinstance(self.block, int) or isinstance(self.block, bool) or self.block < 1:
+            raise ValueError(
+                f"block must be a whole number, at least 1: elements that share a scale; got {self.block!r}. Use 256."
+            )
+
+    @property
+    def most(self) -> int:
+        """The largest multiple."""
+        return int(2 ** (self.bits - 1) - 1)
+
+    def size_bytes(self, count: int) -> int:
+        """The bytes of a vector of `count` elements."""
+        return _SCALE_BYTES * self._blocks(count) + -(-count * self.bits // 8)
+
+    def encode(self, values: Tensor) -> Tensor:
+        """`[bytes]` uint8 on the device of `values`, which are `[n]`, finite, float32 or wider. See docs/formats.md."""
+        count = values.numel()
+        blocks = self._blocks_of(values)
+        scales = blocks.abs().amax(1, keepdim=True).div_(self.most).clamp_(max=self._largest_scale).to(torch.float32)
+        # Where a scale is rounded to zero, so is its block.
+        divisors = torch.where(scales > 0, scales, torch.inf).to(values.dtype)
+        multiples = (blocks / divisors).round_().clamp_(-self.most, self.most).to(torch.int8).view(-1)[:count]
+        if self.bits == 4:
+            nibbles = torch.nn.functional.pad(multiples, (0, count % 2)).view(torch.uint8).view(-1, 2) & 15
+            codes = nibbles[:, 0] | nibbles[:, 1] << 4
+        else:
+            codes = multiples.view(torch.uint8)
+        return torch.cat([scales.view(-1).view(torch.uint8), codes])
+
+    def decode(self, data: Tensor, count: int) -> Tensor:
+        """The `[count]` float32 in what `encode` wrote.
+
+        Args:
+            data: `[bytes]` uint8, from any source.
+            count: How many elements are expected.
+
+        Raises:
+            PayloadError: The bytes are not those of so many elements.
+        """
+        if data.numel() != self.size_bytes(count):
+            raise PayloadError(
+                f"quantized vector: has {data.numel()} bytes, expected {self.size_bytes(count)} for {count} elements."
+            )
+        # The copy is aligned, wherever the bytes lie in what was received.
+        head = data[: _SCALE_BYTES * self._blocks(count)].clone().view(torch.float32)
+        codes = data[head.nbytes :]
+        if bool(((head < 0) | ~(head <= self._largest_scale)).any()):
+            raise PayloadError(f"quantized vector: a scale is not from 0 to {self._largest_scale:.4g}.")
+        if self.bits == 4:
+            # From 4 bits to 8, with the sign.
+            both = torch.stack([codes << 4, codes & 0xF0], 1).view(-1).view(torch.int8) >> 4
+            multiples, rest = both[:count], both[count:]
+            if bool(rest.any()):
+                raise PayloadError("quantized vector: the last 4 bits are not 0, as they are no element's.")
+        else:
+            multiples = codes.view(torch.int8)
+        if bool((multiples < -self.most).any()):
+            raise PayloadError(f"quantized vector: a multiple is below -{self.most}.")
+        return (self._blocks_of(multiples) * head[:, None]).view(-1)[:count]
+
+    @property
+    def _largest_scale(self) -> float:
+        # A little less than float32's largest number allows, so that no multiple is rounded to infinity.
+        return torch.finfo(torch.float32).max / self.most * (1 - 1e-6)
+
+    def _blocks_of(self, values: Tensor) -> Tensor:
+        """`[blocks, block]`, the last one padded with zeros."""
+        blocks = self._blocks(values.numel())
+        return torch.nn.functional.pad(values, (0, blocks * self.block - values.numel())).view(blocks, self.block)
+
+    def _blocks(self, count: int) -> int:
+        return -(-count // self.block)
