@@ -46,8 +46,11 @@ class CheckpointingMixin(SynchronizingMixin, DDPStrategy):
         requeue_later(trainer, self._defers, self._own_callbacks[1].then)
 
     def _remove_callbacks(self) -> None:
+        if self._own_callbacks is None:
+            # Nothing was added: an error has ended the setup, and the module may have no Trainer any more.
+            return
         requeue_at_once(self._trainer)
-        for ours in self._own_callbacks or ():
+        for ours in self._own_callbacks:
             if ours in self._callbacks:
                 self._callbacks.remove(ours)
             forget_actions(vars(self._trainer)["profiler"], f"[Callback]{ours.state_key}.")
