@@ -29,7 +29,7 @@ ROOMS = [
     "frontends",
     "strategies",
 ]
-ABOVE = ["commands", "testing", "__init__"]
+ABOVE = ["commands", "testing", "versions", "__init__"]
 
 LONGEST_MODULE, LONGEST_CLASS = 300, 200
 
