@@ -4,7 +4,7 @@ A corner is a version of Python with pins. For each, this makes a virtual enviro
 there with the extra `test`, and runs pytest as the README does. What failed is run once more, one test at a time:
 tests have time limits, and a busy machine may exceed them. Each corner is stored in a JSON file as it ends. Needs
 nothing but Python and pip; an environment may take 7 GB, and is deleted after its run. To try what is older than the
-lower bounds, lower them in pyproject.toml first.
+lower bounds, lower them first, in pyproject.toml and in lightning_sparsecomm/versions.py.
 
     python benchmarks/versions.py --list
     python benchmarks/versions.py --resume
@@ -64,9 +64,9 @@ def pins(torch: str, lightning: str, numpy: str, numba: str) -> tuple[str, ...]:
 
 
 CORNERS = [
-    Corner("oldest", "3.10", pins("2.6.0", "2.4.0", "1.26.4", "0.60.0")),
-    Corner("torch-2.6", "3.11", pins("2.6.0", "2.4.0", "1.26.4", "0.60.0")),
-    Corner("torch-2.7", "3.11", pins("2.7.1", "2.5.0", "2.0.2", "0.61.2")),
+    Corner("oldest", "3.10", pins("2.6.0", "2.5.0.post0", "1.26.4", "0.60.0")),
+    Corner("torch-2.6", "3.11", pins("2.6.0", "2.5.0.post0", "1.26.4", "0.60.0")),
+    Corner("torch-2.7", "3.11", pins("2.7.1", "2.5.2", "2.0.2", "0.61.2")),
     Corner("torch-2.8", "3.11", pins("2.8.0", "2.5.5", "2.1.3", "0.61.2")),
     Corner("torch-2.9", "3.12", pins("2.9.1", "2.6.0", "2.3.5", "0.63.1")),
     Corner("constraints", "3.11", constrained=True),

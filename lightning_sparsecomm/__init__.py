@@ -4,6 +4,11 @@ import importlib
 import sys
 from typing import TYPE_CHECKING
 
+from lightning_sparsecomm import versions
+
+# Before imports that could fail with an older version, in words that do not say so.
+versions.check()
+
 from lightning_sparsecomm import methods
 from lightning_sparsecomm.basis.arguments import did_you_mean
 from lightning_sparsecomm.basis.ledger import Ledger

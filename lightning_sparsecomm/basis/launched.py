@@ -8,6 +8,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_sparsecomm.basis.groups import destroy_all
 from lightning_sparsecomm.basis.wire import Waiting, Wire
 
 
@@ -38,7 +39,7 @@ def joined(timeout: timedelta) -> Iterator[Wire]:
     try:
         yield Wire()
     finally:
-        dist.destroy_process_group()
+        destroy_all()
 
 
 def ping(wire: Wire, peer: int, tensor: Tensor) -> None:

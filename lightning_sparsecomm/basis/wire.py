@@ -1,11 +1,11 @@
-"""Collectives, entered in a ledger. With `launched` and testing.ranks, the only file that imports torch.distributed."""
+"""Collectives, entered in a ledger. With `groups`, `launched` and testing.ranks, the only file that imports
+torch.distributed."""
 
 import copy
 import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from types import TracebackType
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket as GradBucket
 from torch._C._distributed_c10d import Work as Work
 
+from lightning_sparsecomm.basis.groups import all_gather_single, backend_of, default_timeout, new_group
 from lightning_sparsecomm.basis.ledger import GRADIENTS, Collective, Ledger
 from lightning_sparsecomm.basis.meeting import meet
 from lightning_sparsecomm.basis.peers import PeerError as PeerError
@@ -110,8 +111,8 @@ class Wire:
         """
         wire = cls()
         if wire.world_size > 1:
-            timeout = _default_timeout(wire.backend)
-            wire.step_group, wire.group = (_new_group(timeout, wire.closing) for _ in range(2))
+            timeout = default_timeout()
+            wire.step_group, wire.group = (new_group(timeout, wire.closing) for _ in range(2))
             store, name = dist.distributed_c10d._get_default_store(), wire.step_group.group_name
             wire.peers = Peers(wire.rank, wire.world_size, store, name, timeout)
         return wire
@@ -121,14 +122,16 @@ class Wire:
         other = copy.copy(self)
         other.ledger, other.step_group = Ledger(self.world_size), None
         if self.world_size > 1:
-            other.group = _new_group(_default_timeout(self.backend), self.closing)
+            other.group = new_group(default_timeout(), self.closing)
         return other
 
     def close(self) -> None:
         """Closes the process groups that `apart` and `beside` have made. Ranks that still wait in them fail at once."""
+        backends = [backend_of(each) for each in (self.step_group, self.group) if each and dist.is_initialized()]
         while self.closing:
             self.closing.pop()()
         self.step_group = self.group = None
+        backends.clear()
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
@@ -232,9 +235,7 @@ class Wire:
         """Every rank's `tensor`, `[W, *tensor.shape]`; shapes must be equal on all ranks."""
         gathered = tensor.new_empty((self.world_size, *tensor.shape))
         with self._calling("all_gather", tensor, row):
-            # The second name is that of torch before 2.13.
-            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-            gather(gathered.view(-1), tensor.reshape(-1), group=self.group)
+            all_gather_single(gathered.view(-1), tensor.reshape(-1), self.group)
         return gathered
 
     def all_to_all(self, tensor: Tensor, row: str | None = None) -> Tensor:
@@ -253,23 +254,3 @@ class Wire:
         if self.world_size == 1:
             return True
         return meet(dist.distributed_c10d._get_default_store(), place, self.rank, self.world_size, seconds)
-
-
-def _default_timeout(backend: str) -> timedelta:
-    device = torch.device("cpu" if backend == "gloo" else "cuda")
-    timeout = dist.distributed_c10d._get_default_group()._get_backend(device).options._timeout
-    assert isinstance(timeout, timedelta)
-    return timeout
-
-
-def _new_group(timeout: timedelta, closing: list[Callable[[], None]]) -> dist.ProcessGroup:
-    """Makes a process group, which the last of `closing` destroys from now on. A collective."""
-    group = dist.new_group(timeout=timeout)
-    assert isinstance(group, dist.ProcessGroup)
-
-    def destroy() -> None:
-        if dist.is_initialized():
-            dist.destroy_process_group(group)
-
-    closing.append(destroy)
-    return group

@@ -147,7 +147,7 @@ class TrainerMixin(UnevenMixin, CheckpointingMixin, DDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._chooser is not None:
             self._chooser.before_batch()
-        # From 2.6 on, Lightning broadcasts before each batch whether rank 0 was told to stop: one 64-bit integer.
+        # From 2.5.3 on, Lightning broadcasts before each batch whether rank 0 was told to stop: one 64-bit integer.
         if hasattr(self._trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"):
             self.engine.wire.ledger.record(LIGHTNING, "broadcast", 8)
             # Lightning ignores it if that fails, and waits for nothing but the next batch before it.

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from lightning_sparsecomm.basis.groups import destroy_all
+
 
 class RankError(Exception):
     """The traceback of an exception that a rank raised: the cause of the exception that `run_ranks` raises.
@@ -128,7 +130,7 @@ def _rank_main(
         # A rank that fails at once would cut connections that others are still making, and they would report first.
         dist.barrier()
         message = pickle.dumps(_Outcome(function(rank, *args)))
-        dist.destroy_process_group()
+        destroy_all()
     except BaseException as error:
         message = _pickled_error(error)
     writer.send_bytes(message)

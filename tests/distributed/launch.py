@@ -10,6 +10,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_sparsecomm.basis.groups import destroy_all
+
 FORK = multiprocessing.get_context("fork")
 
 QUIET: dict[str, Any] = {
@@ -44,7 +46,7 @@ def _rank_main(
                 raise NotConnectedError(str(error)) from error
             raise
         value = function(rank, *args)
-        dist.destroy_process_group()
+        destroy_all()
         results.put((rank, value, None))
     except BaseException:
         results.put((rank, None, traceback.format_exc()))

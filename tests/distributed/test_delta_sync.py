@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
@@ -100,7 +101,9 @@ def test_nothing_is_sent_between_exchanges(tmp_path: Path) -> None:
         assert ledger.ddp_bytes == 11 * 4 * elements
         assert "gradients" not in ledger.rows and "DDP buffers" not in ledger.rows
         assert "DDP unused-parameter map" not in ledger.rows
-        assert ledger.rows["Lightning, metrics"]["broadcast"].calls >= 11
+        # From 2.5.3 on, Lightning says before each batch whether rank 0 was told to stop.
+        if hasattr(_TrainingEpochLoop, "_broadcast_sigterm_tensor"):
+            assert ledger.rows["Lightning, metrics"]["broadcast"].calls >= 11
         assert ledger.density() == pytest.approx(3 / 11)
     laws.replicas_are_equal(ranks)
     # At the end ranks ask whether anyone has changed weights: four bytes for each tensor. And with each exchange

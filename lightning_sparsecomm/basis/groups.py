@@ -1,0 +1,51 @@
+"""Process groups: how they are made and ended, and what depends on the version of torch."""
+
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import Backend
+
+
+def all_gather_single(gathered: Tensor, tensor: Tensor, group: dist.ProcessGroup | None) -> None:
+    """Gathers every rank's 1-D `tensor` in `gathered`, one after another. Before 2.13, torch names this otherwise."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(gathered, tensor, group=group)
+
+
+def default_timeout() -> timedelta:
+    """The timeout of the default group."""
+    timeout = backend_of(dist.distributed_c10d._get_default_group()).options._timeout
+    assert isinstance(timeout, timedelta)
+    return timeout
+
+
+def new_group(timeout: timedelta, closing: list[Callable[[], None]]) -> dist.ProcessGroup:
+    """Makes a process group, which the last of `closing` destroys from now on. A collective."""
+    group = dist.new_group(timeout=timeout)
+    assert isinstance(group, dist.ProcessGroup)
+
+    def destroy() -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group(group)
+
+    closing.append(destroy)
+    return group
+
+
+def backend_of(group: dist.ProcessGroup) -> Backend:
+    """The part of a group that has the connections and the threads. Who destroys a group must drop it last.
+
+    Whatever is dropped last waits for the threads. One of them may need the GIL, to drop the last call's tensor. A
+    backend releases the GIL while it waits; a group has done so since torch 2.8 only.
+    """
+    return group._get_backend(torch.device("cpu" if dist.get_backend(group) == "gloo" else "cuda"))
+
+
+def destroy_all() -> None:
+    """Destroys the default group, and all others."""
+    backends = [backend_of(group) for group in dist.distributed_c10d._world.pg_map]
+    dist.destroy_process_group()
+    backends.clear()
