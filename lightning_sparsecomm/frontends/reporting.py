@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_sparsecomm.basis.ledger import Ledger
 from lightning_sparsecomm.basis.phases import Profile
+from lightning_sparsecomm.frontends.packages import FABRICS, TRAINERS
 from lightning_sparsecomm.planning.saving import times_fewer_bytes
 from lightning_sparsecomm.run.announcement import announcement
 from lightning_sparsecomm.run.rehearsal import compile_kernels
@@ -21,9 +22,8 @@ else:
 def say(line: str, told: object) -> None:
     """Prints a line as Lightning prints its own; `told` is an object of Lightning's, or derived from one."""
     # Lightning prints what its own loggers get, and those below them.
-    modules = (kind.__module__ for kind in type(told).__mro__ if "lightning" in kind.__module__)
-    package = next(module for module in modules if not module.startswith("lightning_sparsecomm"))
-    logging.getLogger(package).info(line)
+    modules = (kind.__module__ for kind in type(told).__mro__)
+    logging.getLogger(next(module for module in modules if module.startswith((*TRAINERS, *FABRICS)))).info(line)
 
 
 def announce(lines: Sequence[str], trainer: "pl.Trainer", name: str = "sparsecomm") -> None:

@@ -88,8 +88,7 @@ class SavingMixin:
     def _remove(self, path: Any, remove: Callable[[], None], together: bool = True) -> None:
         """Removes a checkpoint by `remove`, and its files. A collective if all ranks do so `together`."""
         load, ranks = self.checkpoint_io.load_checkpoint, self._ranks() if together else None
-        files = self._files(path if ranks is None else ranks.path(path))
-        self._saves.remove(files, self._own_file(0), remove, load, ranks)
+        self._saves.remove(self._files(path), self._own_file(0), remove, load, ranks)
 
     def _files(self, path: Any) -> RankFiles:
         return RankFiles(path, self.checkpoint_io)
@@ -123,7 +122,10 @@ class SavingMixin:
         engine, lost = self._engine, []
         if resumed.state is not None:
             as_many_ranks = resumed.world_size == engine.wire.world_size
-            self._saves.resumed(RankFiles(path, self.checkpoint_io, follow=True), resumed.save)
+            ranks = self._ranks()
+            # As `_save` calls it.
+            common = path if ranks is None else ranks.path(path)
+            self._saves.resumed(RankFiles(common, self.checkpoint_io, follow=True), resumed.save)
             engine.restart()
             unused = engine.state.load_state_dict(resumed.state, as_many_ranks)
             if resumed.state.get("torn"):

@@ -12,7 +12,6 @@ from lightning_sparsecomm.run.registry import Registry, ignored_by_ddp
 from lightning_sparsecomm.run.shared_tensors import SharedTensors
 from lightning_sparsecomm.sharing.averaging import Averaging, average_
 from lightning_sparsecomm.sharing.gradients import NamedParameters
-from lightning_sparsecomm.sharing.set_weights import is_same, sample_of
 from lightning_sparsecomm.sharing.sync import Sync
 
 
@@ -22,18 +21,17 @@ class Viewed(NamedTuple):
     Attributes:
         tensor: The tensor.
         own: This rank's own value.
-        sample: Stretches of the shared value, where an optimizer trains it; None elsewhere.
+        shared: The value that was written into it, perhaps in a wider dtype.
     """
 
     tensor: Tensor
     own: Tensor
-    sample: Tensor | None
+    shared: Tensor
 
     @property
     def kept(self) -> Tensor:
-        """What the tensor holds afterwards: this rank's own value, or what the user has set it to meanwhile."""
-        set_meanwhile = self.sample is not None and not is_same(sample_of(self.tensor), self.sample)
-        return self.tensor if set_meanwhile else self.own
+        """What the tensor holds afterwards: this rank's own elements, but those that the user has set meanwhile."""
+        return self.own.where(self.tensor == self.shared.to(self.tensor.dtype), self.tensor)
 
 
 class Replicas:
@@ -109,19 +107,16 @@ class Replicas:
         if not kept and not averaged:
             return False
         with torch.no_grad():
-            own = [(tensor, tensor.clone()) for tensor in (*averaged, *(tensor for tensor, _ in kept))]
+            own = [tensor.clone() for tensor in averaged]
+            average_(averaged, self._wire)
+            self._viewed = [Viewed(tensor, mine, tensor.clone()) for tensor, mine in zip(averaged, own)]
+            self._viewed += [Viewed(tensor, tensor.clone(), shared) for tensor, shared in kept]
             for tensor, shared in kept:
                 tensor.copy_(shared)
-            average_(averaged, self._wire)
-            trained = {weight.data_ptr() for _, _, piece in self._parts() for _, weight in piece}
-            self._viewed = [
-                Viewed(tensor, mine, sample_of(tensor).clone() if tensor.data_ptr() in trained else None)
-                for tensor, mine in own
-            ]
         return True
 
     def view_own(self) -> None:
-        """Restores this rank's own weights, to the bit; but not those that the user has set since `view_shared`."""
+        """Restores this rank's own values, to the bit; but not elements that the user has set since `view_shared`."""
         with torch.no_grad():
             for viewed in self._viewed or []:
                 viewed.tensor.copy_(viewed.kept)

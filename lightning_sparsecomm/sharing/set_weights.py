@@ -61,7 +61,7 @@ class SetWeights:
         """Compares the weights with those noted; `trained` says whether ranks have trained since the last exchange."""
         for name, weight in parameters:
             noted, sample = self.noted.get(name), self._sample(name, weight)
-            if noted is not None and not is_same(sample, noted):
+            if noted is not None and not _equal(sample, noted):
                 self.found[name] = _SET_AMID if trained else _number_of(weight)
                 noted.copy_(sample)
 
@@ -69,7 +69,7 @@ class SetWeights:
         """Stretches of a weight; as it lies where it lay before, the view that was made then."""
         made = self._samples.get(name)
         if made is None or made.data_ptr() != weight.data_ptr():
-            made = self._samples[name] = sample_of(weight)
+            made = self._samples[name] = _sample(weight)
         return made
 
     def agree(self, names: Sequence[str], wire: Wire, device: torch.device) -> set[str]:
@@ -132,7 +132,7 @@ class SetWeights:
         self.found = {name: int(value) for name, value in state.items()}
 
 
-def sample_of(weight: Tensor) -> Tensor:
+def _sample(weight: Tensor) -> Tensor:
     """Stretches of a weight that show whether it was set, as a view where it has one."""
     weight, size = weight.detach(), weight.numel()
     if size <= _STRETCHES * _LENGTH:
@@ -142,7 +142,7 @@ def sample_of(weight: Tensor) -> Tensor:
     return weight.as_strided((_STRETCHES, _LENGTH), (size // _STRETCHES, 1))
 
 
-def is_same(a: Tensor, b: Tensor) -> bool:
+def _equal(a: Tensor, b: Tensor) -> bool:
     """Whether two samples are equal; NaN equals NaN."""
     # What training has made NaN was not set, and the exchange refuses it.
     return torch.equal(a, b) or torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
