@@ -1,0 +1,60 @@
+"""What ranks measure of their gradients: 1 where they agree, 1/W where they are noise."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_sparsecomm.basis import Layout
+from lightning_sparsecomm.channel.coherence import SAMPLED, Coherence
+
+CPU, RANKS, STEPS = torch.device("cpu"), 4, 40
+LAYOUT = Layout([("a", (50, 7)), ("b", (3, 2))])
+
+
+def total_of(gradients: Tensor, positions: Tensor) -> Tensor:
+    """What ranks sum of their gradients of the first tensor, `[ranks, 350]`; the second one's are the same."""
+    rows = [torch.stack([each.take(at % 350) for each in gradients]) for at in positions]
+    return torch.stack([torch.cat([row.sum(0), row.square().sum()[None]]) for row in rows])
+
+
+def measured(signal: float, noise: float) -> Coherence:
+    coherence, generator = Coherence(), torch.Generator().manual_seed(0)
+    for step in range(STEPS):
+        common = signal * torch.randn(350, generator=generator)
+        gradients = common + noise * torch.randn(RANKS, 350, generator=generator)
+        coherence.take(["a", "b"], [True, False], total_of(gradients, coherence.positions(LAYOUT, step, CPU)), RANKS)
+    return coherence
+
+
+@pytest.mark.parametrize(("signal", "noise", "expected"), [(1.0, 0.0, 1.0), (0.0, 1.0, 0.25), (1.0, 1.0, 0.625)])
+def test_it_is_what_the_mean_over_ranks_keeps(signal: float, noise: float, expected: float) -> None:
+    """(signal² + noise²/W) / (signal² + noise²), though the signal is another in each step."""
+    assert measured(signal, noise).of("a", RANKS) == pytest.approx(expected, abs=0.1)
+
+
+def test_it_is_1_before_anything_was_summed_and_where_nobody_has_a_gradient() -> None:
+    coherence = measured(0.0, 1.0)
+    assert coherence.of("b", RANKS) == Coherence().of("a", RANKS) == 1.0
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
+def test_zeros_and_what_is_not_finite_change_nothing(value: float) -> None:
+    coherence = measured(1.0, 1.0)
+    before = coherence.of("a", RANKS)
+    coherence.take(["a"], [True], torch.full((1, SAMPLED + 1), value), RANKS)
+    assert coherence.of("a", RANKS) == before
+
+
+def test_positions_are_inside_and_differ_from_step_to_step() -> None:
+    first, second = (Coherence().positions(LAYOUT, step, CPU) for step in (0, 1_000_000))
+    for positions in (first, second):
+        assert positions.min() >= 0
+        assert (positions.amax(1) < torch.tensor([350, 6])).all()
+        assert len(set(positions[0].tolist())) > 0.8 * SAMPLED
+    assert not torch.equal(first, second)
+
+
+def test_it_is_saved() -> None:
+    coherence, loaded = measured(1.0, 1.0), Coherence()
+    loaded.load_state_dict(dict(coherence.state_dict()))
+    assert loaded.of("a", RANKS) == coherence.of("a", RANKS)
