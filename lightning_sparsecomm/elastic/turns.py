@@ -43,7 +43,7 @@ class ElasticTurns(Turns):
         joining: Packs and takes over what a replica that joins needs.
         setup: By topic, a digest of what must be equal on all replicas.
         tell: Called with each change of members on the replica that leads.
-        stop: Called when another replica's run is over, and all end with its last exchange: this one has fallen behind.
+        stop: Called after the last exchange of a replica's run, with which all end.
 
     Attributes:
         state: The name of what this replica shares with others; `NOTHING` before it has met any.
@@ -173,15 +173,8 @@ class ElasticTurns(Turns):
         made = self._rounds.make(plan, offer, names, self._current[1])
         self._rounds.commit()
         self.state, self.round = made.state, plan.round + 1
-        if plan.ends and not self._over:
+        if plan.ends:
             self._stop()
-
-    @property
-    def _over(self) -> bool:
-        """Whether the step that an exchange belongs to is the last of this replica's run anyway."""
-        assert self._current is not None
-        turn = self._current[1]
-        return turn.step + 1 >= turn.length
 
     def _send(self, plan: Plan) -> None:
         """Starts to send the state to those that join; training goes on meanwhile."""

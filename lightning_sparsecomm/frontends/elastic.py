@@ -13,6 +13,7 @@ from lightning_sparsecomm.elastic.membership import Change
 from lightning_sparsecomm.elastic.quorum import Quorum, load_torchft
 from lightning_sparsecomm.elastic.turns import ElasticTurns
 from lightning_sparsecomm.elastic.wire import ElasticWire
+from lightning_sparsecomm.frontends.expected import expected
 from lightning_sparsecomm.frontends.progress import follow, progress_of
 from lightning_sparsecomm.frontends.reporting import get_ready, say
 from lightning_sparsecomm.frontends.trainer import TrainerMixin
@@ -155,7 +156,9 @@ class ElasticTrainerMixin(TrainerMixin):
         say(str(change), self._trainer)
 
     def _stop(self) -> None:
-        self._trainer.should_stop = True
+        # The current step is not counted yet.
+        if expected(self._trainer).left > 1:
+            self._trainer.should_stop = True
 
     def _lighthouse(self) -> str:
         address = self.lighthouse if self.lighthouse is not None else os.environ.get(LIGHTHOUSE)

@@ -1,6 +1,8 @@
 """Replicas that come and go: real processes, a real lighthouse, and kills at chosen places."""
 
 import importlib.util
+import os
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +12,7 @@ from lightning_sparsecomm import methods
 from tests.elastic.replicas import Replica, lighthouse, replicas
 from tests.elastic.training import (
     die_in_round,
+    die_while_sending,
     doubt_in_round,
     equal,
     stop_at,
@@ -150,3 +153,40 @@ def test_two_of_three_are_killed_at_once_and_the_last_one_goes_on_alone() -> Non
         result = a.hear()
     assert result["steps"] == 60
     assert len(result["changes"][-1]["members"]) == 1
+
+
+def test_the_replica_that_a_joining_one_copies_from_is_killed() -> None:
+    """The joining one asks the others again."""
+    with lighthouse() as address, replicas() as start:
+        a, b, c = together(start, address, DILOCO, {"a": die_while_sending, "b": stop_at(12), "c": stop_at(12)})
+        assert [b.hear(), c.hear()] == [12, 12]
+        d = start(train, address, "d", 9, DILOCO, before=wait_for_the_start)
+        assert d.hear() == "ready"
+        for replica in (d, b, c):
+            replica.say("go on")
+        results = [replica.hear() for replica in (b, c, d)]
+        a.process.join(1)
+        assert a.process.exitcode == -9
+    assert equal(results)
+    assert results[0]["steps"] == 60
+
+
+def test_one_that_was_stopped_for_long_joins_again() -> None:
+    with lighthouse() as address, replicas() as start:
+        a, b, c = together(start, address, DILOCO, {"a": stop_at(50), "b": stop_at(50), "c": stop_at(12)})
+        assert c.hear() == 12
+        os.kill(c.process.pid, signal.SIGSTOP)
+        # The others have gone on without it.
+        assert [a.hear(), b.hear()] == [50, 50]
+        os.kill(c.process.pid, signal.SIGCONT)
+        for replica in (a, b, c):
+            replica.say("go on")
+        results = [replica.hear() for replica in (a, b, c)]
+    gone = [change for change in results[0]["changes"] if change["gone"]]
+    assert [len(change["members"]) for change in gone] == [2]
+    assert len(results[0]["changes"][-1]["members"]) == 3
+    # It ends with the others, though it has made fewer steps.
+    for result in results:
+        del result["weights"]["network.1.num_batches_tracked"]
+    assert equal([result | {"steps": 0} for result in results])
+    assert results[0]["steps"] == 60 > results[2]["steps"]

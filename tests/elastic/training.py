@@ -165,6 +165,20 @@ def die_in_round(number: int, place: str) -> Callable[[], None]:
     return before
 
 
+def die_while_sending() -> None:
+    """Alters this process: it is killed when it has sent a part of the state to another that joins."""
+    send, done = Quorum.send, {"sent": 0}
+
+    def sending(quorum: Quorum, tensor: Tensor, rank: int, tag: int) -> None:
+        # At the beginning, others get the state of the first one.
+        done["sent"] += quorum.number > 1
+        if done["sent"] == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        send(quorum, tensor, rank, tag)
+
+    Quorum.send = sending  # type: ignore[method-assign]
+
+
 def doubt_in_round(number: int) -> Callable[[], None]:
     """Alters this process: in a round, it cannot know whether others have committed, though they have."""
     done = {"vote": 0}
