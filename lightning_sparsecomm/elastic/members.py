@@ -14,7 +14,7 @@ class Offer(NamedTuple):
 
     Attributes:
         optimizer: Number of the optimizer.
-        units: Numbers of its shares, or of their fragments.
+        units: Numbers of its shares, or of their fragments; none where buffers alone are averaged.
         moment: When it takes place, as in `Turn`.
         step: Optimizer steps finished before the one it belongs to.
         epoch: Epochs finished, including a fraction.

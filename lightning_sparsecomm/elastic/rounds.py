@@ -117,6 +117,8 @@ class Rounds:
 
     def _means(self, tracked: TrackedOptimizer, offer: Offer) -> dict[str, Tensor]:
         """The means of buffers, if these units close a round after which they are averaged. A collective then."""
+        if not offer.units:
+            return self._replicas.untrained.means()
         if not any(closing.averages and closing.unit in offer.units for closing in closings_of(tracked)):
             return {}
         # Of several optimizers, the first that exchanges weights averages the buffers.

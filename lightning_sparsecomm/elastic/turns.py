@@ -88,8 +88,7 @@ class ElasticTurns(Turns):
         try:
             with self._leaving_on_error():
                 while wanted:
-                    offer = Offer(tracked.number, wanted, turn.moment, turn.step, turn.epoch, turn.length)
-                    joined, done = self._meet(offer)
+                    joined, done = self._meet(self._offer(tracked, wanted, turn))
                     if joined:
                         return
                     for each in done:
@@ -98,8 +97,24 @@ class ElasticTurns(Turns):
         finally:
             self._current = None
 
+    def settle_buffers(self, tracked: TrackedOptimizer, turn: Turn) -> None:
+        """Averages buffers if forward passes have changed them since the last exchange; an offer without units."""
+        if not self._replicas.untrained.shared():
+            return
+        self._current = tracked, turn
+        try:
+            with self._leaving_on_error():
+                joined, done = False, list[Offer]()
+                while not joined and all(each.units for each in done):
+                    joined, done = self._meet(self._offer(tracked, [], turn))
+        finally:
+            self._current = None
+
     def average_buffers(self, tracked: TrackedOptimizer, due: Sequence[Share], turn: Turn) -> None:
         """Does nothing: `take` has averaged them, before it committed."""
+
+    def _offer(self, tracked: TrackedOptimizer, units: Sequence[int], turn: Turn) -> Offer:
+        return Offer(tracked.number, units, turn.moment, turn.step, turn.epoch, turn.length)
 
     def _meet(self, offer: Offer | None) -> tuple[bool, list[Offer]]:
         """One meeting: whether this replica has got the state from another, and what it has exchanged.

@@ -208,7 +208,8 @@ class Engine:
             self.exchange_weights(tracked, "end", max(tracked.steps - 1, 0))
         # Forward passes since the last exchange may have changed buffers.
         if any(tracked.steps for tracked in optimizers) and self.state.averages_buffers:
-            self.replicas.untrained.average()
+            last = self._turn(optimizers[0], "end", max(optimizers[0].steps - 1, 0))
+            self.turns.settle_buffers(optimizers[0], last)
         self.replicas.settle()
         self.agreement.on_weights([(each.steps, {id(p): p for _, p in each.parameters}) for each in optimizers])
         if self.state.drifts:

@@ -36,6 +36,10 @@ class Turns:
             if self._registry.leading is tracked:
                 self._replicas.untrained.average()
 
+    def settle_buffers(self, tracked: TrackedOptimizer, turn: Turn) -> None:
+        """Averages buffers after the last turn of all; that of one optimizer is given. A collective."""
+        self._replicas.untrained.average()
+
 
 def take_turn(due: Sequence[Share], turn: Turn) -> None:
     """Prepares all shares, exchanges all, and then commits all; after any error it aborts all.

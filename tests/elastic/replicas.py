@@ -72,6 +72,8 @@ def _run(function: Callable[..., Any], pipe: Connection, args: tuple[Any, ...], 
         torch.set_num_threads(1)
         # torchft logs by a name that Python has deprecated.
         warnings.filterwarnings("ignore", message="The 'warn' (method|function) is deprecated")
+        # Where runs resume.
+        warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
         # A machine that is busy may take more than one attempt.
         warnings.filterwarnings("ignore", message="no quorum yet")
         pipe.send(("result", function(pipe, *args, **options)))

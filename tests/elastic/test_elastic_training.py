@@ -4,6 +4,7 @@ import importlib.util
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,11 +43,16 @@ def altered(*alterations: Callable[[], None]) -> Callable[[], None]:
 
 
 def together(
-    start: Callable[..., Replica], address: str, method: Any, alterations: dict[str, Callable[[], None]], **options: Any
+    start: Callable[..., Replica],
+    address: str,
+    method: Any,
+    alterations: dict[str, Callable[[], None]],
+    names: str = "abc",
+    **options: Any,
 ) -> list[Replica]:
-    """Three replicas that begin together: the lighthouse knows all of them before any asks for a quorum."""
+    """Replicas that begin together: the lighthouse knows all of them before any asks for a quorum."""
     started = []
-    for seed, name in enumerate("abc"):
+    for seed, name in enumerate(names):
         before = altered(wait_for_the_start, *([alterations[name]] if name in alterations else []))
         started.append(start(train, address, name, seed, method, before=before, **options))
     for replica in started:
@@ -190,3 +196,38 @@ def test_one_that_was_stopped_for_long_joins_again() -> None:
         del result["weights"]["network.1.num_batches_tracked"]
     assert equal([result | {"steps": 0} for result in results])
     assert results[0]["steps"] == 60 > results[2]["steps"]
+
+
+def test_one_replica_writes_each_checkpoint_and_any_number_resume(tmp_path: Path) -> None:
+    """The one that leads writes, and goes on with its residual. Others begin with none."""
+    folder = tmp_path / "checkpoints"
+    save = str(folder / "{step}")
+    with lighthouse() as address, replicas() as start:
+        started = together(start, address, LOCO, {}, save=save, max_epochs=3)
+        written = [replica.hear()["written"] for replica in started]
+    assert written == [["step=10.ckpt", "step=20.ckpt", "step=30.ckpt"], [], []]
+    assert sorted(path.name for path in folder.glob("*.ckpt")) == written[0]
+
+    for count in (1, 4):
+        with lighthouse() as address, replicas() as start:
+            checkpoint = str(folder / "step=20.ckpt")
+            names = "abcd"[:count]
+            resumed = together(start, address, LOCO, {}, names, save=save, ckpt_path=checkpoint, max_epochs=4)
+            results = [replica.hear() for replica in resumed]
+        assert equal(results)
+        assert results[0]["steps"] == 40
+        norms = [each["began_with"] for each in results]
+        assert norms[0] > 0
+        assert not any(norms[1:])
+
+
+def test_two_optimizers_that_the_module_steps_itself() -> None:
+    with lighthouse() as address, replicas() as start:
+        a, b = together(start, address, DILOCO, {}, names="ab", two=True)
+        c = start(train, address, "c", 5, DILOCO, two=True)
+        results = [replica.hear() for replica in (a, b, c)]
+    assert [each["steps"] for each in results[:2]] == [120, 120]
+    for result in results:
+        # It has joined amid a batch of others, between their two optimizers, and began with the next batch.
+        del result["weights"]["network.1.num_batches_tracked"]
+    assert equal([result | {"steps": 0} for result in results])

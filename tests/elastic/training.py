@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -37,9 +38,15 @@ class Model(pl.LightningModule):
         torch.manual_seed(seed)
         self.network = nn.Sequential(nn.Linear(6, width), nn.BatchNorm1d(width), nn.Tanh(), nn.Linear(width, 3))
         self.pipe, self.stops = pipe, stops
+        self.began_with: float | None = None
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return (self.network(batch) - batch[:, :3].sin()).square().mean()
+
+    def on_train_epoch_start(self) -> None:
+        # The strategy has met others by now.
+        if self.began_with is None:
+            self.began_with = self.trainer.strategy.engine.residual_norm()  # type: ignore[attr-defined]
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.trainer.global_step in (*self.stops, *STOPS):
@@ -52,6 +59,40 @@ class Model(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+class TwoOptimizers(Model):
+    """It steps two optimizers by itself."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        first, *others = self.network
+        rest = [parameter for module in others for parameter in module.parameters()]
+        return torch.optim.SGD(first.parameters(), lr=0.1), torch.optim.Adam(rest, lr=0.01)
+
+
+class Recorder(ModelCheckpoint):
+    """Notes which files this replica has written."""
+
+    def __init__(self, written: list[str], *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._written = written
+
+    def _save_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
+        before = os.path.exists(filepath)
+        super()._save_checkpoint(trainer, filepath)
+        if trainer.strategy.turns.leads and not before:  # type: ignore[attr-defined]
+            assert os.path.exists(filepath)
+            self._written.append(os.path.basename(filepath))
+
+
 def train(
     pipe: Connection,
     address: str,
@@ -61,6 +102,9 @@ def train(
     stops: tuple[int, ...] = (),
     before: Callable[[], None] = lambda: None,
     width: int = 16,
+    save: str | None = None,
+    ckpt_path: str | None = None,
+    two: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """Trains, and returns what the replica ends with. `before` is called first, to alter what is to be altered."""
@@ -68,11 +112,15 @@ def train(
     before()
     torch.manual_seed(seed)
     batches = DataLoader(torch.randn(80, 6), batch_size=8)
-    model = Model(pipe, seed, stops, width)
+    model = (TwoOptimizers if two else Model)(pipe, seed, stops, width)
+    written: list[str] = []
     strategy = ElasticSparseCommStrategy(method, lighthouse=address, replica=name, **TIMEOUTS)
-    options = {"max_epochs": 6, "devices": 1, "enable_checkpointing": False, **QUIET, **options}
+    if save is not None:
+        folder, _, filename = save.rpartition("/")
+        options["callbacks"] = [Recorder(written, folder, filename=filename, save_top_k=-1, every_n_epochs=1)]
+    options = {"max_epochs": 6, "devices": 1, "enable_checkpointing": save is not None, **QUIET, **options}
     trainer = pl.Trainer(strategy=strategy, **options)
-    trainer.fit(model, batches, ckpt_path=options.pop("ckpt_path", None))
+    trainer.fit(model, batches, ckpt_path=ckpt_path)
     assert strategy.turns is not None and strategy.ledger is not None
     return {
         "weights": {name: tensor.numpy() for name, tensor in model.state_dict().items()},
@@ -82,6 +130,8 @@ def train(
         "changes": [change._asdict() for change in strategy.turns.membership.changes],
         "round": strategy.turns.round,
         "handed": {row: strategy.ledger.handed_bytes(row) for row in strategy.ledger.rows},
+        "written": written,
+        "began_with": model.began_with,
         "law": LAW.error() if LAW.taken is not None else None,
     }
 
