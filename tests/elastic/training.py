@@ -46,7 +46,9 @@ class Model(pl.LightningModule):
     def on_train_epoch_start(self) -> None:
         # The strategy has met others by now.
         if self.began_with is None:
-            self.began_with = self.trainer.strategy.engine.residual_norm()  # type: ignore[attr-defined]
+            state = self.trainer.strategy.engine.state.state_dict()  # type: ignore[attr-defined]
+            held = [stream["held"].get("DeltaSync.ErrorFeedback", {}) for stream in state["streams"]]
+            self.began_with = sum(float(tensor.abs().sum()) for parts in held for tensor in parts.values())
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.trainer.global_step in (*self.stops, *STOPS):
