@@ -57,8 +57,8 @@ def run(options: argparse.Namespace) -> None:
             f"--bind must be an address of this machine with a free port; got {options.bind}, and: {error}. Use port 0"
             " for any."
         ) from error
-    print(f"lighthouse at {server.address()}, until interrupted", flush=True)
     try:
+        print(f"lighthouse at {server.address()}, until interrupted", flush=True)
         threading.Event().wait()
     except KeyboardInterrupt:
         server.shutdown()

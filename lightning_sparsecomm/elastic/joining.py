@@ -21,6 +21,9 @@ _OWN = ("set by the user", "weights as noted")
 # Of the two messages for a replica that joins: the length of the state, and the state.
 _LENGTH, _STATE = 1, 2
 
+# Room for names, counts and schedules in a state.
+_NAMES_BYTES = 2**24
+
 
 class Joining:
     """Packs and takes over the state that replicas share.
@@ -114,11 +117,22 @@ class Joining:
                 sent += length.nbytes + packed.nbytes
         return sent
 
+    def _check_length(self, length: int) -> None:
+        """Raises `ValueError` for a length that no replica with this model would send."""
+        tensors = (tensor for module in self._engine.registry.modules for tensor in module.state_dict().values())
+        # Anchors in up to 8 bytes for each element, and outer optimizers with up to three such numbers.
+        most = sum(32 * tensor.numel() for tensor in tensors if isinstance(tensor, Tensor)) + _NAMES_BYTES
+        if not 0 < length <= most:
+            raise ValueError(
+                f"a state must have at most {most:,} bytes for this model; another replica sends {length:,}."
+            )
+
     def receive(self, quorum: Quorum, rank: int, current: int | None) -> State:
         """Gets the state from a member, and takes it over; see `take`. Raises `LostPeerError` if that is gone."""
         length = torch.zeros(1, dtype=torch.int64)
         try:
             quorum.receive(length, rank, _LENGTH)
+            self._check_length(int(length))
             packed = torch.empty(int(length), dtype=torch.uint8)
             quorum.receive(packed, rank, _STATE)
         except RuntimeError as error:

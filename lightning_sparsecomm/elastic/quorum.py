@@ -3,10 +3,11 @@
 import importlib
 import os
 import socket
+import threading
 import time
 import warnings
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from types import ModuleType
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch._C._distributed_c10d import Backend, ProcessGroup, TCPStore, Work
 
 from lightning_sparsecomm.basis.wire import PeerError
+from lightning_sparsecomm.elastic.spare_parts import DaemonExecutor, NoTransport
 
 EXTRA = "pip install 'lightning-sparsecomm[elastic]'"
 
@@ -22,6 +24,12 @@ EXTRA = "pip install 'lightning-sparsecomm[elastic]'"
 _CONNECTING = timedelta(seconds=20)
 
 _PAUSE_SECONDS = 1.0
+
+# After which a replica says that it waits.
+_LONG_SECONDS = 30.0
+
+# How often the lighthouse is asked again that does not answer. By its retries, torchft also connects anew.
+_ASKING_AGAIN = timedelta(seconds=5)
 
 
 def load_torchft() -> ModuleType:
@@ -47,12 +55,24 @@ def address_towards(lighthouse: str) -> str:
 
     Args:
         lighthouse: Its address, such as `http://host:29510`.
+
+    Raises:
+        ValueError: It is no such address, or nothing leads there.
     """
     host, _, port = lighthouse.partition("://")[2].rstrip("/").rpartition(":")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        # Sends nothing: it only chooses a card.
-        probe.connect((host.strip("[]"), int(port)))
-        return str(probe.getsockname()[0])
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
+        # IPv4 where there is both.
+        family, kind, protocol, _, address = sorted(found, key=lambda each: each[0] != socket.AF_INET)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            # Sends nothing: it only chooses a card.
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except (ValueError, OSError) as error:
+        raise ValueError(
+            f"lighthouse must be an address such as http://host:29510 that this machine reaches; got {lighthouse!r}:"
+            f" {error}. Pass the address that `sparsecomm lighthouse` has printed."
+        ) from error
 
 
 class Quorum:
@@ -63,23 +83,29 @@ class Quorum:
         lighthouse: Address of the lighthouse, such as `http://host:29510`.
         timeout: How long a replica waits for others in an exchange.
         patience: How long it waits for others to come to a meeting.
+        tell: Called with what a user should know; in another thread.
 
     Attributes:
         rank, size: This replica's place in the last quorum, and how many are in it.
         number: Number of the last quorum, which changes with its members and after a failure.
     """
 
-    def __init__(self, name: str, lighthouse: str, timeout: timedelta, patience: timedelta) -> None:
+    def __init__(
+        self, name: str, lighthouse: str, timeout: timedelta, patience: timedelta, tell: Callable[[str], None]
+    ) -> None:
         module = load_torchft()
         host = address_towards(lighthouse)
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         self._timeout = timeout
+        self._tell = tell
         self._patience = patience
         self._lighthouse = lighthouse
         self._groups = _groups_of(module)
         self._wrapped = self._groups(timeout=_CONNECTING)
         self._wrapped.collective_timeout = timeout
         self._others: list[Any] = []
+        # Whether a quorum was asked for and has not formed, perhaps because of an interrupt.
+        self._forming = False
         # Sends in the background, with what they send.
         self._sending: list[tuple[Work, torch.Tensor]] = []
         self._manager = module.Manager(
@@ -98,7 +124,10 @@ class Quorum:
             lighthouse_addr=lighthouse,
             replica_id=name,
             hostname=host,
+            quorum_retries=max(1, round(patience / _ASKING_AGAIN)),
+            checkpoint_transport=NoTransport(),
         )
+        self._manager._executor = DaemonExecutor()
         self.name: str = self._store.get("replica_id").decode()
         self.rank, self.size, self.number = 0, 1, 0
 
@@ -111,11 +140,14 @@ class Quorum:
         deadline, told = time.monotonic() + self._patience.total_seconds(), False
         while True:
             try:
-                self._manager.start_quorum(allow_heal=False)
+                self._forming = True
+                with self._telling():
+                    self._manager.start_quorum(allow_heal=False)
+                self._forming = False
                 error = self._manager.errored()
             except (RuntimeError, TimeoutError) as raised:
                 # The lighthouse is gone, or nobody else has come.
-                error = raised
+                self._forming, error = False, raised
             else:
                 if error is None:
                     break
@@ -135,6 +167,18 @@ class Quorum:
         self._others.clear()
         self._sending.clear()
         self.rank, self.size, self.number = self.group.rank(), self.group.size(), self._wrapped.quorum
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """A context that says so if it takes long."""
+        words = f"sparsecomm: waiting for other replicas, or for the lighthouse at {self._lighthouse}"
+        timer = threading.Timer(_LONG_SECONDS, self._tell, [words])
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     @property
     def group(self) -> ProcessGroup:
@@ -171,7 +215,9 @@ class Quorum:
             with suppress(RuntimeError):
                 group.abort()
         self._others.clear()
-        self._vote_against(error)
+        # A vote waits for the quorum.
+        if not self._forming:
+            self._vote_against(error)
 
     def _vote_against(self, error: BaseException) -> None:
         self._manager.report_error(error if isinstance(error, Exception) else RuntimeError(repr(error)))

@@ -130,7 +130,8 @@ class ElasticTrainerMixin(TrainerMixin):
         engine, trainer = self.engine, self._trainer
         wire = engine.wire
         assert isinstance(wire, ElasticWire)
-        quorum = Quorum(self.replica, self._lighthouse(), self.exchange_timeout, self.patience)
+        address, timeout = self._lighthouse(), self.exchange_timeout
+        quorum = Quorum(self.replica, address, timeout, self.patience, lambda words: say(words, trainer))
         wire.closing.append(quorum.close)
         joining = Joining(engine, lambda: progress_of(trainer), self._follow)
         self.turns = engine.turns = ElasticTurns(engine, wire, quorum, joining, self._facts(), self._tell, self._stop)

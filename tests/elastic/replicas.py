@@ -16,13 +16,20 @@ FORK = multiprocessing.get_context("fork")
 # All waits are for events; this only bounds them.
 LONGEST_SECONDS = 90
 
+# After which a replica counts as gone. On a machine that runs much else, threads that tell they live come late.
+_SILENT_MS = 4000
 
-def _serve(pipe: Connection) -> None:
+
+def _serve(pipe: Connection, port: int) -> None:
     os.environ["RUST_LOG"] = "error"
     from torchft.coordination import LighthouseServer
 
     server = LighthouseServer(
-        bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=60_000, quorum_tick_ms=20, heartbeat_timeout_ms=1500
+        bind=f"127.0.0.1:{port}",
+        min_replicas=1,
+        join_timeout_ms=60_000,
+        quorum_tick_ms=20,
+        heartbeat_timeout_ms=_SILENT_MS,
     )
     pipe.send(server.address().rpartition(":")[2])
     pipe.recv()
@@ -30,10 +37,10 @@ def _serve(pipe: Connection) -> None:
 
 
 @contextmanager
-def lighthouse() -> Iterator[str]:
-    """The address of a lighthouse, which ends with the context."""
+def lighthouse(port: int = 0) -> Iterator[str]:
+    """The address of a lighthouse, which ends with the context. It has a free port by default."""
     ours, theirs = FORK.Pipe()
-    process = FORK.Process(target=_serve, args=(theirs,), daemon=True)
+    process = FORK.Process(target=_serve, args=(theirs, port), daemon=True)
     process.start()
     try:
         assert ours.poll(LONGEST_SECONDS), "the lighthouse did not start"

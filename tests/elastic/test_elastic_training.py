@@ -231,3 +231,20 @@ def test_two_optimizers_that_the_module_steps_itself() -> None:
         # It has joined amid a batch of others, between their two optimizers, and began with the next batch.
         del result["weights"]["network.1.num_batches_tracked"]
     assert equal([result | {"steps": 0} for result in results])
+
+
+def test_the_lighthouse_is_killed_and_started_again() -> None:
+    """Training waits for it at the next exchange, and goes on."""
+    with replicas() as start:
+        with lighthouse() as address:
+            started = together(start, address, LOCO, {name: stop_at(12) for name in "abc"})
+            assert [replica.hear() for replica in started] == [12, 12, 12]
+        for replica in started:
+            replica.say("go on")
+        with lighthouse(int(address.rpartition(":")[2])):
+            results = [replica.hear() for replica in started]
+    assert max(each["steps"] for each in results) == 60
+    for result in results:
+        # Those that meet first go on without others, which join them then.
+        del result["weights"]["network.1.num_batches_tracked"]
+    assert equal([result | {"steps": 0} for result in results])
