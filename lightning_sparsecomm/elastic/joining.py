@@ -81,7 +81,7 @@ class Joining:
             packed: As `pack` returned it.
             current: Number of the optimizer whose step has not been counted here yet; None where all are.
         """
-        state: State = torch.load(io.BytesIO(packed.numpy().data), weights_only=True)
+        state: State = torch.load(io.BytesIO(packed.numpy().data), map_location="cpu", weights_only=True)
         engine = self._engine
         with torch.no_grad():
             # Before shares take these weights for what they begin with.

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 FORK = multiprocessing.get_context("fork")
 
 # All waits are for events; this only bounds them.
-LONGEST_SECONDS = 90
+LONGEST_SECONDS = 150
 
 # After which a replica counts as gone. On a machine that runs much else, threads that tell they live come late.
 _SILENT_MS = 4000

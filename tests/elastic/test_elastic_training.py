@@ -177,6 +177,7 @@ def test_the_replica_that_a_joining_one_copies_from_is_killed() -> None:
     assert results[0]["steps"] == 60
 
 
+@pytest.mark.slow
 def test_one_that_was_stopped_for_long_joins_again() -> None:
     with lighthouse() as address, replicas() as start:
         a, b, c = together(start, address, DILOCO, {"a": stop_at(50), "b": stop_at(50), "c": stop_at(12)})
@@ -233,6 +234,7 @@ def test_two_optimizers_that_the_module_steps_itself() -> None:
     assert equal([result | {"steps": 0} for result in results])
 
 
+@pytest.mark.slow
 def test_the_lighthouse_is_killed_and_started_again() -> None:
     """Training waits for it at the next exchange, and goes on."""
     with replicas() as start:
