@@ -79,6 +79,7 @@ class FabricMixin(SynchronizingMixin, DDPStrategy):
         if length is not None:
             check_every("length", length)
         self._length = length
+        self._early: list[Optimizer] = []
 
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
         if self._engine is None:
@@ -88,8 +89,9 @@ class FabricMixin(SynchronizingMixin, DDPStrategy):
             if self._length is None and by_length is not None and self.global_rank == 0:
                 warnings.warn(
                     "the density follows the run's length, which Fabric does not know: it sends"
-                    f" {by_length.unknown:.1%} of the elements. Use SparseCommStrategy(length=…) with the number of"
-                    " optimizer steps; or call fabric.strategy.settle() after the last one, which applies what waits.",
+                    f" {by_length.unknown:.1%} of the elements. Give length=…, the number of optimizer steps, to"
+                    f" {type(self).__module__}.SparseCommStrategy; or call fabric.strategy.settle() after the last one,"
+                    " which applies what waits.",
                     stacklevel=2,
                 )
             self._resumed_from = None
@@ -106,15 +108,21 @@ class FabricMixin(SynchronizingMixin, DDPStrategy):
                 )
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        # An optimizer that is set up before any module is registered at its first step.
         if self._engine is not None:
             self._engine.register(optimizer)
+        else:
+            # Before any module: its parameters are known by the first backward pass.
+            self._early.append(optimizer)
         return super().setup_optimizer(optimizer)
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         # Only by the first backward pass are all modules known to be set up.
         if not self._checked:
             registry = self.engine.registry
+            early, self._early = self._early, []
+            for each in early:
+                if registry.held_by(each):
+                    self.engine.register(each)
             self.engine.agreement.on_optimizers([tracked.optimizer for tracked in registry.optimizers])
             registry.check()
             self._checked = True

@@ -16,6 +16,7 @@ from lightning_sparsecomm.exchange import Exchanged
 from lightning_sparsecomm.sharing.averaging import averaged
 from lightning_sparsecomm.sharing.fragments import is_due
 from lightning_sparsecomm.sharing.gradients import NamedParameters, add_, wide_dtype
+from lightning_sparsecomm.sharing.moments import Moments, kept_by
 from lightning_sparsecomm.sharing.outer import OuterOptimizer, load_outer, make_outer
 from lightning_sparsecomm.sharing.set_weights import NOTED, SetWeights
 from lightning_sparsecomm.sharing.share import Share, Turn
@@ -23,6 +24,7 @@ from lightning_sparsecomm.sharing.takeover import mask_momentum_
 
 # Kinds of state besides that of the channel.
 _ANCHORS, _STEPS, _OUTER, _SET = "anchor", "steps", "outer optimizer", "set by the user"
+_EXCHANGES = "exchanges"
 
 
 class Delayed(Protocol):
@@ -33,6 +35,7 @@ class Delayed(Protocol):
     outer: OuterOptimizer | None
     mask_momentum: bool
     fragments: int
+    moments: Mapping[str, int]
 
 
 class DeltaShare(Share):
@@ -54,11 +57,13 @@ class DeltaShare(Share):
         self.steps = 0
         self.outer: Optimizer | None = None
         self._set_weights = SetWeights()
+        self._moments = Moments(kept_by(optimizer, sync.moments))
+        # Whether this turn's exchange is the last one, after which no moments are used.
+        self._last = False
         self._noted = False
-        # In a turn: the anchors of weights that were set, by name; before the exchange, this rank's own weights.
+        # In a turn: anchors of weights that were set, by name; before the exchange, this rank's own weights.
         self._set: dict[str, Tensor] = {}
-        # In a turn: the weights that hold their change instead, each with its anchor.
-        self._changed: list[tuple[Tensor, Tensor]] = []
+        self._changed: list[tuple[Tensor, Tensor]] = []  # weights that hold their changes in a turn, with anchors
         super().__init__(optimizer, parameters, wire)
 
     def due(self, turn: Turn) -> bool:
@@ -92,9 +97,10 @@ class DeltaShare(Share):
 
     def prepare(self, turn: Turn) -> None:
         self._bind()
+        self._last = turn.moment == "end"
         with self.wire.ledger.exchanging():
             names = [name for name, _ in self.parameters]
-            if turn.moment == "end":
+            if self._last:
                 self._look()
             found = self._set_weights.agree(names, self.wire, self.parameters[0][1].device)
             self._set = {name: weight.detach() for name, weight in self.parameters if name in found}
@@ -102,18 +108,18 @@ class DeltaShare(Share):
             left_out = {name: weight for name, weight in self._set.items() if bool(weight.isfinite().all())}
             if left_out and self.wire.rank == 0:
                 self._set_weights.warn(left_out)
-            anchored = list(zip(names, self._anchored(), strict=True))
-            changes = [None if name in left_out else change_in(*pair) for name, pair in anchored]
-            self._changed = [
-                pair for (_, pair), change in zip(anchored, changes) if change is not None and change is pair[0]
-            ]
+            anchored = self._anchored()
+            changes = [None if name in left_out else change_in(*pair) for name, pair in zip(names, anchored)]
+            self._changed = [pair for pair, change in zip(anchored, changes) if change is pair[0]]
             self.channel.prepare(changes, self._context(turn, "weight update"), self.wire.under(UPDATES))
 
     def exchange(self) -> None:
         super().exchange()
-        if self._set:
-            with self.wire.ledger.exchanging():
+        with self.wire.ledger.exchanging():
+            if self._set:
                 self._set = dict(zip(self._set, averaged(list(self._set.values()), self.wire)))
+            if not self._last:
+                self._moments.exchange(self.optimizer, self.parameters, self.wire)
 
     def commit(self) -> None:
         with self.wire.ledger.exchanging():
@@ -122,6 +128,7 @@ class DeltaShare(Share):
             for name, mean in self._set.items():
                 self.anchors[name].detach().copy_(mean)
             self._reset_weights()
+            self._moments.commit()
             if self.sync.mask_momentum:
                 mask_momentum_(self.optimizer, self.parameters, exchanged.sent, self.layout)
         self._count_sent(exchanged.sent)
@@ -129,14 +136,15 @@ class DeltaShare(Share):
     def abort(self) -> None:
         """Sets the weights back to the anchors: what was trained since the last exchange is lost."""
         self.channel.abort()
+        self._moments.abort()
         self._reset_weights()
 
     def take_back(self) -> None:
         """Sets the weights back to what was trained: anchor + change, which rounds where the change had rounded."""
         self.channel.abort()
-        if self._changed:
-            weights, anchors = zip(*self._changed)
-            torch._foreach_add_(weights, anchors)
+        self._moments.abort()
+        for weight, anchor in self._changed:
+            weight.add_(anchor)
         self._changed, self._set = [], {}
 
     def shared_weights(self) -> list[tuple[Tensor, Tensor]]:
@@ -153,6 +161,8 @@ class DeltaShare(Share):
             # By this, what is set between now and the next step is found in a run that resumes too.
             saved[NOTED] = dict(self._set_weights.noted)
         saved[_STEPS] = dict.fromkeys(self.anchors, self.steps)
+        if self.sync.moments:
+            saved[_EXCHANGES] = dict.fromkeys(self.anchors, self._moments.exchanges)
         if self.outer is not None:
             moving = {name: self.outer.state.get(anchor) for name, anchor in self.anchors.items()}
             saved[_OUTER] = {name: dict(state) for name, state in moving.items() if state}
@@ -163,6 +173,7 @@ class DeltaShare(Share):
         saved = strip_prefix(type(self.sync).__name__, saved)
         anchors = pop_named(saved, _ANCHORS, names)
         self.steps = max(pop_named(saved, _STEPS, names).values(), default=0)
+        self._moments.exchanges = max(pop_named(saved, _EXCHANGES, names).values(), default=0)
         self._set_weights.load_state_dict(pop_named(saved, _SET, names))
         self._set_weights.load_noted(pop_named(saved, NOTED, names), self.parameters)
         outer = pop_named(saved, _OUTER, names) if self.sync.outer is not None else {}

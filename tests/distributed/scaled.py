@@ -13,22 +13,28 @@ from torch import Tensor
 from lightning_sparsecomm.channel import Channel
 from lightning_sparsecomm.methods import (
     RECIPES,
+    aligned_topk,
     dense,
+    des_loc,
     dgc,
     diloco,
     federated_averaging,
     gradient_dropping,
     local_adam,
+    muloco,
     powersgd,
     quantized,
+    random_k,
     s2_reducer,
     sbc,
     sketched_sgd,
     sparse_loco,
     split,
+    streaming_diloco,
 )
 from lightning_sparsecomm.sharing import Method
 from lightning_sparsecomm.sharing.delta_share import DeltaShare
+from lightning_sparsecomm.sharing.fragments import FragmentedShare
 from lightning_sparsecomm.sharing.gradient import GradientShare
 from tests import laws
 from tests.distributed.scenarios import Classifier
@@ -43,15 +49,20 @@ METHODS: dict[str, Method] = {
     "s2_reducer": s2_reducer(block_density=0.2, block_size=8),
     "powersgd": powersgd(rank=1),
     "quantized": quantized(bits=4),
+    "random_k": random_k(density=0.05),
+    "aligned_topk": aligned_topk(density=0.05, block_size=8),
     "split": split(["head.*"], gradient_dropping(density=0.05), dgc(density=0.05, warmup_steps=0)),
     "sbc": sbc(0.05, every=3),
     "federated_averaging": federated_averaging(every=3),
     "diloco": diloco(every=3),
     "sparse_loco": sparse_loco(every=3, density=0.125, chunk=64),
+    "streaming_diloco": streaming_diloco(every=6, delay=1),
+    "muloco": muloco(every=3),
+    "des_loc": des_loc(every=2),
 }
 assert METHODS.keys() >= RECIPES.keys()
 
-WITHOUT_MEMORY = ("dense", "federated_averaging", "diloco")
+WITHOUT_MEMORY = ("dense", "federated_averaging", "diloco", "des_loc")
 
 SCALE, GROWTH = 2.0**10, 3
 """The first scale, and how many steps in a row must succeed before it doubles."""
@@ -100,6 +111,9 @@ class Overflowing(Classifier):
 def channels(strategy: Any) -> list[Channel]:
     """All channels at work."""
     shares = [share for tracked in strategy.engine.registry.optimizers for share in tracked.shares.values()]
+    shares = [
+        piece for share in shares for piece in (share.fragments if isinstance(share, FragmentedShare) else [share])
+    ]
     return [share.channel for share in shares if isinstance(share, (GradientShare, DeltaShare))]
 
 
