@@ -25,11 +25,12 @@ from lightning_sparsecomm.sharing import BucketSync, DeltaSync, GradientSync, Me
 from lightning_sparsecomm.strategies import registration
 
 if TYPE_CHECKING:
+    from lightning_sparsecomm.strategies.typed import ElasticSparseCommStrategy as ElasticSparseCommStrategy
     from lightning_sparsecomm.strategies.typed import SparseCommStrategy as SparseCommStrategy
 
 __version__ = "0.2.0"
 
-# Without SparseCommStrategy, which is decided when it is used.
+# Without the strategies, which are decided when they are used.
 __all__ = [
     "BucketSync",
     "Channel",
@@ -52,8 +53,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name == "SparseCommStrategy":
-        return registration.trainer_strategy()
+    if name in (registration.PLAIN, registration.ELASTIC):
+        return registration.trainer_strategy(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}.{did_you_mean(name, __all__)}")
 
 

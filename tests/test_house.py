@@ -23,6 +23,7 @@ ROOMS = [
     "channel",
     "sharing",
     "run",
+    "elastic",
     "methods",
     "planning",
     "report",

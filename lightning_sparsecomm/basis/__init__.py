@@ -8,6 +8,8 @@ from lightning_sparsecomm.basis.ledger import DDP_BUFFERS as DDP_BUFFERS
 from lightning_sparsecomm.basis.ledger import DDP_SETUP as DDP_SETUP
 from lightning_sparsecomm.basis.ledger import DDP_UNUSED as DDP_UNUSED
 from lightning_sparsecomm.basis.ledger import GRADIENTS as GRADIENTS
+from lightning_sparsecomm.basis.ledger import JOINING as JOINING
+from lightning_sparsecomm.basis.ledger import MEMBERSHIP as MEMBERSHIP
 from lightning_sparsecomm.basis.ledger import OURS as OURS
 from lightning_sparsecomm.basis.ledger import PARAMETERS as PARAMETERS
 from lightning_sparsecomm.basis.ledger import UPDATES as UPDATES

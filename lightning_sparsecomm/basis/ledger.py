@@ -2,12 +2,12 @@
 
 import warnings
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from lightning_sparsecomm.basis.phases import PHASES, Clock
 
-Collective = Literal["all_reduce", "all_gather", "all_to_all", "broadcast"]
+Collective = Literal["all_reduce", "all_gather", "all_to_all", "broadcast", "send"]
 
 # Rows of the ledger. The first three are ours; ratios count these alone.
 GRADIENTS = "gradients"
@@ -23,6 +23,8 @@ DDP_SETUP = "DDP set-up"
 DDP_BUFFERS = "DDP buffers"
 DDP_UNUSED = "DDP unused-parameter map"
 LIGHTNING = "Lightning, metrics"
+MEMBERSHIP = "membership"
+JOINING = "state for joining replicas"
 
 
 def link_bytes(collective: Collective, handed_bytes: float, world_size: int) -> float:
@@ -30,7 +32,8 @@ def link_bytes(collective: Collective, handed_bytes: float, world_size: int) -> 
 
     A model, by each collective's published algorithm: a ring all-reduce sends every byte 2(W-1)/W times (Patarasuk &
     Yuan 2009), an all-gather sends it to W-1 others, an all-to-all keeps 1/W and sends each other part once (pairwise
-    exchange, Thakur et al. 2005), and a broadcast crosses the network W-1 times in all.
+    exchange, Thakur et al. 2005), and a broadcast crosses the network W-1 times in all. What is sent to one rank alone
+    counts on the sender.
 
     Raises:
         ValueError: An unknown collective.
@@ -41,6 +44,8 @@ def link_bytes(collective: Collective, handed_bytes: float, world_size: int) -> 
         return handed_bytes * (world_size - 1)
     if collective in ("all_to_all", "broadcast"):
         return handed_bytes * (world_size - 1) / world_size
+    if collective == "send":
+        return handed_bytes
     raise ValueError(
         f"collective must be one of {', '.join(get_args(Collective))}, whose bytes on the link are known; got"
         f" {collective!r}. Enter its bytes as those of collectives it is made of."
@@ -53,6 +58,15 @@ class Traffic:
 
     calls: int = 0
     handed_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class _Former:
+    """Totals when the world last changed its size."""
+
+    handed: dict[tuple[str, Collective], int] = field(default_factory=dict)
+    ddp_bytes: int = 0
+    ddp_gathered_bytes: int = 0
 
 
 _TOTALS = (
@@ -94,6 +108,24 @@ class Ledger:
         self.clock = Clock()
         self.steps = 0
         self.clamped_elements = 0
+        # What was on the link, by row, and what ddp would have put there, while the world had other sizes; and the
+        # totals up to then.
+        self._former_link: dict[str, float] = {}
+        self._former_ddp = 0.0
+        self._former = _Former()
+
+    def resize(self, world_size: int) -> None:
+        """Counts what follows as sent in a world of another size. What was entered before keeps its link bytes."""
+        if world_size == self.world_size:
+            return
+        self._former_link = {row: self.link_bytes(row) for row in self.rows}
+        self._former_ddp = self.ddp_link_bytes
+        self._former = self._totals()
+        self.world_size = world_size
+
+    def _totals(self) -> _Former:
+        handed = {(row, kind): t.handed_bytes for row, kinds in self.rows.items() for kind, t in kinds.items()}
+        return _Former(handed, self.ddp_bytes, self.ddp_gathered_bytes)
 
     def clamp(self, count: int, largest: float) -> None:
         """Enters values that were clamped to the largest that the wire can carry; warns of the first ones."""
@@ -136,15 +168,17 @@ class Ledger:
 
     def link_bytes(self, row: str = GRADIENTS) -> float:
         """Bytes that this rank put on the link for one purpose. On average over ranks, as many come in."""
-        return sum(
-            link_bytes(kind, traffic.handed_bytes, self.world_size) for kind, traffic in self.rows.get(row, {}).items()
+        return self._former_link.get(row, 0) + sum(
+            link_bytes(kind, traffic.handed_bytes - self._former.handed.get((row, kind), 0), self.world_size)
+            for kind, traffic in self.rows.get(row, {}).items()
         )
 
     @property
     def ddp_link_bytes(self) -> float:
         """Link bytes of DDP for the same gradients in their own dtype: an all-reduce; an all-gather of sparse ones."""
-        gathered = link_bytes("all_gather", self.ddp_gathered_bytes, self.world_size)
-        return link_bytes("all_reduce", self.ddp_bytes, self.world_size) + gathered
+        reduced = link_bytes("all_reduce", self.ddp_bytes - self._former.ddp_bytes, self.world_size)
+        gathered = self.ddp_gathered_bytes - self._former.ddp_gathered_bytes
+        return self._former_ddp + reduced + link_bytes("all_gather", gathered, self.world_size)
 
     @property
     def sent_link_bytes(self) -> float:
@@ -164,14 +198,20 @@ class Ledger:
     def state_dict(self) -> dict[str, Any]:
         """All totals, as plain numbers."""
         rows = {row: {kind: list(vars(t).values()) for kind, t in kinds.items()} for row, kinds in self.rows.items()}
-        return {"rows": rows, "seconds": dict(self.clock.seconds), **{name: getattr(self, name) for name in _TOTALS}}
+        state = {"rows": rows, "seconds": dict(self.clock.seconds), **{name: getattr(self, name) for name in _TOTALS}}
+        if self._former_link:
+            state["link"] = {"rows": {row: self.link_bytes(row) for row in rows}, "ddp": self.ddp_link_bytes}
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Replaces all totals by those of an earlier run in a world of the same size, which this one goes on with."""
-        self.rows = {}
+        self.rows, self._former_link, self._former_ddp, self._former = {}, {}, 0.0, _Former()
         self.add_rows(state)
         for name in _TOTALS:
             setattr(self, name, state.get(name, 0))
+        if "link" in state:
+            self._former_link, self._former_ddp = dict(state["link"]["rows"]), state["link"]["ddp"]
+            self._former = self._totals()
         # Version 0.1 saved only the sum.
         seconds = state.get("seconds", {"update": state.get("exchange_seconds", 0.0)})
         self.clock.seconds = {name: float(seconds.get(name, 0.0)) for name in PHASES}

@@ -67,7 +67,7 @@ class SynchronizingMixin(SavingMixin):
         super().__init__(**kwargs)
         with plain_for_command_lines():
             _refuse_misplaced(self._ddp_kwargs)
-            check_options("SparseCommStrategy", self._ddp_kwargs, _known_options(type(self)))
+            check_options(type(self).__name__, self._ddp_kwargs, _known_options(type(self)))
             _check_method(method)
         for option in COMM_HOOK_OPTIONS:
             if getattr(self, f"_{option}", None) is not None:
@@ -137,6 +137,10 @@ class SynchronizingMixin(SavingMixin):
         """Shares the optimizer's gradients; returns whether the method has clipped them."""
         return self.engine.clip(self._bare(optimizer), max_norm, by_value)
 
+    def _make_wire(self) -> Wire:
+        """The wire of a run. A collective."""
+        return Wire.apart()
+
     def _begin(self, device: torch.device, scaler: object) -> None:
         """Starts a run with a wire, a ledger and an engine; refuses devices, backends and scalers it cannot use."""
         if device.type not in ("cpu", "cuda"):
@@ -149,7 +153,7 @@ class SynchronizingMixin(SavingMixin):
                 "the precision plugin's scaler must be a torch.amp.GradScaler, whose records all ranks are to agree on;"
                 f" got {scaler!r}. Use precision='16-mixed', 'bf16-mixed' or '32-true'."
             )
-        wire = Wire.apart()
+        wire = self._make_wire()
         if device.type == "cpu" and "gloo" not in wire.backend:
             raise ValueError(
                 f"process_group_backend must be 'gloo' on CPUs; got {wire.backend!r}. Leave it out for the default."
@@ -168,11 +172,14 @@ class SynchronizingMixin(SavingMixin):
             engine.chooser = self._chooser = AutoChooser(engine, self.method.choices)
         if engine.scaling is not None:
             engine.scaling.take_over(lambda optimizer: engine.unscale_(self._bare(optimizer)))
-        if wire.world_size == 1 and not all(sync.shares_gradients for sync in engine.registry.syncs):
+        self._warn_if_alone(engine)
+
+    def _warn_if_alone(self, engine: Engine) -> None:
+        if engine.wire.world_size == 1 and not all(sync.shares_gradients for sync in engine.registry.syncs):
             warnings.warn(
                 "one process: nothing crosses a network, so the method saves nothing. It still exchanges with itself,"
                 " which costs time and, with a sparse method, changes the training. Use devices=2 or more, or 'ddp'.",
-                stacklevel=2,
+                stacklevel=3,
             )
 
     def _wrap(self, module: nn.Module, device_ids: list[int] | None = None) -> DistributedDataParallel:
@@ -246,6 +253,7 @@ def _refuse_misplaced(given: Mapping[str, object]) -> None:
 def _known_options(strategy: type) -> list[str]:
     """The names of the options of a strategy: its own, those of its DDPStrategy, and those of DDP."""
     ddp = next(each for each in strategy.__mro__ if each.__name__ == "DDPStrategy")
-    kinds = (SynchronizingMixin, ddp, DistributedDataParallel)
+    ours = [each for each in strategy.__mro__ if issubclass(each, SynchronizingMixin) and "__init__" in vars(each)]
+    kinds = (*ours, ddp, DistributedDataParallel)
     names = [name for kind in kinds for name in inspect.signature(kind.__init__).parameters]  # type: ignore[misc]
     return [name for name in dict.fromkeys(names) if name not in ("self", "kwargs", "module")]

@@ -74,6 +74,11 @@ class TrainerMixin(UnevenMixin, CheckpointingMixin, DDPStrategy):
         self.engine.wire.ledger.clock.profile = profile_of(vars(trainer)["profiler"], type(self).__name__)
         return None
 
+    @property
+    def _taking_part(self) -> int:
+        """How many ranks share what they train."""
+        return self.world_size
+
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
         if self._start_method != "popen":
@@ -114,8 +119,8 @@ class TrainerMixin(UnevenMixin, CheckpointingMixin, DDPStrategy):
             warn_of_short_run(self.engine.registry, self.engine.warmup, found.steps, found.epochs)
             length = likely_length(self.engine.length, self.engine.may_end_sooner)
             fewer = [times_fewer_bytes(self.engine, each, length) for each in self.engine.registry.optimizers]
-            registry, ranks = self.engine.registry, self.world_size
-            self.announced = announcement(registry, length, ranks, found.estimated, fewer)
+            registry = self.engine.registry
+            self.announced = announcement(registry, length, self._taking_part, found.estimated, fewer)
             announce(self.announced, trainer)
             layout = ModelLayout.of(registry.modules, [each.optimizer for each in registry.optimizers])
             for logger in trainer.loggers:

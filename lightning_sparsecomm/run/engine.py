@@ -21,7 +21,7 @@ from lightning_sparsecomm.run.replicas import Replicas
 from lightning_sparsecomm.run.scaling import LossScaling
 from lightning_sparsecomm.run.shared_gradients import note_shared, repeat
 from lightning_sparsecomm.run.state import RunState
-from lightning_sparsecomm.run.turn import take_turn
+from lightning_sparsecomm.run.turn import Turns, take_turn
 from lightning_sparsecomm.sharing.bucket import BucketHook, BucketSync
 from lightning_sparsecomm.sharing.gradients import make_nonfinite_
 from lightning_sparsecomm.sharing.method import Method
@@ -40,6 +40,7 @@ class Engine:
         scaling: None without a loss scaler.
         hook: Averages DDP's buckets; None if the method does not.
         max_norm, clips_by_value: The Trainer's clipping, for methods that clip each rank's own gradient.
+        turns: How weights are exchanged; by default, between all ranks of the run.
         chooser: May choose other methods while the run goes on; None for one method.
         epoch: Epochs finished, including a fraction.
         warmup: Replaces the method's densities early in training; None for no such warm-up.
@@ -70,6 +71,7 @@ class Engine:
         self.registry = Registry(method, wire, self.hook)
         self.agreement = Agreement(self.registry, wire, seed, check_replicas_every, scaler is not None)
         self.replicas = Replicas(self.registry, wire)
+        self.turns = Turns(self.registry, self.replicas)
         self.guards = Guards(self.registry, wire, self.hook, scaler is not None)
         self.state = RunState(self.registry, self.replicas, self.scaling, wire, lambda: self.chooser)
 
@@ -206,7 +208,8 @@ class Engine:
             self.exchange_weights(tracked, "end", max(tracked.steps - 1, 0))
         # Forward passes since the last exchange may have changed buffers.
         if any(tracked.steps for tracked in optimizers) and self.state.averages_buffers:
-            self.replicas.untrained.average()
+            last = self._turn(optimizers[0], "end", max(optimizers[0].steps - 1, 0))
+            self.turns.settle_buffers(optimizers[0], last)
         self.replicas.settle()
         self.agreement.on_weights([(each.steps, {id(p): p for _, p in each.parameters}) for each in optimizers])
         if self.state.drifts:
@@ -286,15 +289,10 @@ class Engine:
         try:
             with torch.no_grad():
                 due = [share for share in tracked.shares.values() if share.due(turn)]
-                take_turn(due, turn)
+                self.turns.take(tracked, due, turn)
         except BaseException:
             # All shares return to the last good model, even those that were not due.
             for share in tracked.shares.values():
                 share.abort()
             raise
-        closing = [sync for sync, share in tracked.shares.items() if share in due and share.closes_round]
-        if moment == "weights" and any(sync.buffers == "average" for sync in closing):
-            # Of several optimizers, the first that exchanges weights averages the buffers.
-            self.registry.leading = self.registry.leading or tracked
-            if self.registry.leading is tracked:
-                self.replicas.untrained.average()
+        self.turns.average_buffers(tracked, due, turn)

@@ -1,6 +1,6 @@
 """Tensors that ranks may change on their own: finds those that some rank has changed, and averages them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_sparsecomm.basis.ledger import PARAMETERS
 from lightning_sparsecomm.basis.wire import Wire
-from lightning_sparsecomm.sharing.averaging import average_
+from lightning_sparsecomm.sharing.averaging import averaged
 
 # Elements that are compared to detect a change, where no copy of the tensor is kept.
 _SAMPLE = 4096
@@ -57,16 +57,26 @@ class SharedTensors:
 
     def average(self) -> None:
         """Averages the tensors that some rank has changed. A collective; bytes: 4 for each name, and the average's."""
+        self.take(self.means())
+
+    def means(self) -> dict[str, Tensor]:
+        """By name, the means of the tensors that some rank has changed, in float32 or wider. A collective."""
         current = self._tensors()
         if not current:
-            return
+            return {}
         device = next(iter(current.values())).device
         flags = torch.tensor([float(self._changed(*item)) for item in current.items()], device=device)
         changed = self._wire.all_reduce_(flags, PARAMETERS).tolist()
         several = {name: tensor for (name, tensor), flag in zip(current.items(), changed) if flag}
         with torch.no_grad():
-            average_([tensor.detach() for tensor in several.values()], self._wire)
-        for name, tensor in several.items():
+            return dict(zip(several, averaged(list(several.values()), self._wire)))
+
+    def take(self, means: Mapping[str, Tensor]) -> None:
+        """Writes means into the tensors, which are equal on all ranks then."""
+        current = self._tensors()
+        for name, mean in means.items():
+            tensor = current[name]
+            tensor.detach().copy_(mean)
             self._marks[name] = _Mark.of(tensor)
             self._shared[name] = tensor.detach().clone()
 

@@ -1,6 +1,6 @@
 """Saves and loads the state of a run that is not part of ddp's checkpoint."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch.optim import Optimizer
 
@@ -106,6 +106,14 @@ class RunState:
         if as_many_ranks:
             self._wire.ledger.load_state_dict(state["ledger"])
         return dropped
+
+    def load_shared(self, optimizers: Sequence[State]) -> list[str]:
+        """Loads, by optimizer, its steps and what its shares hold in common with other ranks, after a restart.
+
+        Returns the parts that the method cannot use, in words.
+        """
+        loaded = zip(self._registry.optimizers, optimizers, strict=False)
+        return [words for tracked, saved in loaded for words in self._load(tracked, saved)]
 
     def hand_over(self, tracked: TrackedOptimizer) -> None:
         """Lets an optimizer that is new take the place of those that have trained parameters of its own before.

@@ -1,8 +1,44 @@
-"""One turn of an optimizer's shares: all of them exchange, or none does."""
+"""Turns of an optimizer's shares: all of them exchange, or none does."""
 
 from collections.abc import Sequence
 
+from lightning_sparsecomm.run.optimizers import TrackedOptimizer
+from lightning_sparsecomm.run.registry import Registry
+from lightning_sparsecomm.run.replicas import Replicas
 from lightning_sparsecomm.sharing.share import Share, Turn
+
+
+class Turns:
+    """Exchanges of weights between ranks that are the same during the whole run.
+
+    Args:
+        registry: The optimizers of the run.
+        replicas: Whose buffers are averaged with the weights.
+    """
+
+    def __init__(self, registry: Registry, replicas: Replicas) -> None:
+        self._registry = registry
+        self._replicas = replicas
+
+    def take(self, tracked: TrackedOptimizer, due: Sequence[Share], turn: Turn) -> None:
+        """A turn of those of an optimizer's shares that are due; nothing where none is. A collective.
+
+        After an error, the shares that are due have aborted.
+        """
+        take_turn(due, turn)
+
+    def average_buffers(self, tracked: TrackedOptimizer, due: Sequence[Share], turn: Turn) -> None:
+        """Averages buffers after a turn in which weights of their syncs were exchanged. A collective then."""
+        closing = [sync for sync, share in tracked.shares.items() if share in due and share.closes_round]
+        if turn.moment == "weights" and any(sync.buffers == "average" for sync in closing):
+            # Of several optimizers, the first that exchanges weights averages the buffers.
+            self._registry.leading = self._registry.leading or tracked
+            if self._registry.leading is tracked:
+                self._replicas.untrained.average()
+
+    def settle_buffers(self, tracked: TrackedOptimizer, turn: Turn) -> None:
+        """Averages buffers after the last turn of all; that of one optimizer is given. A collective."""
+        self._replicas.untrained.average()
 
 
 def take_turn(due: Sequence[Share], turn: Turn) -> None:

@@ -17,7 +17,7 @@ from lightning_sparsecomm.sharing.averaging import averaged
 from lightning_sparsecomm.sharing.fragments import is_due
 from lightning_sparsecomm.sharing.gradients import NamedParameters, add_, wide_dtype
 from lightning_sparsecomm.sharing.moments import Moments, kept_by
-from lightning_sparsecomm.sharing.outer import OuterOptimizer, make_outer
+from lightning_sparsecomm.sharing.outer import OuterOptimizer, load_outer, make_outer
 from lightning_sparsecomm.sharing.set_weights import NOTED, SetWeights
 from lightning_sparsecomm.sharing.share import Share, Turn
 from lightning_sparsecomm.sharing.takeover import mask_momentum_
@@ -61,8 +61,9 @@ class DeltaShare(Share):
         # Whether this turn's exchange is the last one, after which no moments are used.
         self._last = False
         self._noted = False
-        # In a turn: the anchors of weights that were set, by name; before the exchange, this rank's own weights.
+        # In a turn: anchors of weights that were set, by name; before the exchange, this rank's own weights.
         self._set: dict[str, Tensor] = {}
+        self._changed: list[tuple[Tensor, Tensor]] = []  # weights that hold their changes in a turn, with anchors
         super().__init__(optimizer, parameters, wire)
 
     def due(self, turn: Turn) -> bool:
@@ -107,8 +108,9 @@ class DeltaShare(Share):
             left_out = {name: weight for name, weight in self._set.items() if bool(weight.isfinite().all())}
             if left_out and self.wire.rank == 0:
                 self._set_weights.warn(left_out)
-            anchored = zip(names, self._anchored(), strict=True)
-            changes = [None if name in left_out else change_in(*pair) for name, pair in anchored]
+            anchored = self._anchored()
+            changes = [None if name in left_out else change_in(*pair) for name, pair in zip(names, anchored)]
+            self._changed = [pair for pair, change in zip(anchored, changes) if change is pair[0]]
             self.channel.prepare(changes, self._context(turn, "weight update"), self.wire.under(UPDATES))
 
     def exchange(self) -> None:
@@ -136,6 +138,14 @@ class DeltaShare(Share):
         self.channel.abort()
         self._moments.abort()
         self._reset_weights()
+
+    def take_back(self) -> None:
+        """Sets the weights back to what was trained: anchor + change, which rounds where the change had rounded."""
+        self.channel.abort()
+        self._moments.abort()
+        for weight, anchor in self._changed:
+            weight.add_(anchor)
+        self._changed, self._set = [], {}
 
     def shared_weights(self) -> list[tuple[Tensor, Tensor]]:
         return self._anchored() if self.steps else []
@@ -165,22 +175,12 @@ class DeltaShare(Share):
         self.steps = max(pop_named(saved, _STEPS, names).values(), default=0)
         self._moments.exchanges = max(pop_named(saved, _EXCHANGES, names).values(), default=0)
         self._set_weights.load_state_dict(pop_named(saved, _SET, names))
-        noted, weights = pop_named(saved, NOTED, names), dict(self.parameters)
-        self._set_weights.noted = {
-            name: sample.to(weights[name].device, copy=True)
-            for name, sample in noted.items()
-            if sample.dtype == weights[name].dtype
-        }
+        self._set_weights.load_noted(pop_named(saved, NOTED, names), self.parameters)
         outer = pop_named(saved, _OUTER, names) if self.sync.outer is not None else {}
         self.channel.load_state_dict(saved, names)
         self._add_anchors(anchors)
-        for name, moving in outer.items():
-            assert self.outer is not None
-            anchor = self.anchors[name]
-            self.outer.state[anchor] = {
-                key: value.to(anchor.device, copy=True) if isinstance(value, Tensor) else value
-                for key, value in moving.items()
-            }
+        if self.outer is not None:
+            load_outer(self.outer, {self.anchors[name]: moving for name, moving in outer.items()})
 
     def _anchored(self) -> list[tuple[Tensor, Tensor]]:
         """Each weight with its anchor. A parameter that has just been unfrozen has none before its first step."""
@@ -197,7 +197,7 @@ class DeltaShare(Share):
             self.steps = 0
             self._set_weights.note(self.parameters)
         self._set_weights.forget()
-        self._set = {}
+        self._set, self._changed = {}, []
 
     def _bind(self) -> bool:
         new = super()._bind()

@@ -1,7 +1,9 @@
 """The outer optimizer, which moves the weights that all ranks share."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
+from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import LBFGS, Optimizer
 
@@ -48,3 +50,12 @@ def make_outer(make: OuterOptimizer, anchors: list[Parameter]) -> Optimizer:
             " argument on, as functools.partial(torch.optim.SGD, lr=0.7) does."
         )
     return outer
+
+
+def load_outer(outer: Optimizer, states: Mapping[Parameter, Mapping[str, Any]]) -> None:
+    """Gives an outer optimizer copies of the state of anchors."""
+    for anchor, state in states.items():
+        outer.state[anchor] = {
+            key: value.to(anchor.device, copy=True) if isinstance(value, Tensor) else value
+            for key, value in state.items()
+        }

@@ -127,6 +127,15 @@ class SetWeights:
         """What was found, as tensors by name."""
         return {name: torch.tensor(value) for name, value in self.found.items()}
 
+    def load_noted(self, noted: Mapping[str, Tensor], parameters: NamedParameters) -> None:
+        """Takes over stretches of weights, by name, as `noted` had them."""
+        weights = dict(parameters)
+        self.noted = {
+            name: sample.to(weights[name].device, copy=True)
+            for name, sample in noted.items()
+            if sample.dtype == weights[name].dtype
+        }
+
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Takes over what `state_dict` returned."""
         self.found = {name: int(value) for name, value in state.items()}

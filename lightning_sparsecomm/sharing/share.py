@@ -117,6 +117,13 @@ class Share(ABC):
     def abort(self) -> None:
         """Memories are as before the turn, to round-off. May come without `prepare`, and more than once."""
 
+    def take_back(self) -> None:
+        """Makes the turn repeatable after its exchange has failed: memories are as before it, and so is what it read.
+
+        To round-off, as `abort`. What it will read again is not lost, unlike there.
+        """
+        self.abort()
+
     def shared_weights(self) -> list[tuple[Tensor, Tensor]] | None:
         """Each weight with the value that all ranks share, where it keeps such values; no collective.
 

@@ -23,7 +23,63 @@ class _Either(type):
         return isinstance(instance, SynchronizingMixin) or super().__instancecheck__(instance)
 
 
-class SparseCommStrategy(str, metaclass=_Either):
+class _Strategy(str, metaclass=_Either):
+    """A name in the registries of both packages, which makes the strategy of the one that looks it up."""
+
+    _kind = "SparseCommStrategy"
+    _arguments: dict[str, Any]
+    _made: list[weakref.ref[Any]]
+
+    @classmethod
+    def _named(cls, arguments: dict[str, Any]) -> Any:
+        for option in _READ_EARLY:
+            if arguments.get(option) is not None:
+                raise TypeError(
+                    f"{option} can only be given to the strategy of one Lightning package, and several are installed;"
+                    f" got {arguments[option]!r}. Give it to the Trainer or Fabric, or take {cls._kind} from one of"
+                    f" {_modules}."
+                )
+        self = super().__new__(cls, f"sparsecomm_strategy_{next(_numbers)}")
+        self._arguments, self._made = arguments, []
+        box, name, made_by = self._made, str(self), bindings(cls._kind)
+        # Bad arguments are refused here, not where the Trainer is made.
+        made_by[0][1](**arguments)
+        for registry, strategy in made_by:
+            # The registry lives as long as the process: it must hold neither this object nor a model.
+            def make(strategy: type = strategy) -> Any:
+                made = strategy(**arguments)
+                box[:] = [weakref.ref(made)]
+                return made
+
+            registry.register(name, make, description=f"an object of {cls._kind}")
+            weakref.finalize(self, registry.remove, name)
+        return self
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        if cls.__module__ != __name__:
+            raise TypeError(
+                f"{cls._kind} cannot be subclassed where several Lightning packages are installed. Subclass that of"
+                f" one of {_modules}."
+            )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(type(self), **self._arguments), ()
+
+    def __getattr__(self, name: str) -> Any:
+        box, arguments = self.__dict__.get("_made"), self.__dict__.get("_arguments", {})
+        made = box[0]() if box else None
+        if made is not None:
+            return getattr(made, name)
+        if name in arguments or name == "ledger":
+            return arguments.get(name)
+        raise AttributeError(f"{name!r}: no Trainer or Fabric has been given this {self._kind} yet.")
+
+    def __repr__(self) -> str:
+        options = ", ".join(f"{name}={value!r}" for name, value in self._arguments.items() if value is not None)
+        return f"{self._kind}({options})"
+
+
+class SparseCommStrategy(_Strategy):
     """Trains by DDP, with a method that exchanges gradients or weights in fewer bytes.
 
     `pytorch_lightning` and `lightning` have separate class hierarchies, and here both are installed. So this is a name
@@ -44,9 +100,6 @@ class SparseCommStrategy(str, metaclass=_Either):
         TypeError, ValueError: As the strategies of the packages say; or an option that only an object can carry.
     """
 
-    _arguments: dict[str, Any]
-    _made: list[weakref.ref[Any]]
-
     def __new__(
         cls,
         method: Method | None = None,
@@ -55,49 +108,27 @@ class SparseCommStrategy(str, metaclass=_Either):
         uneven_inputs: bool = False,
         **kwargs: Any,
     ) -> "SparseCommStrategy":
-        for option in _READ_EARLY:
-            if kwargs.get(option) is not None:
-                raise TypeError(
-                    f"{option} can only be given to the strategy of one Lightning package, and several are installed;"
-                    f" got {kwargs[option]!r}. Give it to the Trainer or Fabric, or take SparseCommStrategy from one of"
-                    f" {_modules}."
-                )
-        self = super().__new__(cls, f"sparsecomm_strategy_{next(_numbers)}")
-        self._arguments = {"method": method, "seed": seed, "check_replicas_every": check_replicas_every, **kwargs}
-        self._arguments |= {"uneven_inputs": uneven_inputs} if uneven_inputs else {}
-        self._made = []
-        arguments, box, name = self._arguments, self._made, str(self)
-        # Bad arguments are refused here, not where the Trainer is made.
-        bindings()[0][1](**arguments)
-        for registry, strategy in bindings():
-            # The registry lives as long as the process: it must hold neither this object nor a model.
-            def make(strategy: type = strategy) -> Any:
-                made = strategy(**arguments)
-                box[:] = [weakref.ref(made)]
-                return made
+        arguments = {"method": method, "seed": seed, "check_replicas_every": check_replicas_every, **kwargs}
+        made: SparseCommStrategy = cls._named(arguments | ({"uneven_inputs": uneven_inputs} if uneven_inputs else {}))
+        return made
 
-            registry.register(name, make, description="an object of SparseCommStrategy")
-            weakref.finalize(self, registry.remove, name)
-        return self
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        raise TypeError(
-            "SparseCommStrategy cannot be subclassed where several Lightning packages are installed. Subclass that of"
-            f" one of {_modules}."
-        )
+class ElasticSparseCommStrategy(_Strategy):
+    """Trains one replica of several, which may come and go at any time.
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return partial(SparseCommStrategy, **self._arguments), ()
+    As `SparseCommStrategy`, this is a name that the Trainer of either package looks up.
 
-    def __getattr__(self, name: str) -> Any:
-        box, arguments = self.__dict__.get("_made"), self.__dict__.get("_arguments", {})
-        made = box[0]() if box else None
-        if made is not None:
-            return getattr(made, name)
-        if name in arguments or name == "ledger":
-            return arguments.get(name)
-        raise AttributeError(f"{name!r}: no Trainer or Fabric has been given this SparseCommStrategy yet.")
+    Args:
+        method: How weights are exchanged; None for the default.
+        seed: Seed of the method's own randomness; equal on all replicas.
+        **kwargs: Further options of the strategies of the packages, and those of DDPStrategy.
 
-    def __repr__(self) -> str:
-        options = ", ".join(f"{name}={value!r}" for name, value in self._arguments.items() if value is not None)
-        return f"SparseCommStrategy({options})"
+    Raises:
+        TypeError, ValueError, ModuleNotFoundError: As these strategies say; or an option that only an object can carry.
+    """
+
+    _kind = "ElasticSparseCommStrategy"
+
+    def __new__(cls, method: Method | None = None, seed: int = 0, **kwargs: Any) -> "ElasticSparseCommStrategy":
+        made: ElasticSparseCommStrategy = cls._named({"method": method, "seed": seed, **kwargs})
+        return made

@@ -34,11 +34,10 @@ def test_link_bytes_follow_the_published_algorithms(collective: str, ranks: int,
     assert ledger.handed_bytes() == 1000
 
 
-@pytest.mark.parametrize("collective", ["reduce_scatter", "send", "", None])
+@pytest.mark.parametrize("collective", ["reduce_scatter", "gossip", "", None])
 def test_an_unknown_collective_is_refused_and_never_priced_as_another(collective: str) -> None:
-    text = (
-        rf"collective must be one of all_reduce, all_gather, all_to_all, broadcast.*got {re.escape(repr(collective))}\."
-    )
+    known = "all_reduce, all_gather, all_to_all, broadcast, send"
+    text = rf"collective must be one of {known}, .*got {re.escape(repr(collective))}\."
     with pytest.raises(ValueError, match=text):
         link_bytes(collective, 1000, 4)  # type: ignore[arg-type]
     ledger = Ledger(4)
@@ -98,3 +97,29 @@ def test_a_resumed_ledger_goes_on_where_the_saved_one_was() -> None:
     # What was saved stays as it was.
     ledger.record(GRADIENTS, "all_gather", 1)
     assert state["rows"][GRADIENTS]["all_gather"] == [1, 100]
+
+
+def test_a_world_that_changes_its_size() -> None:
+    """What was sent before keeps its link bytes; so does what ddp would have sent."""
+    ledger = Ledger(3)
+    ledger.record(UPDATES, "all_gather", 100)
+    ledger.ddp_bytes = 300
+    ledger.resize(2)
+    ledger.record(UPDATES, "all_gather", 10)
+    ledger.record(PARAMETERS, "all_reduce", 40)
+    ledger.record(PARAMETERS, "send", 7)
+    ledger.ddp_bytes += 100
+    assert ledger.link_bytes(UPDATES) == 200 + 10
+    assert ledger.link_bytes(PARAMETERS) == 40 + 7
+    assert ledger.ddp_link_bytes == 400 + 100
+    ledger.resize(2)
+    ledger.resize(1)
+    ledger.record(UPDATES, "all_gather", 1_000)
+    assert (ledger.link_bytes(UPDATES), ledger.handed_bytes(UPDATES)) == (210, 1_110)
+
+    resumed = Ledger(4)
+    resumed.load_state_dict(ledger.state_dict())
+    assert (resumed.link_bytes(UPDATES), resumed.link_bytes(PARAMETERS)) == (210, 47)
+    assert resumed.ddp_link_bytes == 500
+    resumed.record(UPDATES, "all_gather", 10)
+    assert resumed.link_bytes(UPDATES) == 240

@@ -181,7 +181,8 @@ def test_every_method_has_a_name_for_every_way_to_start_processes(package: str) 
             assert len(described) > 60
     # Besides those of objects that other tests have made: tests/strategies/test_either.py.
     ours = {name for name in registry.available_strategies() if re.match(r"sparsecomm(?!_strategy_\d+$)", name)}
-    assert ours == {name + suffix for name in recipes for suffix in START_METHODS}
+    elastic = {"sparsecomm_elastic"} if package in TRAINERS else set()
+    assert ours == {name + suffix for name in recipes for suffix in START_METHODS} | elastic
 
 
 def _step_by_closure(fabric: Any, rank: int) -> dict[str, nn.Module]:

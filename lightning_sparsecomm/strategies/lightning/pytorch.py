@@ -3,6 +3,7 @@
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 
+from lightning_sparsecomm.frontends.elastic import ElasticTrainerMixin
 from lightning_sparsecomm.frontends.reporting import ReportingLauncherMixin
 from lightning_sparsecomm.frontends.trainer import TrainerMixin
 
@@ -13,4 +14,9 @@ class _Launcher(ReportingLauncherMixin, _MultiProcessingLauncher):
 
 class SparseCommStrategy(TrainerMixin, DDPStrategy):
     __doc__ = TrainerMixin.__doc__
+    reporting_launcher = _Launcher
+
+
+class ElasticSparseCommStrategy(ElasticTrainerMixin, DDPStrategy):
+    __doc__ = ElasticTrainerMixin.__doc__
     reporting_launcher = _Launcher

@@ -1,0 +1,151 @@
+"""What a replica that joins gets from another: the weights that all share, and what makes it go on as they do."""
+
+import io
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from lightning_sparsecomm.channel.saved import Saved
+from lightning_sparsecomm.elastic.quorum import Quorum
+from lightning_sparsecomm.elastic.units import units_of
+from lightning_sparsecomm.elastic.wire import LostPeerError
+from lightning_sparsecomm.run.contents import State
+from lightning_sparsecomm.run.engine import Engine
+
+# What shares keep under these kinds is a replica's own. All else, such as anchors, is equal on all replicas.
+_OWN = ("set by the user", "weights as noted")
+
+# Of the two messages for a replica that joins: the length of the state, and the state.
+_LENGTH, _STATE = 1, 2
+
+# Room for names, counts and schedules in a state.
+_NAMES_BYTES = 2**24
+
+
+class Joining:
+    """Packs and takes over the state that replicas share.
+
+    It holds the anchors or, before the first step, the weights; the outer optimizer; what exchanges keep from round to
+    round; parameters and buffers that no optimizer trains; and counts of steps. Memories and the user's optimizers are
+    each replica's own, and not in it.
+
+    Args:
+        engine: The run.
+        progress: What the front end adds, such as epochs and schedules: tensors, numbers, strings, lists, dictionaries.
+        follow: Takes over what another replica's `progress` has returned.
+    """
+
+    def __init__(self, engine: Engine, progress: Callable[[], State], follow: Callable[[State], None]) -> None:
+        self._engine = engine
+        self._progress = progress
+        self._follow = follow
+
+    def pack(self, shared: State, steps: dict[int, int]) -> Tensor:
+        """The state as bytes: `[n]` uint8, in memory of its own.
+
+        Args:
+            shared: What is added to it: the name of the state, and the rounds that led to it.
+            steps: By optimizer's number, the steps that it has made once this step is over.
+        """
+        state: State = {**shared, "optimizers": [], "progress": self._progress()}
+        for tracked in self._engine.registry.optimizers:
+            held: Saved = {}
+            for unit in units_of(tracked):
+                memories = {type(memory).__name__ for memory in unit.channel.memories}
+                for kind, parts in unit.state_dict().items():
+                    own = kind.partition(".")[2]
+                    if own not in _OWN and own.partition(".")[0].partition(" ")[0] not in memories:
+                        held.setdefault(kind, {}).update(parts)
+            state["optimizers"].append(
+                {
+                    "steps": steps.get(tracked.number, tracked.steps),
+                    "members": [name for name, _ in tracked.parameters],
+                    "held": held,
+                    "since": [unit.steps for unit in units_of(tracked)],
+                }
+            )
+        state["untrained"] = self._untrained()
+        leading = self._engine.registry.leading
+        state["leading"] = None if leading is None else leading.number
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
+        return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+
+    def take(self, packed: Tensor, current: int | None) -> State:
+        """Takes over a state; returns what `pack` has added to it. Memories begin empty.
+
+        Args:
+            packed: As `pack` returned it.
+            current: Number of the optimizer whose step has not been counted here yet; None where all are.
+        """
+        state: State = torch.load(io.BytesIO(packed.numpy().data), map_location="cpu", weights_only=True)
+        engine = self._engine
+        with torch.no_grad():
+            # Before shares take these weights for what they begin with.
+            untrained = self._untrained()
+            for name, tensor in state["untrained"].items():
+                if name in untrained:
+                    untrained[name].copy_(tensor)
+        engine.restart()
+        unknown = engine.state.load_shared(state["optimizers"])
+        if unknown:
+            warnings.warn(f"of the state of others, this replica has no place for {'; '.join(unknown)}.", stacklevel=2)
+        for tracked, saved in zip(engine.registry.optimizers, state["optimizers"]):
+            for unit, since in zip(units_of(tracked), saved["since"]):
+                # Sets the weights to the anchors.
+                unit.abort()
+                unit.steps = since
+            tracked.steps = saved["steps"] - (tracked.number == current)
+        leading, optimizers = state["leading"], engine.registry.optimizers
+        engine.registry.leading = None if leading is None else optimizers[leading]
+        engine.begin()
+        self._follow(state["progress"])
+        return state
+
+    def send(self, shared: State, steps: dict[int, int], quorum: Quorum, ranks: Sequence[int]) -> int:
+        """Starts to send the state to some members, in the background; arguments as for `pack`. Returns its bytes."""
+        packed, sent = self.pack(shared, steps), 0
+        length = torch.tensor([packed.numel()])
+        for rank in ranks:
+            # One that is gone already comes again.
+            with suppress(RuntimeError):
+                quorum.send(length, rank, _LENGTH)
+                quorum.send(packed, rank, _STATE)
+                sent += length.nbytes + packed.nbytes
+        return sent
+
+    def _check_length(self, length: int) -> None:
+        """Raises `ValueError` for a length that no replica with this model would send."""
+        tensors = (tensor for module in self._engine.registry.modules for tensor in module.state_dict().values())
+        # Anchors in up to 8 bytes for each element, and outer optimizers with up to three such numbers.
+        most = sum(32 * tensor.numel() for tensor in tensors if isinstance(tensor, Tensor)) + _NAMES_BYTES
+        if not 0 < length <= most:
+            raise ValueError(
+                f"a state must have at most {most:,} bytes for this model; another replica sends {length:,}."
+            )
+
+    def receive(self, quorum: Quorum, rank: int, current: int | None) -> State:
+        """Gets the state from a member, and takes it over; see `take`. Raises `LostPeerError` if that is gone."""
+        length = torch.zeros(1, dtype=torch.int64)
+        try:
+            quorum.receive(length, rank, _LENGTH)
+            self._check_length(int(length))
+            packed = torch.empty(int(length), dtype=torch.uint8)
+            quorum.receive(packed, rank, _STATE)
+        except RuntimeError as error:
+            raise LostPeerError("the replica that sent its state is gone") from error
+        return self.take(packed, current)
+
+    def _untrained(self) -> dict[str, Tensor]:
+        """The parameters and buffers that no optimizer trains yet, of all dtypes."""
+        registry = self._engine.registry
+        members = {key for tracked in registry.optimizers for key in tracked.members}
+        return {
+            f"{index}.{name}": tensor.detach()
+            for index, module in enumerate(registry.modules)
+            for name, tensor in (*module.named_parameters(), *module.named_buffers())
+            if id(tensor) not in members
+        }

@@ -1,0 +1,140 @@
+"""What replicas say when they meet, and what follows from it. Pure: all replicas come to the same plan."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+NOTHING = ""
+"""The state of a replica that shares nothing with others yet."""
+
+
+class Offer(NamedTuple):
+    """An exchange that a replica has to make, and that all others can make with it.
+
+    Attributes:
+        optimizer: Number of the optimizer.
+        units: Numbers of its shares, or of their fragments; none where buffers alone are averaged.
+        moment: When it takes place, as in `Turn`.
+        step: Optimizer steps finished before the one it belongs to.
+        epoch: Epochs finished, including a fraction.
+        length: Optimizer steps of the whole run; infinite where unknown.
+    """
+
+    optimizer: int
+    units: Sequence[int]
+    moment: str
+    step: int
+    epoch: float
+    length: float
+
+    @property
+    def last(self) -> bool:
+        """Whether the run of the replica that offers it is over after this."""
+        return self.step + 1 >= self.length
+
+
+class Member(NamedTuple):
+    """What one replica says of itself.
+
+    Attributes:
+        name: Its name, unique to its process.
+        state: What it shares with others: a name that all replicas give to the outcome of one round; `NOTHING` before
+            its first.
+        round: Rounds that led to this state.
+        pending: The state that its last exchange leads to, if it cannot know whether others have committed it.
+        steps: Optimizer steps that its model has made.
+        setup: By topic, a digest of what must be equal on all replicas.
+        offer: What it has to exchange.
+    """
+
+    name: str
+    state: str
+    round: int
+    pending: str
+    steps: int
+    setup: dict[str, str]
+    offer: Offer | None = None
+
+    def to_json(self) -> str:
+        return json.dumps(self._asdict())
+
+    @classmethod
+    def from_json(cls, text: str) -> "Member":
+        """Inverse of `to_json`. Raises `ValueError` for anything else."""
+        try:
+            fields: dict[str, Any] = json.loads(text)
+            offer = fields.pop("offer")
+            return cls(**fields, offer=None if offer is None else Offer(*offer))
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"a replica has introduced itself by {text[:200]!r}, which cannot be read") from error
+
+
+class Plan(NamedTuple):
+    """What replicas do in one meeting.
+
+    Attributes:
+        state: What those share that exchange.
+        round: Rounds that led to it.
+        healthy: Ranks of those that share it, or can commit to it; the first one leads.
+        joining: Ranks of those that get it from the leader.
+        refused: Ranks of those that were set up otherwise, with the topic in which they differ.
+        offer: What is exchanged; None for nothing.
+        ends: Whether the run of one that exchanges is over after that: so all end with it.
+    """
+
+    state: str
+    round: int
+    healthy: list[int]
+    joining: list[int]
+    refused: dict[int, str]
+    offer: Offer | None
+    ends: bool
+
+    @property
+    def leader(self) -> int:
+        return self.healthy[0]
+
+
+def plan_of(members: Sequence[Member], meeting: int) -> Plan:
+    """The plan that follows from what all members of a quorum have said, by rank.
+
+    The state of most rounds counts; among equals, that which most replicas have or can commit to; then that of the
+    lowest rank. If no replica shares a state, the one with most steps begins one, and all others get it from it. Its
+    rank is the lowest among equals.
+
+    Args:
+        members: By rank.
+        meeting: A number of this meeting, unique in the run.
+    """
+    states = {member.state for member in members} - {NOTHING}
+    refused: dict[int, str] = {}
+    if states:
+        able = {state: [r for r, each in enumerate(members) if state in (each.state, each.pending)] for state in states}
+        rounds = {member.state: member.round for member in members}
+        state = max(states, key=lambda each: (rounds[each], len(able[each]), -able[each][0]))
+        healthy, round_ = able[state], rounds[state]
+    else:
+        leader = max(range(len(members)), key=lambda rank: (members[rank].steps, -rank))
+        healthy, round_, state = [leader], 0, successor(NOTHING, [members[leader].name], meeting)
+    for rank, member in enumerate(members):
+        topic = _difference(members[healthy[0]].setup, member.setup)
+        if topic is not None:
+            refused[rank] = topic
+    healthy = [rank for rank in healthy if rank not in refused]
+    joining = [rank for rank in range(len(members)) if rank not in healthy and rank not in refused]
+    # One that commits only now has made its exchange already.
+    offers = [members[rank].offer for rank in healthy if members[rank].pending != state]
+    made = [offer for offer in offers if offer is not None]
+    ends = any(offer.last for offer in made)
+    return Plan(state, round_, healthy, joining, refused, made[0] if made else None, ends)
+
+
+def successor(state: str, names: Sequence[str], meeting: int) -> str:
+    """The name of the state that an exchange leads to: equal on all that took part, and on nobody else."""
+    return hashlib.sha256(json.dumps([state, *names, meeting]).encode()).hexdigest()[:16]
+
+
+def _difference(leading: dict[str, str], other: dict[str, str]) -> str | None:
+    """The first topic on which both say something, and not the same."""
+    return next((topic for topic in leading if topic in other and leading[topic] != other[topic]), None)

@@ -1,0 +1,41 @@
+"""What takes part in exchanges by itself: shares of weights, and the fragments of those that have some."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from lightning_sparsecomm.run.optimizers import TrackedOptimizer
+from lightning_sparsecomm.sharing.delta_share import DeltaShare
+from lightning_sparsecomm.sharing.fragments import FragmentedShare
+from lightning_sparsecomm.sharing.share import Share
+
+
+class Closing(NamedTuple):
+    """The last unit of a share, after which its round is closed.
+
+    Attributes:
+        unit: The number of the unit.
+        averages: Whether buffers are averaged then.
+    """
+
+    unit: int
+    averages: bool
+
+
+def units_of(tracked: TrackedOptimizer, of: Sequence[Share] | None = None) -> list[DeltaShare]:
+    """The units of an optimizer, in an order that is equal on all replicas; only those `of` some shares, if given."""
+    units: list[DeltaShare] = []
+    for share in tracked.shares.values() if of is None else of:
+        parts = share.fragments if isinstance(share, FragmentedShare) else [share]
+        for part in parts:
+            assert isinstance(part, DeltaShare)
+            units.append(part)
+    return units
+
+
+def closings_of(tracked: TrackedOptimizer) -> list[Closing]:
+    """For each share of an optimizer, the unit that closes its round."""
+    closings, count = [], 0
+    for sync, share in tracked.shares.items():
+        count += len(units_of(tracked, [share]))
+        closings.append(Closing(count - 1, sync.buffers == "average"))
+    return closings

@@ -1,0 +1,202 @@
+"""The strategy of a Trainer that is one of several replicas, which come and go."""
+
+import hashlib
+import os
+import socket
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from lightning_sparsecomm.basis.arguments import plain_for_command_lines
+from lightning_sparsecomm.basis.wire import Wire
+from lightning_sparsecomm.elastic.joining import Joining
+from lightning_sparsecomm.elastic.membership import Change
+from lightning_sparsecomm.elastic.quorum import Quorum, load_torchft
+from lightning_sparsecomm.elastic.turns import ElasticTurns
+from lightning_sparsecomm.elastic.wire import ElasticWire
+from lightning_sparsecomm.frontends.expected import expected
+from lightning_sparsecomm.frontends.progress import follow, progress_of
+from lightning_sparsecomm.frontends.reporting import get_ready, say
+from lightning_sparsecomm.frontends.trainer import TrainerMixin
+from lightning_sparsecomm.methods import sparse_loco
+from lightning_sparsecomm.run.agreement import CHECK_REPLICAS_EVERY, facts_of_run
+from lightning_sparsecomm.run.contents import State
+from lightning_sparsecomm.run.engine import Engine
+from lightning_sparsecomm.sharing.delta import DeltaSync
+from lightning_sparsecomm.sharing.method import Method
+
+if TYPE_CHECKING:
+    import pytorch_lightning as pl
+
+LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
+"""The variable of the environment that has the lighthouse's address where no argument gives it; torchft's own."""
+
+
+class ElasticTrainerMixin(TrainerMixin):
+    """Trains one replica of several, which may come and go at any time.
+
+    Each replica is a Trainer of its own with `devices=1`, started by itself, on any machine that reaches the
+    lighthouse (`sparsecomm lighthouse`) and the other replicas. Before each exchange of weights, the replicas that are
+    there form a quorum. If one is lost in an exchange, the others repeat it without it. A replica that is new, or was
+    started again, gets weights, outer optimizer, counts and schedules from another.
+
+    It takes methods that exchange weights: sbc, federated_averaging, diloco, sparse_loco.
+
+    Attributes:
+        turns: The exchanges of the current fit, with `turns.membership`; None before the first.
+    """
+
+    turns: ElasticTurns | None = None
+    _beginning = False
+
+    def __init__(
+        self,
+        method: Method | None = None,
+        seed: int = 0,
+        check_replicas_every: int | None = CHECK_REPLICAS_EVERY,
+        lighthouse: str | None = None,
+        replica: str | None = None,
+        exchange_timeout: timedelta = timedelta(minutes=5),
+        patience: timedelta = timedelta(hours=1),
+        **kwargs: Any,
+    ) -> None:
+        """Takes the method, and how to find the other replicas.
+
+        Args:
+            method: How replicas share what they train; `methods.sparse_loco()` by default.
+            seed: Seed of the method's randomness; equal on all replicas.
+            check_replicas_every: As for `SparseCommStrategy`; replicas compare nothing yet.
+            lighthouse: Address of the lighthouse, such as "http://host:29510"; by default that in TORCHFT_LIGHTHOUSE.
+            replica: A name of this replica for messages; by default the machine's name and the process's number.
+            exchange_timeout: How long replicas wait in an exchange for one that does not answer. Then they repeat it
+                without it.
+            patience: How long a replica waits for others to come to an exchange.
+            **kwargs: Options of DDPStrategy and of DistributedDataParallel.
+
+        Raises:
+            ModuleNotFoundError: torchft is not installed.
+            ValueError: The method exchanges gradients, or exchanges in flight (`delay`); no lighthouse is known; or
+                `uneven_inputs` is given, which replicas that come and go need not agree on.
+        """
+        with plain_for_command_lines():
+            load_torchft()
+            method = method if method is not None else sparse_loco()
+            _check_syncs(method)
+            if kwargs.pop("uneven_inputs", False):
+                raise ValueError(
+                    "uneven_inputs must be False with replicas that come and go: each has its own number of batches."
+                    " Leave it out."
+                )
+            for name, value in (("exchange_timeout", exchange_timeout), ("patience", patience)):
+                if not isinstance(value, timedelta) or value <= timedelta(0):
+                    raise ValueError(
+                        f"{name} must be a positive timedelta; got {value!r}. Leave it out for its default."
+                    )
+        super().__init__(method, seed, check_replicas_every, **kwargs)
+        self.lighthouse = lighthouse
+        self.replica = replica if replica is not None else f"{socket.gethostname()}-{os.getpid()}"
+        self.exchange_timeout = exchange_timeout
+        self.patience = patience
+
+    def _make_wire(self) -> Wire:
+        return ElasticWire()
+
+    def _warn_if_alone(self, engine: Engine) -> None:
+        """Does nothing: others may come at any time."""
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Each replica reads all samples, in an order of its own."""
+        own = int.from_bytes(hashlib.blake2b(self.replica.encode(), digest_size=4).digest(), "big")
+        return {"num_replicas": 1, "rank": 0, "seed": own}
+
+    @property
+    def _taking_part(self) -> int:
+        changes = [] if self.turns is None else self.turns.membership.changes
+        return len(changes[-1].members) if changes else 1
+
+    def setup(self, trainer: "pl.Trainer") -> None:
+        if trainer.state.fn == "fit":
+            self._lighthouse()
+        super().setup(trainer)
+
+    def on_train_start(self) -> None:
+        if not self._is_trial():
+            # Others would wait for this one while it compiles.
+            get_ready(self, self._trainer)
+            self._join()
+        super().on_train_start()
+
+    def _join(self) -> None:
+        engine, trainer = self.engine, self._trainer
+        wire = engine.wire
+        assert isinstance(wire, ElasticWire)
+        address, timeout = self._lighthouse(), self.exchange_timeout
+        quorum = Quorum(self.replica, address, timeout, self.patience, lambda words: say(words, trainer))
+        wire.closing.append(quorum.close)
+        joining = Joining(engine, lambda: progress_of(trainer), self._follow)
+        self.turns = engine.turns = ElasticTurns(engine, wire, quorum, joining, self._facts(), self._tell, self._stop)
+        self._beginning = True
+        self.turns.begin()
+        self._beginning = False
+
+    def _facts(self) -> dict[str, str]:
+        """By topic, a digest of what must be equal on all replicas."""
+        engine, topics = self.engine, dict[str, str]()
+        scales = engine.scaling is not None
+        for fact in facts_of_run(engine.registry.methods[0], engine.registry.named, self.seed, None, scales):
+            topic = "the model" if fact.topic.startswith("parameter ") else fact.topic
+            topics[topic] = topics.get(topic, "") + f"{fact.topic} {fact.value};"
+        return {topic: hashlib.sha256(text.encode()).hexdigest()[:8] for topic, text in topics.items()}
+
+    def _follow(self, state: State) -> None:
+        # A Trainer that is amid its training goes on by its own count.
+        if self._beginning and max(state["steps"]):
+            follow(self._trainer, state)
+
+    def _tell(self, change: Change) -> None:
+        say(str(change), self._trainer)
+
+    def _stop(self) -> None:
+        # The current step is not counted yet.
+        if expected(self._trainer).left > 1:
+            self._trainer.should_stop = True
+
+    def _lighthouse(self) -> str:
+        address = self.lighthouse if self.lighthouse is not None else os.environ.get(LIGHTHOUSE)
+        if not address:
+            raise ValueError(
+                f"lighthouse must be the address that `sparsecomm lighthouse` has printed; got {address!r}. Pass"
+                f" lighthouse='http://host:29510', or set {LIGHTHOUSE} in the environment."
+            )
+        return address
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Saves on the replica that leads; does nothing on others, as on ranks other than 0."""
+        if self._leads:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if self._leads:
+            super().remove_checkpoint(filepath)
+
+    @property
+    def _leads(self) -> bool:
+        return self.turns is None or self.turns.leads
+
+
+def _check_syncs(method: Method) -> None:
+    """Refuses methods that need all ranks in each step, or exchange while training goes on."""
+    chain = [method] if method.fallback is None else [method, method.fallback]
+    for sync in (sync for each in chain for sync in each.syncs):
+        if not isinstance(sync, DeltaSync):
+            raise ValueError(
+                f"method must exchange weights, not gradients, with replicas that come and go; got {method!r}. Use"
+                " methods.sparse_loco(), methods.diloco(), methods.sbc() or methods.federated_averaging()."
+            )
+        if sync.delay:
+            raise ValueError(
+                f"delay must be 0 with replicas that come and go; got {sync.delay}. Leave delay out; fragments=4 makes"
+                " each exchange shorter."
+            )
+    if method.averaging is not None:
+        raise ValueError("averaging must be None with replicas that come and go. Leave it out.")

@@ -1,0 +1,69 @@
+"""How far a Trainer has come: what a replica that joins takes over from another, so that both end after one step."""
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from lightning_sparsecomm.run.contents import State
+
+if TYPE_CHECKING:
+    import pytorch_lightning as pl
+
+
+def progress_of(trainer: "pl.Trainer") -> State:
+    """A Trainer's steps, epoch, batches, schedules and learning rates, as they are once its current step is over."""
+    loop = trainer.fit_loop.epoch_loop
+    batches = loop.batch_progress.current.ready
+    over = trainer.num_training_batches <= batches
+    return {
+        "steps": [counter.ready for counter in _counters(trainer)],
+        # At the end of an epoch, its number goes up before the last exchange.
+        "epoch": trainer.current_epoch + (over and loop.batch_progress.current.completed < batches),
+        "batches": batches,
+        "over": over,
+        "stepped": loop._batches_that_stepped,
+        "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+        "rates": [[float(group["lr"]) for group in optimizer.param_groups] for optimizer in trainer.optimizers],
+    }
+
+
+def follow(trainer: "pl.Trainer", state: State) -> None:
+    """Lets a Trainer that has not trained yet go on where another one is, from its `progress_of`.
+
+    Its dataloader begins anew: batches are drawn from the beginning of its own order.
+    """
+    fit, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    for counter, steps in zip(_counters(trainer), state["steps"]):
+        counter.ready = counter.completed = steps
+    _set(fit.epoch_progress, state["epoch"])
+    _set(loop.batch_progress, state["batches"])
+    loop._batches_that_stepped = state["stepped"]
+    for config, saved in zip(trainer.lr_scheduler_configs, state["schedulers"]):
+        config.scheduler.load_state_dict(saved)
+    for optimizer, rates in zip(trainer.optimizers, state["rates"]):
+        for group, rate in zip(optimizer.param_groups, rates):
+            group["lr"] = rate
+    # What the other Trainer does after the step in which it was asked.
+    loop.update_lr_schedulers("step", update_plateau_schedulers=False)
+    if state["over"]:
+        loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+        loop._batches_that_stepped += 1
+        _set(loop.batch_progress, 0)
+    else:
+        # The epoch has begun elsewhere. By this, Lightning goes on amid an epoch, as when it resumes.
+        loop._restarting = True
+        warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch")
+
+
+def _counters(trainer: "pl.Trainer") -> list[Any]:
+    """The counters of optimizer steps, with automatic optimization and with manual."""
+    loop = trainer.fit_loop.epoch_loop
+    return [
+        loop.automatic_optimization.optim_progress.optimizer.step.total,
+        loop.manual_optimization.optim_step_progress.total,
+    ]
+
+
+def _set(progress: Any, count: int) -> None:
+    for counter in (progress.current, progress.total):
+        for name in ("ready", "started", "processed", "completed"):
+            setattr(counter, name, count)

@@ -1,0 +1,74 @@
+"""`sparsecomm lighthouse`, the example and its configuration, as a user runs them."""
+
+import importlib.util
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_sparsecomm.commands import main
+from tests.elastic.replicas import lighthouse
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("torchft") is None, reason="torchft is not installed"),
+    pytest.mark.timeout(300),
+]
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def test_the_lighthouse_serves_until_it_is_interrupted() -> None:
+    command = [sys.executable, "-c", "from lightning_sparsecomm.commands import main; main()", "lighthouse"]
+    with subprocess.Popen([*command, "--bind=127.0.0.1:0"], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        assert process.wait() == 0
+    assert re.fullmatch(r"lighthouse at http://\S+:\d+, until interrupted\n", line)
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("--min-replicas=0", "--min-replicas must be at least 1; got 0"),
+        ("--join-timeout=5", "--join-timeout must be a time with its unit"),
+        ("--bind=999.0.0.1:0", "--bind must be an address of this machine with a free port"),
+    ],
+)
+def test_a_lighthouse_that_cannot_serve_says_why(option: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        main(["lighthouse", option])
+    assert raised.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+def _run(script: str, *arguments: str, folder: Path) -> str:
+    environment = os.environ | {"PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(EXAMPLES / script), *arguments]
+    finished = subprocess.run(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert finished.returncode == 0, finished.stdout
+    return finished.stdout
+
+
+@pytest.mark.slow
+def test_the_example_trains(tmp_path: Path) -> None:
+    with lighthouse() as address:
+        output = _run("elastic.py", f"--lighthouse={address}", "--replica=a", "--steps=40", folder=tmp_path)
+    assert "after 40 steps and 2 rounds" in output
+    assert "sparsecomm: after round 0, a joined; 1 replica from now on" in output
+
+
+@pytest.mark.slow
+def test_the_configuration_trains(tmp_path: Path) -> None:
+    config = f"--config={EXAMPLES / 'configs' / 'elastic.yaml'}"
+    with lighthouse() as address:
+        given = [f"--trainer.strategy.init_args.lighthouse={address}", "--trainer.max_steps=40"]
+        _run("cli.py", "fit", config, *given, folder=tmp_path)
+    (metrics,) = tmp_path.rglob("metrics.csv")
+    assert "sparsecomm/residual_norm" in metrics.read_text().splitlines()[0]

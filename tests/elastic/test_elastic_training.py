@@ -1,0 +1,252 @@
+"""Replicas that come and go: real processes, a real lighthouse, and kills at chosen places."""
+
+import importlib.util
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_sparsecomm import methods
+from tests.elastic.replicas import Replica, lighthouse, replicas
+from tests.elastic.training import (
+    die_in_round,
+    die_while_sending,
+    doubt_in_round,
+    equal,
+    stop_at,
+    train,
+    wait_for_the_start,
+    watch_the_law,
+)
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("torchft") is None, reason="torchft is not installed"),
+    pytest.mark.timeout(300),
+]
+
+DILOCO = methods.diloco(every=5, outer_lr=0.5)
+LOCO = methods.sparse_loco(every=5, chunk=64, density=0.1, fragments=2)
+SBC = methods.sbc(density=0.1, every=4, momentum_masking=False)
+
+
+def altered(*alterations: Callable[[], None]) -> Callable[[], None]:
+    """Alters a process in several ways."""
+
+    def before() -> None:
+        for alter in alterations:
+            alter()
+
+    return before
+
+
+def together(
+    start: Callable[..., Replica],
+    address: str,
+    method: Any,
+    alterations: dict[str, Callable[[], None]],
+    names: str = "abc",
+    **options: Any,
+) -> list[Replica]:
+    """Replicas that begin together: the lighthouse knows all of them before any asks for a quorum."""
+    started = []
+    for seed, name in enumerate(names):
+        before = altered(wait_for_the_start, *([alterations[name]] if name in alterations else []))
+        started.append(start(train, address, name, seed, method, before=before, **options))
+    for replica in started:
+        assert replica.hear() == "ready"
+    for replica in started:
+        replica.say("go on")
+    return started
+
+
+@pytest.mark.parametrize("method", [DILOCO, LOCO], ids=["diloco", "sparse_loco"])
+def test_one_is_killed_and_started_again(method: Any) -> None:
+    with lighthouse() as address, replicas() as start:
+        a, b = (start(train, address, name, seed, method) for seed, name in enumerate("ab"))
+        c = start(train, address, "c", 2, method, (12, 22))
+        assert c.hear() == 12
+        c.kill()
+        again = start(train, address, "c", 7, method)
+        results = [replica.hear() for replica in (a, b, again)]
+    assert equal(results)
+    assert [each["epochs"] for each in results] == [6, 6, 6]
+    assert len({each["rate"] for each in results}) == 1
+    assert results[2]["steps"] == 60
+    names = [{name.partition(":")[0] for name in change["members"]} for change in results[0]["changes"]]
+    assert names[-1] == {"a", "b", "c"}
+    # The new one has taken part in fewer rounds itself, and got the rest.
+    assert results[2]["round"] == results[0]["round"]
+    assert results[2]["handed"]["weight updates"] < results[0]["handed"]["weight updates"]
+
+
+@pytest.mark.parametrize("place", ["exchange", "vote"])
+@pytest.mark.parametrize("method", [SBC, DILOCO], ids=["sbc", "diloco"])
+def test_one_is_killed_amid_an_exchange(method: Any, place: str) -> None:
+    """The others take the exchange back, and make it without it: what they sent and hold is what they took in."""
+    watch = {"a": watch_the_law, "c": watch_the_law} if method is SBC else {}
+    with lighthouse() as address, replicas() as start:
+        a, _, c = together(start, address, method, {**watch, "b": die_in_round(4, place)})
+        results = [a.hear(), c.hear()]
+    assert equal(results)
+    assert results[0]["steps"] == 60
+    assert [change["why"] for change in results[0]["changes"] if change["gone"]] == ["lost in an exchange"]
+    for result in results:
+        assert method is not SBC or result["law"] < 1e-5
+
+
+def test_one_that_does_not_know_whether_others_have_committed_commits_too() -> None:
+    with lighthouse() as address, replicas() as start:
+        started = together(start, address, SBC, {"a": altered(watch_the_law, doubt_in_round(4))})
+        results = [replica.hear() for replica in started]
+    assert all(each["weights"].keys() == results[0]["weights"].keys() for each in results)
+    # It has waited for the others' next round, and is that many steps behind them when they end.
+    assert [each["steps"] for each in results] == [56, 60, 60]
+    for result in results:
+        # Batch normalization counts each replica's own batches.
+        del result["weights"]["network.1.num_batches_tracked"]
+    assert equal([result | {"steps": 0} for result in results])
+    assert results[0]["law"] < 1e-5
+    # Nobody has joined anew.
+    assert "state for joining replicas" not in {row for each in results[1:] for row in each["handed"]}
+
+
+def test_what_a_joining_replica_gets_is_little_more_than_the_weights_and_the_outer_momentum() -> None:
+    with lighthouse() as address, replicas() as start:
+        a = start(train, address, "a", 0, DILOCO, (12, 13), width=3000)
+        assert a.hear() == 12
+        b = start(train, address, "b", 1, DILOCO, before=wait_for_the_start, width=3000)
+        assert b.hear() == "ready"
+        b.say("go on")
+        a.say("go on")
+        assert a.hear() == 13
+        a.say("go on")
+        results = [a.hear(), b.hear()]
+    assert equal(results)
+    weights = results[0]["weights"]
+    trained = sum(array.nbytes for name, array in weights.items() if "running" not in name and "num" not in name)
+    buffers = sum(array.nbytes for array in weights.values()) - trained
+    sent = results[0]["handed"]["state for joining replicas"]
+    assert 2 * trained + buffers <= sent <= 1.2 * (2 * trained + buffers)
+    assert "state for joining replicas" not in results[1]["handed"]
+
+
+def test_one_set_up_otherwise_is_refused_and_the_others_go_on() -> None:
+    with lighthouse() as address, replicas() as start:
+        a = start(train, address, "a", 0, DILOCO, (12,))
+        assert a.hear() == 12
+        b = start(train, address, "b", 1, methods.diloco(every=5, outer_lr=0.6), before=wait_for_the_start)
+        assert b.hear() == "ready"
+        b.say("go on")
+        a.say("go on")
+        with pytest.raises(
+            AssertionError, match=r"ValueError: method must be equal on all replicas; that of a:\S+ differs"
+        ):
+            b.hear()
+        result = a.hear()
+    assert result["steps"] == 60
+    assert len(result["changes"][-1]["members"]) == 1
+
+
+def test_two_of_three_are_killed_at_once_and_the_last_one_goes_on_alone() -> None:
+    with lighthouse() as address, replicas() as start:
+        a, b, c = together(start, address, LOCO, {name: stop_at(12) for name in "bc"})
+        assert [b.hear(), c.hear()] == [12, 12]
+        b.kill()
+        c.kill()
+        result = a.hear()
+    assert result["steps"] == 60
+    assert len(result["changes"][-1]["members"]) == 1
+
+
+def test_the_replica_that_a_joining_one_copies_from_is_killed() -> None:
+    """The joining one asks the others again."""
+    with lighthouse() as address, replicas() as start:
+        a, b, c = together(start, address, DILOCO, {"a": die_while_sending, "b": stop_at(12), "c": stop_at(12)})
+        assert [b.hear(), c.hear()] == [12, 12]
+        d = start(train, address, "d", 9, DILOCO, before=wait_for_the_start)
+        assert d.hear() == "ready"
+        for replica in (d, b, c):
+            replica.say("go on")
+        results = [replica.hear() for replica in (b, c, d)]
+        a.process.join(1)
+        assert a.process.exitcode == -9
+    assert equal(results)
+    assert results[0]["steps"] == 60
+
+
+@pytest.mark.slow
+def test_one_that_was_stopped_for_long_joins_again() -> None:
+    with lighthouse() as address, replicas() as start:
+        a, b, c = together(start, address, DILOCO, {"a": stop_at(50), "b": stop_at(50), "c": stop_at(12)})
+        assert c.hear() == 12
+        os.kill(c.process.pid, signal.SIGSTOP)
+        # The others have gone on without it.
+        assert [a.hear(), b.hear()] == [50, 50]
+        os.kill(c.process.pid, signal.SIGCONT)
+        for replica in (a, b, c):
+            replica.say("go on")
+        results = [replica.hear() for replica in (a, b, c)]
+    gone = [change for change in results[0]["changes"] if change["gone"]]
+    assert [len(change["members"]) for change in gone] == [2]
+    assert len(results[0]["changes"][-1]["members"]) == 3
+    # It ends with the others, though it has made fewer steps.
+    for result in results:
+        del result["weights"]["network.1.num_batches_tracked"]
+    assert equal([result | {"steps": 0} for result in results])
+    assert results[0]["steps"] == 60 > results[2]["steps"]
+
+
+def test_one_replica_writes_each_checkpoint_and_any_number_resume(tmp_path: Path) -> None:
+    """The one that leads writes, and goes on with its residual. Others begin with none."""
+    folder = tmp_path / "checkpoints"
+    save = str(folder / "{step}")
+    with lighthouse() as address, replicas() as start:
+        started = together(start, address, LOCO, {}, save=save, max_epochs=3)
+        written = [replica.hear()["written"] for replica in started]
+    assert written == [["step=10.ckpt", "step=20.ckpt", "step=30.ckpt"], [], []]
+    assert sorted(path.name for path in folder.glob("*.ckpt")) == written[0]
+
+    for count in (1, 4):
+        with lighthouse() as address, replicas() as start:
+            checkpoint = str(folder / "step=20.ckpt")
+            names = "abcd"[:count]
+            resumed = together(start, address, LOCO, {}, names, save=save, ckpt_path=checkpoint, max_epochs=4)
+            results = [replica.hear() for replica in resumed]
+        assert equal(results)
+        assert results[0]["steps"] == 40
+        norms = [each["began_with"] for each in results]
+        assert norms[0] > 0
+        assert not any(norms[1:])
+
+
+def test_two_optimizers_that_the_module_steps_itself() -> None:
+    with lighthouse() as address, replicas() as start:
+        a, b = together(start, address, DILOCO, {}, names="ab", two=True)
+        c = start(train, address, "c", 5, DILOCO, two=True)
+        results = [replica.hear() for replica in (a, b, c)]
+    assert [each["steps"] for each in results[:2]] == [120, 120]
+    for result in results:
+        # It has joined amid a batch of others, between their two optimizers, and began with the next batch.
+        del result["weights"]["network.1.num_batches_tracked"]
+    assert equal([result | {"steps": 0} for result in results])
+
+
+@pytest.mark.slow
+def test_the_lighthouse_is_killed_and_started_again() -> None:
+    """Training waits for it at the next exchange, and goes on."""
+    with replicas() as start:
+        with lighthouse() as address:
+            started = together(start, address, LOCO, {name: stop_at(12) for name in "abc"})
+            assert [replica.hear() for replica in started] == [12, 12, 12]
+        for replica in started:
+            replica.say("go on")
+        with lighthouse(int(address.rpartition(":")[2])):
+            results = [replica.hear() for replica in started]
+    assert max(each["steps"] for each in results) == 60
+    for result in results:
+        # Those that meet first go on without others, which join them then.
+        del result["weights"]["network.1.num_batches_tracked"]
+    assert equal([result | {"steps": 0} for result in results])

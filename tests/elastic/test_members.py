@@ -1,0 +1,101 @@
+"""Plans of meetings: who exchanges, who joins, and what becomes of an exchange that some replicas have committed."""
+
+import math
+
+import pytest
+
+from lightning_sparsecomm.elastic.members import NOTHING, Member, Offer, plan_of, successor
+
+OFFER = Offer(0, [0], "weights", 9, 0.5, 100)
+
+
+def member(name: str, state: str = "s", round_: int = 3, pending: str = NOTHING, **options: object) -> Member:
+    fields = {"steps": 10, "setup": {"method": "m"}, "offer": OFFER, **options}
+    return Member(name, state, round_, pending, **fields)  # type: ignore[arg-type]
+
+
+def test_members_travel_as_text() -> None:
+    for each in (member("a"), member("b", offer=None), member("c", offer=OFFER._replace(length=math.inf))):
+        assert Member.from_json(each.to_json()) == each
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"name": "a"}', '{"offer": null}'])
+def test_text_that_is_no_member_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"cannot be read|Expecting value"):
+        Member.from_json(text)
+
+
+def test_those_that_share_a_state_exchange() -> None:
+    plan = plan_of([member("a"), member("b"), member("c")], 1)
+    assert (plan.healthy, plan.joining, plan.leader, plan.offer) == ([0, 1, 2], [], 0, OFFER)
+
+
+def test_new_ones_join_and_do_not_lead() -> None:
+    plan = plan_of([member("a", NOTHING, 0, steps=0, offer=None), member("b"), member("c")], 1)
+    assert (plan.healthy, plan.joining, plan.leader, plan.state) == ([1, 2], [0], 1, "s")
+
+
+def test_the_one_with_most_steps_begins_a_run() -> None:
+    new = [member(name, NOTHING, 0, steps=steps, offer=None) for name, steps in (("a", 0), ("b", 50), ("c", 50))]
+    plan = plan_of(new, 7)
+    assert (plan.healthy, plan.joining, plan.round, plan.offer) == ([1], [0, 2], 0, None)
+    assert plan.state == successor(NOTHING, ["b"], 7) != NOTHING
+
+
+def test_one_that_has_fallen_behind_joins() -> None:
+    plan = plan_of([member("a", "old", 2), member("b", "new", 3)], 1)
+    assert (plan.state, plan.healthy, plan.joining) == ("new", [1], [0])
+
+
+def test_of_two_states_of_equally_many_rounds_the_more_frequent_counts() -> None:
+    plan = plan_of([member("a", "x"), member("b", "y"), member("c", "y")], 1)
+    assert (plan.state, plan.healthy, plan.joining) == ("y", [1, 2], [0])
+    assert plan_of([member("a", "x"), member("b", "y")], 1).state == "x"
+
+
+def test_an_exchange_that_one_has_committed_all_commit() -> None:
+    """a and c do not know whether others have; b does. So they commit, and take part in what b has to exchange."""
+    behind = OFFER._replace(step=9)
+    ahead = OFFER._replace(step=19)
+    plan = plan_of(
+        [
+            member("a", "s", 3, "t", offer=behind),
+            member("b", "t", 4, offer=ahead),
+            member("c", "s", 3, "t", offer=behind),
+        ],
+        1,
+    )
+    assert (plan.state, plan.round, plan.healthy, plan.joining, plan.offer) == ("t", 4, [0, 1, 2], [], ahead)
+
+
+def test_an_exchange_that_nobody_has_committed_is_repeated() -> None:
+    plan = plan_of([member("a", pending="t"), member("c", pending="t")], 1)
+    assert (plan.state, plan.healthy, plan.offer) == ("s", [0, 1], OFFER)
+
+
+def test_those_set_up_otherwise_are_refused() -> None:
+    other = member("b", NOTHING, 0, setup={"method": "n"}, offer=None)
+    plan = plan_of([other, member("a")], 1)
+    assert (plan.refused, plan.healthy, plan.joining) == ({0: "method"}, [1], [])
+    # What only some can say yet is not compared.
+    new = member("c", NOTHING, 0, setup={"method": "m"}, offer=None)
+    assert plan_of([member("a", setup={"method": "m", "more": "x"}), new], 1).refused == {}
+
+
+def test_states_have_names_of_their_own() -> None:
+    names = {
+        successor("s", ["a", "b"], 1),
+        successor("s", ["a"], 1),
+        successor("s", ["a", "b"], 2),
+        successor("t", ["a", "b"], 1),
+    }
+    assert len(names) == 4
+
+
+def test_offers_tell_the_end() -> None:
+    assert OFFER._replace(step=99).last
+    assert not OFFER.last
+    assert not OFFER._replace(length=math.inf).last
+    last = OFFER._replace(step=99)
+    assert plan_of([member("a"), member("b", offer=last)], 1).ends
+    assert not plan_of([member("a"), member("b")], 1).ends

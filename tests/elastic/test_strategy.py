@@ -1,0 +1,113 @@
+"""The strategy as an object: what it refuses, by which names it goes, and what it says without torchft."""
+
+import importlib
+import importlib.util
+import pickle
+import sys
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+
+import lightning_sparsecomm
+from lightning_sparsecomm import methods
+from lightning_sparsecomm.channel import Channel
+from lightning_sparsecomm.exchange import DenseAllReduce
+from lightning_sparsecomm.frontends.elastic import LIGHTHOUSE, ElasticTrainerMixin
+from lightning_sparsecomm.sharing import DeltaSync, GradientSync, Method
+from lightning_sparsecomm.strategies.pytorch_lightning import ElasticSparseCommStrategy
+
+needs_torchft = pytest.mark.skipif(importlib.util.find_spec("torchft") is None, reason="torchft is not installed")
+TRAINERS = ["pytorch_lightning", "lightning.pytorch"]
+
+
+def trainer_of(package: str, strategy: Any) -> Any:
+    return importlib.import_module(package).Trainer(accelerator="cpu", devices=1, strategy=strategy, logger=False)
+
+
+@needs_torchft
+@pytest.mark.parametrize("package", TRAINERS)
+def test_names(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = importlib.import_module(f"lightning_sparsecomm.strategies.{package}").ElasticSparseCommStrategy
+    registered = trainer_of(package, "sparsecomm_elastic").strategy
+    assert type(registered) is own
+    assert repr(registered.method) == repr(methods.sparse_loco())
+    # Where both packages are installed, the top level has a name for the strategies of both.
+    monkeypatch.delitem(sys.modules, "pytorch_lightning.cli", raising=False)
+    monkeypatch.delitem(sys.modules, "lightning.pytorch.cli", raising=False)
+    either = lightning_sparsecomm.ElasticSparseCommStrategy(methods.diloco(every=7), replica="a")
+    made = trainer_of(package, either).strategy
+    assert type(made) is own
+    assert (repr(made.method), made.replica) == (repr(methods.diloco(every=7)), "a")
+    assert either.replica == "a"
+    assert repr(either) == "ElasticSparseCommStrategy(method=diloco(every=7), seed=0, replica='a')"
+    assert repr(pickle.loads(pickle.dumps(either))) == repr(either)
+
+
+@needs_torchft
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [
+        (methods.dgc(), "method must exchange weights, not gradients"),
+        (methods.default(), "method must exchange weights, not gradients"),
+        (methods.dense(), "method must exchange weights, not gradients"),
+        (methods.diloco(every=9, delay=3), "delay must be 0"),
+        (methods.diloco().with_fallback(methods.dgc()), "method must exchange weights, not gradients"),
+        (
+            Method([DeltaSync(Channel(DenseAllReduce()), exclude=["*.bias"]), GradientSync(Channel(DenseAllReduce()))]),
+            "method must exchange weights, not gradients",
+        ),
+    ],
+    ids=lambda each: repr(each)[:30],
+)
+def test_methods_that_need_all_ranks_are_refused(method: Method, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        ElasticSparseCommStrategy(method)
+
+
+@needs_torchft
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"uneven_inputs": True}, ValueError, "uneven_inputs must be False"),
+        ({"exchange_timeout": timedelta(0)}, ValueError, "exchange_timeout must be a positive timedelta"),
+        ({"patience": 60}, ValueError, "patience must be a positive timedelta; got 60"),
+        (
+            {"lighthous": "x"},
+            TypeError,
+            "ElasticSparseCommStrategy has no option 'lighthous'. Did you mean 'lighthouse'",
+        ),
+    ],
+)
+def test_options_that_are_refused(options: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        ElasticSparseCommStrategy(**options)
+
+
+@needs_torchft
+def test_a_fit_without_a_lighthouse_is_refused_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(LIGHTHOUSE, raising=False)
+    strategy = ElasticSparseCommStrategy()
+    with pytest.raises(ValueError, match=r"lighthouse must be the address that `sparsecomm lighthouse` has printed"):
+        strategy._lighthouse()
+    monkeypatch.setenv(LIGHTHOUSE, "http://host:29510")
+    assert strategy._lighthouse() == "http://host:29510"
+
+
+def test_without_torchft_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As where it is not installed: importing it raises.
+    monkeypatch.setitem(sys.modules, "torchft", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'lightning-sparsecomm\[elastic\]'"):
+        ElasticSparseCommStrategy()
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'lightning-sparsecomm\[elastic\]'"):
+        trainer_of("pytorch_lightning", "sparsecomm_elastic")
+    # All else works.
+    assert isinstance(pl.Trainer(accelerator="cpu", devices=1, strategy="sparsecomm_diloco").strategy.method, Method)
+
+
+def test_importing_the_package_does_not_import_torchft() -> None:
+    names = [name for name, module in sys.modules.items() if name.startswith("lightning_sparsecomm") and module]
+    assert names
+    assert all("torchft" not in vars(sys.modules[name]) for name in names)
+    assert issubclass(ElasticSparseCommStrategy, ElasticTrainerMixin)

@@ -1,0 +1,283 @@
+"""A small training on one replica, which can be stopped, or killed, at any place."""
+
+import os
+import signal
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_sparsecomm.channel import Channel
+from lightning_sparsecomm.elastic.quorum import Quorum
+from lightning_sparsecomm.elastic.turns import ElasticTurns
+from lightning_sparsecomm.elastic.wire import ElasticWire, LostPeerError
+from lightning_sparsecomm.sharing.delta_share import DeltaShare
+from lightning_sparsecomm.strategies.pytorch_lightning import ElasticSparseCommStrategy
+from tests.distributed.launch import QUIET
+from tests.elastic.replicas import TIMEOUTS
+
+
+class Model(pl.LightningModule):
+    """It has buffers and a schedule. At each of its `stops`, counted in steps, it says so, and waits for a word.
+
+    Args:
+        pipe: To the test.
+        seed: Of its own first weights, which differ from those of other replicas.
+        stops: Steps after which it waits.
+        width: Of its hidden layer.
+    """
+
+    def __init__(self, pipe: Connection, seed: int, stops: tuple[int, ...] = (), width: int = 16) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.network = nn.Sequential(nn.Linear(6, width), nn.BatchNorm1d(width), nn.Tanh(), nn.Linear(width, 3))
+        self.pipe, self.stops = pipe, stops
+        self.began_with: float | None = None
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return (self.network(batch) - batch[:, :3].sin()).square().mean()
+
+    def on_train_epoch_start(self) -> None:
+        # The strategy has met others by now.
+        if self.began_with is None:
+            state = self.trainer.strategy.engine.state.state_dict()  # type: ignore[attr-defined]
+            held = [stream["held"].get("DeltaSync.ErrorFeedback", {}) for stream in state["streams"]]
+            self.began_with = sum(float(tensor.abs().sum()) for parts in held for tensor in parts.values())
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.trainer.global_step in (*self.stops, *STOPS):
+            self.pipe.send(("told", self.trainer.global_step))
+            self.pipe.recv()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1, 0.1, 40)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class TwoOptimizers(Model):
+    """It steps two optimizers by itself."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        first, *others = self.network
+        rest = [parameter for module in others for parameter in module.parameters()]
+        return torch.optim.SGD(first.parameters(), lr=0.1), torch.optim.Adam(rest, lr=0.01)
+
+
+class Recorder(ModelCheckpoint):
+    """Notes which files this replica has written."""
+
+    def __init__(self, written: list[str], *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._written = written
+
+    def _save_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
+        before = os.path.exists(filepath)
+        super()._save_checkpoint(trainer, filepath)
+        if trainer.strategy.turns.leads and not before:  # type: ignore[attr-defined]
+            assert os.path.exists(filepath)
+            self._written.append(os.path.basename(filepath))
+
+
+def train(
+    pipe: Connection,
+    address: str,
+    name: str,
+    seed: int,
+    method: Any,
+    stops: tuple[int, ...] = (),
+    before: Callable[[], None] = lambda: None,
+    width: int = 16,
+    save: str | None = None,
+    ckpt_path: str | None = None,
+    two: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    """Trains, and returns what the replica ends with. `before` is called first, to alter what is to be altered."""
+    PIPE.append(pipe)
+    before()
+    torch.manual_seed(seed)
+    batches = DataLoader(torch.randn(80, 6), batch_size=8)
+    model = (TwoOptimizers if two else Model)(pipe, seed, stops, width)
+    written: list[str] = []
+    strategy = ElasticSparseCommStrategy(method, lighthouse=address, replica=name, **TIMEOUTS)
+    if save is not None:
+        folder, _, filename = save.rpartition("/")
+        options["callbacks"] = [Recorder(written, folder, filename=filename, save_top_k=-1, every_n_epochs=1)]
+    options = {"max_epochs": 6, "devices": 1, "enable_checkpointing": save is not None, **QUIET, **options}
+    trainer = pl.Trainer(strategy=strategy, **options)
+    trainer.fit(model, batches, ckpt_path=ckpt_path)
+    assert strategy.turns is not None and strategy.ledger is not None
+    return {
+        "weights": {name: tensor.numpy() for name, tensor in model.state_dict().items()},
+        "steps": trainer.global_step,
+        "epochs": trainer.current_epoch,
+        "rate": trainer.optimizers[0].param_groups[0]["lr"],
+        "changes": [change._asdict() for change in strategy.turns.membership.changes],
+        "round": strategy.turns.round,
+        "handed": {row: strategy.ledger.handed_bytes(row) for row in strategy.ledger.rows},
+        "written": written,
+        "began_with": model.began_with,
+        "law": LAW.error() if LAW.taken is not None else None,
+    }
+
+
+def equal(results: list[dict[str, Any]]) -> bool:
+    """Whether replicas have ended with the same bits, at the same step."""
+    first = results[0]
+    return all(
+        each["steps"] == first["steps"]
+        and all(np.array_equal(each["weights"][name], value) for name, value in first["weights"].items())
+        for each in results
+    )
+
+
+class _Law:
+    """What one replica has taken in, has sent, and holds: sent + held = taken in."""
+
+    def __init__(self) -> None:
+        self.taken: Tensor | None = None
+        self.sent: Tensor | None = None
+        self.channel: Channel | None = None
+
+    def watch(self) -> None:
+        """Adds up all that is committed from now on, in this process."""
+        commit, commit_channel = DeltaShare.commit, Channel.commit
+        self.taken = self.sent = torch.zeros(())
+
+        def committed(share: DeltaShare) -> None:
+            # Kernels are compiled by taking steps on small stand-ins.
+            if isinstance(share.wire, ElasticWire):
+                # In a turn, the weights hold their changes.
+                self.taken = self.taken + torch.cat([change.flatten().double() for change, _ in share._changed])
+                self.channel = share.channel
+            commit(share)
+
+        def committed_channel(channel: Channel) -> Any:
+            exchanged = commit_channel(channel)
+            sent = exchanged.sent
+            if channel is self.channel:
+                self.sent = self.sent + (sent if isinstance(sent, Tensor) else sent.dense()).double()
+            return exchanged
+
+        DeltaShare.commit, Channel.commit = committed, committed_channel  # type: ignore[method-assign]
+
+    def error(self) -> float:
+        """The largest difference between the two sides, by the largest element taken in."""
+        assert self.channel is not None and self.taken is not None and self.sent is not None
+        held = self.channel.residuals[0].held["residual"].flat.double()
+        return float((self.taken - self.sent - held).abs().max() / self.taken.abs().max())
+
+
+LAW = _Law()
+
+
+def die_in_round(number: int, place: str) -> Callable[[], None]:
+    """Alters this process: it is killed in a round, counted from 1.
+
+    Args:
+        number: Of the round.
+        place: "exchange": once it has sent a part; "vote": when it has all that others have sent.
+    """
+    done = {"vote": 0, "exchange": 0}
+
+    def before() -> None:
+        vote, calling = Quorum.vote, ElasticWire.calling
+
+        def voting(quorum: Quorum) -> bool:
+            done["vote"] += 1
+            if place == "vote" and done["vote"] == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return vote(quorum)
+
+        def called(wire: ElasticWire, collective: Any, handed_bytes: int, row: str | None = None) -> Any:
+            waiting = calling(wire, collective, handed_bytes, row)
+            if place == "exchange" and done["vote"] == number - 1 and (row or wire.row) == "weight updates":
+                os.kill(os.getpid(), signal.SIGKILL)
+            return waiting
+
+        Quorum.vote, ElasticWire.calling = voting, called  # type: ignore[method-assign]
+
+    return before
+
+
+def die_while_sending() -> None:
+    """Alters this process: it is killed when it has sent a part of the state to another that joins."""
+    send, done = Quorum.send, {"sent": 0}
+
+    def sending(quorum: Quorum, tensor: Tensor, rank: int, tag: int) -> None:
+        # At the beginning, others get the state of the first one.
+        done["sent"] += quorum.number > 1
+        if done["sent"] == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        send(quorum, tensor, rank, tag)
+
+    Quorum.send = sending  # type: ignore[method-assign]
+
+
+def doubt_in_round(number: int) -> Callable[[], None]:
+    """Alters this process: in a round, it cannot know whether others have committed, though they have."""
+    done = {"vote": 0}
+
+    def before() -> None:
+        vote, all_gather = Quorum.vote, ElasticWire.all_gather
+
+        def voting(quorum: Quorum) -> bool:
+            done["vote"] += 1
+            return vote(quorum)
+
+        def gathered(wire: ElasticWire, tensor: Tensor, row: str | None = None) -> Tensor:
+            everything = all_gather(wire, tensor, row)
+            if done["vote"] == number and tensor.dtype == torch.uint8 and tensor.numel() == 1:
+                done["vote"] += 1000
+                raise LostPeerError("as if the last message had been lost")
+            return everything
+
+        Quorum.vote, ElasticWire.all_gather = voting, gathered  # type: ignore[method-assign]
+
+    return before
+
+
+def watch_the_law() -> None:
+    LAW.watch()
+
+
+def wait_for_the_start() -> None:
+    """Alters this process: before it meets others for the first time, it says so, and waits for a word."""
+    begin = ElasticTurns.begin
+
+    def beginning(turns: ElasticTurns) -> None:
+        PIPE[0].send(("told", "ready"))
+        PIPE[0].recv()
+        begin(turns)
+
+    ElasticTurns.begin = beginning  # type: ignore[method-assign]
+
+
+def stop_at(step: int) -> Callable[[], None]:
+    """Alters this process: after a step it says so, and waits for a word."""
+
+    def before() -> None:
+        STOPS.append(step)
+
+    return before
+
+
+PIPE: list[Connection] = []
+STOPS: list[int] = []
