@@ -150,6 +150,7 @@ def test_one_set_up_otherwise_is_refused_and_the_others_go_on() -> None:
     assert len(result["changes"][-1]["members"]) == 1
 
 
+@pytest.mark.slow
 def test_two_of_three_are_killed_at_once_and_the_last_one_goes_on_alone() -> None:
     with lighthouse() as address, replicas() as start:
         a, b, c = together(start, address, LOCO, {name: stop_at(12) for name in "bc"})
@@ -161,6 +162,7 @@ def test_two_of_three_are_killed_at_once_and_the_last_one_goes_on_alone() -> Non
     assert len(result["changes"][-1]["members"]) == 1
 
 
+@pytest.mark.slow
 def test_the_replica_that_a_joining_one_copies_from_is_killed() -> None:
     """The joining one asks the others again."""
     with lighthouse() as address, replicas() as start:
@@ -222,6 +224,7 @@ def test_one_replica_writes_each_checkpoint_and_any_number_resume(tmp_path: Path
         assert not any(norms[1:])
 
 
+@pytest.mark.slow
 def test_two_optimizers_that_the_module_steps_itself() -> None:
     with lighthouse() as address, replicas() as start:
         a, b = together(start, address, DILOCO, {}, names="ab", two=True)
