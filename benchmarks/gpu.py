@@ -25,6 +25,7 @@ from selection import layout_of, ours, torch_topk
 from torch import Tensor
 
 from lightning_sparsecomm.basis import Layout, Round, Vector
+from lightning_sparsecomm.basis.groups import destroy_all
 from lightning_sparsecomm.codecs import (
     Auto,
     CountSketch,
@@ -130,7 +131,7 @@ def transport(rank: int, world_size: int, store: str, kind: str, rounds: int, fo
         found[size] = timed(ways(payload, beside), rounds, device)
     if rank == 0:
         (Path(folder) / "transport.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+    destroy_all()
 
 
 def compare_ways(kind: str, rounds: int) -> dict[str, dict[str, list[float]]]:

@@ -35,6 +35,7 @@ from torch import Tensor, nn
 
 from lightning_sparsecomm import Method, methods
 from lightning_sparsecomm.basis import GRADIENTS, Collective, Ledger, Wire, link_bytes
+from lightning_sparsecomm.basis.groups import destroy_all
 from lightning_sparsecomm.basis.wire import Waiting
 from lightning_sparsecomm.codecs.payload import open_length, seal_length
 from lightning_sparsecomm.exchange import gather
@@ -402,7 +403,7 @@ def measure_rank(rank: int, options: argparse.Namespace, ranks: int, store: str,
                 )
     for replica in replicas.values():
         replica.close()
-    dist.destroy_process_group()
+    destroy_all()
     return RankResult(exchanges, size, tiny, reduce, gather)
 
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import settings
 
+from lightning_sparsecomm.basis.groups import destroy_all
 from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.codecs import CountSketch
 from lightning_sparsecomm.kernels import Update, kernels_for, position_kernels_for
@@ -75,4 +76,4 @@ def wire(tmp_path: Path) -> Iterator[Wire]:
     """A wire in this process alone: a group of one rank, on Gloo."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield Wire()
-    dist.destroy_process_group()
+    destroy_all()

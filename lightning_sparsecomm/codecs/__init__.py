@@ -3,6 +3,8 @@
 from lightning_sparsecomm.codecs.adaptive import AdaptiveGolomb as AdaptiveGolomb
 from lightning_sparsecomm.codecs.auto import Auto as Auto
 from lightning_sparsecomm.codecs.blockwise import Blockwise as Blockwise
+from lightning_sparsecomm.codecs.blockwise import TwoBitBlocks as TwoBitBlocks
+from lightning_sparsecomm.codecs.blockwise import dense_codec as dense_codec
 from lightning_sparsecomm.codecs.compressor import Compressor as Compressor
 from lightning_sparsecomm.codecs.grouped import ShortThreeBit as ShortThreeBit
 from lightning_sparsecomm.codecs.grouped import ThreeBit as ThreeBit

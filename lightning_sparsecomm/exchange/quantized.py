@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparsecomm.basis import Round, Vector, Wire, phase
-from lightning_sparsecomm.codecs import Blockwise, Envelope, PayloadError
+from lightning_sparsecomm.codecs import Envelope, PayloadError, dense_codec
 from lightning_sparsecomm.codecs.blockwise import Bits
 from lightning_sparsecomm.codecs.payload import open_envelope, seal, sealed_bytes
 from lightning_sparsecomm.exchange.base import Exchange, Exchanged, dense_values
@@ -12,33 +12,34 @@ from lightning_sparsecomm.exchange.status import masked, read_envelopes
 
 
 class QuantizedAllReduce(Exchange):
-    """The mean of whole vectors, rounded to 8 or 4 bits for each element; by an all-to-all and an all-gather. Biased.
+    """The mean of whole vectors, in 8, 4 or 2 bits for each element; by an all-to-all and an all-gather. Biased.
 
     The vector is cut into W equal pieces. Each rank rounds all pieces of its own vector, and sends one to each rank. A
-    rank adds up those it receives, in rank order, rounds their mean, and sends that to all. Each block has a scale.
+    rank adds up those it receives, in rank order, rounds their mean, and sends that to all. Each block has a scale, or
+    two magnitudes with 2 bits.
 
     With error feedback, both roundings stay in residuals. What a mean loses is kept by the rank that rounded it, W
     times, since one rank's residual enters the next mean divided by W. It is lost where that rank has no gradient.
 
-    Bytes on the link: 2 (W − 1) / W for each element (half as many with 4 bits), as many times 4 for each block, 16 of
-    headers for each of 2 (W − 1) messages, and a bit for each tensor in half of them. A rank hands over W pieces, then
-    one.
+    Bytes on the link: 2 (W − 1) / W for each element (a half with 4 bits, a quarter with 2), as many times 4 for each
+    block, 16 of headers for each of 2 (W − 1) messages, and a bit for each tensor in half of them. A rank hands over W
+    pieces, then one.
 
     >>> QuantizedAllReduce(bits=4)
     QuantizedAllReduce(bits=4, block=256)
 
     Args:
-        bits: 8 or 4, for each element.
-        block: Elements that share a scale.
+        bits: 8, 4 or 2, for each element.
+        block: Elements that share a scale; None for 256, or 128 with 2 bits.
 
     Raises:
-        ValueError: `bits` is neither 8 nor 4, or `block` is below 1.
+        ValueError: `bits` is none of these, or `block` is below 1 (or above 255, with 2 bits).
     """
 
-    def __init__(self, bits: Bits = 8, block: int = 256) -> None:
-        self._codec = Blockwise(bits, block)
+    def __init__(self, bits: Bits = 8, block: int | None = None) -> None:
+        self._codec = dense_codec(bits, block)
         self.bits = bits
-        self.block = block
+        self.block = self._codec.block
 
     def exchange(self, x: Vector, context: Round, wire: Wire) -> Exchanged:
         values, world_size = dense_values(x, self), wire.world_size
@@ -57,6 +58,8 @@ class QuantizedAllReduce(Exchange):
             for rank, envelope in enumerate(envelopes):
                 # Divided before the sum, as in DDP.
                 mean.add_(self._decoded(envelope.body, length, rank, values).div_(world_size))
+            # In 2 bits, no element is zero, and padding would count as more than that.
+            mean[max(0, n - wire.rank * length) :] = 0
         with phase("encode"):
             rounded = self._codec.encode(mean)
             message = seal(Envelope(rounded), context.layout)

@@ -10,7 +10,7 @@ from lightning_sparsecomm.basis.ledger import Ledger
 from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.frontends.loading import loading
 from lightning_sparsecomm.frontends.mixin import SynchronizingMixin
-from lightning_sparsecomm.frontends.own_callbacks import DeferredSaves, EndOfTraining
+from lightning_sparsecomm.frontends.own_callbacks import DeferredSaves, FirstCallback
 from lightning_sparsecomm.frontends.reporting import forget_actions
 from lightning_sparsecomm.frontends.requeue import requeue_at_once, requeue_later
 from lightning_sparsecomm.run.checkpoint import Resumed
@@ -28,8 +28,10 @@ class CheckpointingMixin(SynchronizingMixin, DDPStrategy):
 
     _resumed: tuple[Any, Resumed, Ledger] | None = None
     _handed: dict[str, Any] | None = None
-    _own_callbacks: tuple[EndOfTraining, DeferredSaves] | None = None
+    _own_callbacks: tuple[FirstCallback, DeferredSaves] | None = None
     _callbacks: list[Any] = []  # noqa: RUF012
+    # Whether validation sees another model than this rank's own; None outside validation.
+    _viewing: bool | None = None
     # Whether the last save was put off, so that the barrier after it must not wait.
     _deferred = False
 
@@ -40,9 +42,10 @@ class CheckpointingMixin(SynchronizingMixin, DDPStrategy):
 
     def _add_callbacks(self, trainer: "pl.Trainer") -> None:
         self._callbacks = vars(trainer)["callbacks"]
-        self._own_callbacks = EndOfTraining(self.engine), DeferredSaves(self.engine)
+        self._own_callbacks = FirstCallback(self.engine, self._view_shared), DeferredSaves(self.engine)
         self._callbacks.insert(0, self._own_callbacks[0])
         self._callbacks.append(self._own_callbacks[1])
+        self._viewing = None
         requeue_later(trainer, self._defers, self._own_callbacks[1].then)
 
     def _remove_callbacks(self) -> None:
@@ -147,6 +150,15 @@ class CheckpointingMixin(SynchronizingMixin, DDPStrategy):
                 self.engine.replicas.view_own()
         self._handed = state
         return state
+
+    def _view_shared(self) -> None:
+        """Writes the shared model into the module for validation.
+
+        Called twice: by our first callback, and by Lightning, for runs without our callbacks.
+        """
+        if self._engine is not None and self._viewing is None:
+            self._engine.wire.place = "validation"
+            self._viewing = self._engine.replicas.view_shared(self._together())
 
     def _together(self) -> bool:
         """Whether all ranks call this during fit: not in its sanity check, and not one rank alone after an error."""

@@ -79,6 +79,7 @@ class FabricMixin(SynchronizingMixin, DDPStrategy):
         if length is not None:
             check_every("length", length)
         self._length = length
+        self._early: list[Optimizer] = []
 
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
         if self._engine is None:
@@ -106,15 +107,21 @@ class FabricMixin(SynchronizingMixin, DDPStrategy):
                 )
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        # An optimizer that is set up before any module is registered at its first step.
         if self._engine is not None:
             self._engine.register(optimizer)
+        else:
+            # Before any module: its parameters are known by the first backward pass.
+            self._early.append(optimizer)
         return super().setup_optimizer(optimizer)
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         # Only by the first backward pass are all modules known to be set up.
         if not self._checked:
             registry = self.engine.registry
+            early, self._early = self._early, []
+            for each in early:
+                if registry.held_by(each):
+                    self.engine.register(each)
             self.engine.agreement.on_optimizers([tracked.optimizer for tracked in registry.optimizers])
             registry.check()
             self._checked = True

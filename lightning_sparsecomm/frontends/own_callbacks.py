@@ -12,14 +12,24 @@ from lightning_sparsecomm.run.engine import Engine
 _PATIENCE_SECONDS, _TRIES = 2.0, 10
 
 
-class EndOfTraining(Callback):
-    """Settles replicas before any other callback runs: a strategy's own hook runs after all of them.
+class FirstCallback(Callback):
+    """Acts before all other callbacks: a strategy's own hooks run after them.
 
-    It also tells the wire where the run is, for messages.
+    When validation starts, the module holds the shared model, so that a callback that swaps in other weights, such as a
+    moving average, finds it there and is not overwritten. When training ends, replicas are settled. It also tells the
+    wire where the run is, for messages.
+
+    Args:
+        engine: The run's engine.
+        view: Writes the shared model into the module. A collective.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, view: Callable[[], None]) -> None:
         self._engine = engine
+        self._view = view
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        self._view()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._engine.wire.place = "the end of training"
@@ -81,8 +91,10 @@ class DeferredSaves(Callback):
 
     def _carry_out(self, trainer: Any, place: str) -> None:
         if self._engine.wire.meet(f"{self._engine.agreement.run} {place}", _PATIENCE_SECONDS):
-            waiting, self._waiting, self._tries = self._waiting, {}, 0
-            for path, (weights_only, storage_options) in waiting.items():
+            # Paths may differ between ranks, and even their number: rank 0's count, as under ddp.
+            waiting = trainer.strategy.broadcast(list(self._waiting.items()))
+            self._waiting, self._tries = {}, 0
+            for path, (weights_only, storage_options) in waiting:
                 trainer.save_checkpoint(path, weights_only, storage_options)
             afterwards, self._afterwards = self._afterwards, None
             if afterwards is not None:

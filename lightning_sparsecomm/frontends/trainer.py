@@ -53,7 +53,6 @@ class TrainerMixin(UnevenMixin, CheckpointingMixin, DDPStrategy):
     reporting_launcher: ClassVar[Any] = None
 
     announced: Sequence[str] = ()
-    _viewing = False
     _unsettled = False
     _idle_since = 0.0
 
@@ -194,14 +193,12 @@ class TrainerMixin(UnevenMixin, CheckpointingMixin, DDPStrategy):
 
     def on_validation_start(self) -> None:
         super().on_validation_start()
-        if self._engine is not None:
-            self._engine.wire.place = "validation"
-            self._viewing = self._engine.replicas.view_shared(self._together())
+        self._view_shared()
 
     def on_validation_end(self) -> None:
         if self._viewing and self._engine is not None:
             self._engine.replicas.view_own()
-        self._viewing = False
+        self._viewing = None
         super().on_validation_end()
         if self._engine is not None:
             self._engine.wire.place = None

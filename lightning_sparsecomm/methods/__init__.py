@@ -10,8 +10,10 @@ from lightning_sparsecomm.basis.arguments import did_you_mean
 from lightning_sparsecomm.methods.adam import local_adam
 from lightning_sparsecomm.methods.auto import auto
 from lightning_sparsecomm.methods.defaults import default
+from lightning_sparsecomm.methods.des_loc import des_loc
 from lightning_sparsecomm.methods.dropping import dgc, gradient_dropping
 from lightning_sparsecomm.methods.low_rank import powersgd
+from lightning_sparsecomm.methods.outer import muloco, streaming_diloco
 from lightning_sparsecomm.methods.periodic import diloco, federated_averaging, sbc, sbc1, sbc2, sbc3, sparse_loco
 from lightning_sparsecomm.methods.quantized import quantized
 from lightning_sparsecomm.methods.split import split
@@ -23,11 +25,13 @@ __all__ = [
     "auto",
     "default",
     "dense",
+    "des_loc",
     "dgc",
     "diloco",
     "federated_averaging",
     "gradient_dropping",
     "local_adam",
+    "muloco",
     "powersgd",
     "quantized",
     "s2_reducer",
@@ -38,11 +42,12 @@ __all__ = [
     "sketched_sgd",
     "sparse_loco",
     "split",
+    "streaming_diloco",
 ]
 
 _NAMED = (
     *(dense, gradient_dropping, dgc, local_adam, sbc, federated_averaging, diloco, sparse_loco, sketched_sgd),
-    *(s2_reducer, powersgd, quantized),
+    *(s2_reducer, powersgd, quantized, streaming_diloco, muloco, des_loc),
 )
 
 RECIPES: dict[str, Callable[[], Method]] = {recipe.__name__: recipe for recipe in _NAMED}

@@ -13,6 +13,7 @@ from lightning_sparsecomm.codecs import Auto, ChunkTopK, Golomb, OneSidedTopK, S
 from lightning_sparsecomm.exchange import DenseAllReduce, Gather
 from lightning_sparsecomm.exchange.dense import WireDtype
 from lightning_sparsecomm.sharing import DeltaSync, Method
+from lightning_sparsecomm.sharing.outer import OuterOptimizer
 from lightning_sparsecomm.sharing.streamed import Mix
 from lightning_sparsecomm.sharing.sync import Buffers
 
@@ -201,11 +202,7 @@ class diloco(Method):
         delay: int = 0,
         mix: Mix = "keep",
     ) -> None:
-        _check_rate(outer_lr, 0.7)
-        if not (is_number(outer_momentum) and 0 <= outer_momentum < 1):
-            raise ValueError(f"outer_momentum must be in [0, 1); got {outer_momentum!r}. Use 0.9, as the paper does.")
-        nesterov = outer_momentum > 0
-        outer = partial(torch.optim.SGD, lr=outer_lr, momentum=outer_momentum, nesterov=nesterov)
+        outer = nesterov(outer_lr, outer_momentum, 0.7)
         channel = Channel(DenseAllReduce(wire_dtype))
         super().__init__([DeltaSync(channel, every, outer, buffers=buffers, fragments=fragments, delay=delay, mix=mix)])
 
@@ -255,6 +252,17 @@ class sparse_loco(Method):
         outer = partial(torch.optim.SGD, lr=outer_lr) if outer_lr != 1 else None
         channel = Channel(Gather(codec), [ErrorFeedback(decay)])
         super().__init__([DeltaSync(channel, every, outer, buffers=buffers, fragments=fragments, delay=delay, mix=mix)])
+
+
+def nesterov(outer_lr: float, outer_momentum: float, papers: float) -> OuterOptimizer:
+    """SGD with Nesterov's momentum, as the outer optimizer; a `ValueError` where a number makes no sense.
+
+    `papers` is the rate that the method's paper uses.
+    """
+    _check_rate(outer_lr, papers)
+    if not (is_number(outer_momentum) and 0 <= outer_momentum < 1):
+        raise ValueError(f"outer_momentum must be in [0, 1); got {outer_momentum!r}. Use 0.9, as the paper does.")
+    return partial(torch.optim.SGD, lr=outer_lr, momentum=outer_momentum, nesterov=outer_momentum > 0)
 
 
 def _check_rate(outer_lr: float, papers: float) -> None:

@@ -10,7 +10,7 @@ from lightning_sparsecomm.sharing import GradientSync, Method
 
 
 class quantized(Method):
-    """Sends every element of weights' gradients in 8 or 4 bits; ranks each sum a piece, and send it on in as many bits.
+    """Sends every element of weights' gradients in 8, 4 or 2 bits; ranks each sum a piece, and send it on in as many.
 
     The bytes on the link hardly depend on the number of ranks. What is rounded off stays in residuals. Biases and norms
     are sent whole. Any optimizer works: it applies its own momentum to what is shared.
@@ -25,14 +25,14 @@ class quantized(Method):
     quantized(bits=4)
 
     Args:
-        bits: 8 or 4, for each element.
+        bits: 8, 4 or 2, for each element.
         error_feedback: Whether to keep what is rounded off and add it to the next gradient.
         exclude: Patterns of more parameter names whose gradients are sent whole, such as "head.*".
         follow_rate: Whether the residual follows SGD's learning rate, so that a gradient counts as much as in the step
             that computed it, and what still waits after the last step is applied.
 
     Raises:
-        ValueError: `bits` is neither 8 nor 4.
+        ValueError: `bits` is none of these.
         TypeError: A switch is neither True nor False.
     """
 

@@ -16,22 +16,24 @@ from lightning_sparsecomm.sharing.sync import Sync
 
 
 class Viewed(NamedTuple):
-    """A tensor that holds the shared value for a while.
+    """What a tensor held before the shared value was written into it for a while.
 
     Attributes:
-        tensor: The tensor.
         own: This rank's own value.
-        shared: The value that was written into it, perhaps in a wider dtype.
+        shared: The value that was written, perhaps in a wider dtype.
     """
 
-    tensor: Tensor
     own: Tensor
     shared: Tensor
 
-    @property
-    def kept(self) -> Tensor:
-        """What the tensor holds afterwards: this rank's own elements, but those that the user has set meanwhile."""
-        return self.own.where(self.tensor == self.shared.to(self.tensor.dtype), self.tensor)
+    def kept(self, now: Tensor) -> Tensor:
+        """What the tensor, of which `now` is the value, is to hold afterwards.
+
+        This rank's own elements, but those that the user has set meanwhile.
+        """
+        if now.shape != self.own.shape:
+            return now
+        return self.own.to(now).where(now == self.shared.to(now), now)
 
 
 class Replicas:
@@ -51,7 +53,7 @@ class Replicas:
         self.averaging: Averaging | None = None
         self._registry = registry
         self._wire = wire
-        self._viewed: list[Viewed] | None = None
+        self._viewed: dict[str, Viewed] | None = None
         self.untrained = SharedTensors(self._untrained_by_name, wire)
         self.whole = SharedTensors(self._all_by_name, wire)
 
@@ -106,20 +108,26 @@ class Replicas:
         averaged = self._drifted() if collective else []
         if not kept and not averaged:
             return False
+        names = self._names()
         with torch.no_grad():
             own = [tensor.clone() for tensor in averaged]
             average_(averaged, self._wire)
-            self._viewed = [Viewed(tensor, mine, tensor.clone()) for tensor, mine in zip(averaged, own)]
-            self._viewed += [Viewed(tensor, tensor.clone(), shared) for tensor, shared in kept]
+            self._viewed = {
+                names[tensor.data_ptr()]: Viewed(mine, tensor.clone()) for tensor, mine in zip(averaged, own)
+            }
             for tensor, shared in kept:
-                tensor.copy_(shared)
+                if (name := names[tensor.data_ptr()]) not in self._viewed:
+                    self._viewed[name] = Viewed(tensor.clone(), shared)
+                    tensor.copy_(shared)
         return True
 
     def view_own(self) -> None:
         """Restores this rank's own values, to the bit; but not elements that the user has set since `view_shared`."""
+        # By name: `.data`, or a buffer, may have been replaced by another tensor.
+        current = self._all_by_name() if self._viewed else {}
         with torch.no_grad():
-            for viewed in self._viewed or []:
-                viewed.tensor.copy_(viewed.kept)
+            for name, viewed in (self._viewed or {}).items():
+                current[name].copy_(viewed.kept(current[name]))
         self._viewed = None
 
     def state_dict(self, buffers: bool) -> dict[str, Tensor]:
@@ -127,16 +135,13 @@ class Replicas:
 
         With `buffers`, also the tensors that no optimizer trains: they differ if ddp does not broadcast them.
         """
+        own = {name: tensor.detach() for name, tensor in self._untrained_by_name().items()} if buffers else {}
         if self._viewed is None:
-            own = [(tensor, tensor) for tensor in (*self._drifted(), *(tensor for tensor, _ in self._kept()))]
-        else:
-            own = [(viewed.tensor, viewed.kept) for viewed in self._viewed]
-        if buffers:
-            viewed = {tensor.data_ptr() for tensor, _ in own}
-            untrained = [tensor.detach() for tensor in self._untrained_by_name().values()]
-            own = own + [(tensor, tensor) for tensor in untrained if tensor.data_ptr() not in viewed]
-        names = {tensor.data_ptr(): name for name, tensor in self._all_by_name().items()}
-        return {names[tensor.data_ptr()]: values for tensor, values in own}
+            names = self._names()
+            drifted = *self._drifted(), *(tensor for tensor, _ in self._kept())
+            return own | {names[tensor.data_ptr()]: tensor for tensor in drifted}
+        current = self._all_by_name()
+        return own | {name: viewed.kept(current[name].detach()) for name, viewed in self._viewed.items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Loads this rank's own weights."""
@@ -176,6 +181,10 @@ class Replicas:
 
     def _all_by_name(self) -> dict[str, Tensor]:
         return self._parameters_by_name(trained=True) | self._untrained_by_name()
+
+    def _names(self) -> dict[int, str]:
+        """Names by the tensors' addresses."""
+        return {tensor.data_ptr(): name for name, tensor in self._all_by_name().items()}
 
     def _buffers(self, tracked: TrackedOptimizer) -> list[Tensor]:
         """The buffers to average with an optimizer's parameters; all of them belong to the first optimizer."""

@@ -1,6 +1,6 @@
 """Ranks train on their own, and exchange the changes of their weights every few optimizer steps."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import get_args
 
 import torch
@@ -16,6 +16,7 @@ from lightning_sparsecomm.channel.momentum import Velocity
 from lightning_sparsecomm.sharing.delta_share import DeltaShare
 from lightning_sparsecomm.sharing.fragments import FragmentedShare, FragmentOrder, check_fragments, layer_of
 from lightning_sparsecomm.sharing.gradients import NamedParameters, wide_dtype
+from lightning_sparsecomm.sharing.moments import check_moments
 from lightning_sparsecomm.sharing.outer import OuterOptimizer, check_outer, make_outer
 from lightning_sparsecomm.sharing.share import Share
 from lightning_sparsecomm.sharing.streamed import Mix, StreamedShare, check_delay
@@ -59,11 +60,14 @@ class DeltaSync(Sync):
         delay: Optimizer steps between the start of an exchange and its use; training goes on meanwhile. 0 waits for it.
         mix: What becomes of the local weights w then: "keep" what was trained meanwhile; or a number α of
             α·w + (1 − α)·anchor. 0 drops it.
+        moments: Parts of the local optimizer's state to average too, such as Adam's "exp_avg", each with the number of
+            exchanges after which that happens. Those that the optimizer does not keep are left out; one must be there.
+            Only without a delay.
 
     Raises:
         ValueError: `every` is not a whole number of at least 1; `buffers` or `fragment_order` is unknown; `fragments`
             is below 1, or more than `every` or the layers; `delay` is negative or not below `every`; `mix` is neither
-            "keep" nor in [0, 1).
+            "keep" nor in [0, 1); a number of `moments` is below 1, or there is a delay too.
         TypeError: `outer` is an optimizer instead of a callable that makes one, or `channel` is no channel.
     """
 
@@ -86,6 +90,7 @@ class DeltaSync(Sync):
         fragment_order: FragmentOrder = "strided",
         delay: int = 0,
         mix: Mix = "keep",
+        moments: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__(parameters, exclude, min_dimensions, rest)
         check_every("every", every)
@@ -98,6 +103,9 @@ class DeltaSync(Sync):
         check_fragments(fragments, fragment_order, least_every(every))
         check_delay(delay, mix, least_every(every))
         check_outer(outer)
+        check_moments(moments or {})
+        if moments and delay:
+            raise ValueError(f"moments must be None with delay={delay}, as they go with the weights. Use delay=0.")
         if not isinstance(channel, Channel):
             raise TypeError(
                 f"channel must be a Channel of an exchange and memories; got {channel!r}. Use"
@@ -117,6 +125,7 @@ class DeltaSync(Sync):
         self.fragment_order = fragment_order
         self.delay = delay
         self.mix = mix
+        self.moments: Mapping[str, int] = dict(moments or {})
 
     def check(self, parameters: NamedParameters) -> None:
         layers = len({layer_of(name) for name, _ in parameters})
@@ -153,4 +162,5 @@ class DeltaSync(Sync):
         options += f", fragment_order={self.fragment_order!r}" if self.fragment_order != "strided" else ""
         options += f", delay={self.delay}" if self.delay else ""
         options += f", mix={self.mix!r}" if self.mix != "keep" else ""
+        options += f", moments={self.moments!r}" if self.moments else ""
         return f"DeltaSync({self.channel!r}{options}{self._patterns()})"

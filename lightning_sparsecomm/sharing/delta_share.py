@@ -16,6 +16,7 @@ from lightning_sparsecomm.exchange import Exchanged
 from lightning_sparsecomm.sharing.averaging import averaged
 from lightning_sparsecomm.sharing.fragments import is_due
 from lightning_sparsecomm.sharing.gradients import NamedParameters, add_, wide_dtype
+from lightning_sparsecomm.sharing.moments import Moments, kept_by
 from lightning_sparsecomm.sharing.outer import OuterOptimizer, make_outer
 from lightning_sparsecomm.sharing.set_weights import NOTED, SetWeights
 from lightning_sparsecomm.sharing.share import Share, Turn
@@ -23,6 +24,7 @@ from lightning_sparsecomm.sharing.takeover import mask_momentum_
 
 # Kinds of state besides that of the channel.
 _ANCHORS, _STEPS, _OUTER, _SET = "anchor", "steps", "outer optimizer", "set by the user"
+_EXCHANGES = "exchanges"
 
 
 class Delayed(Protocol):
@@ -33,6 +35,7 @@ class Delayed(Protocol):
     outer: OuterOptimizer | None
     mask_momentum: bool
     fragments: int
+    moments: Mapping[str, int]
 
 
 class DeltaShare(Share):
@@ -54,6 +57,9 @@ class DeltaShare(Share):
         self.steps = 0
         self.outer: Optimizer | None = None
         self._set_weights = SetWeights()
+        self._moments = Moments(kept_by(optimizer, sync.moments))
+        # Whether this turn's exchange is the last one, after which no moments are used.
+        self._last = False
         self._noted = False
         # In a turn: the anchors of weights that were set, by name; before the exchange, this rank's own weights.
         self._set: dict[str, Tensor] = {}
@@ -90,9 +96,10 @@ class DeltaShare(Share):
 
     def prepare(self, turn: Turn) -> None:
         self._bind()
+        self._last = turn.moment == "end"
         with self.wire.ledger.exchanging():
             names = [name for name, _ in self.parameters]
-            if turn.moment == "end":
+            if self._last:
                 self._look()
             found = self._set_weights.agree(names, self.wire, self.parameters[0][1].device)
             self._set = {name: weight.detach() for name, weight in self.parameters if name in found}
@@ -106,9 +113,11 @@ class DeltaShare(Share):
 
     def exchange(self) -> None:
         super().exchange()
-        if self._set:
-            with self.wire.ledger.exchanging():
+        with self.wire.ledger.exchanging():
+            if self._set:
                 self._set = dict(zip(self._set, averaged(list(self._set.values()), self.wire)))
+            if not self._last:
+                self._moments.exchange(self.optimizer, self.parameters, self.wire)
 
     def commit(self) -> None:
         with self.wire.ledger.exchanging():
@@ -117,6 +126,7 @@ class DeltaShare(Share):
             for name, mean in self._set.items():
                 self.anchors[name].detach().copy_(mean)
             self._reset_weights()
+            self._moments.commit()
             if self.sync.mask_momentum:
                 mask_momentum_(self.optimizer, self.parameters, exchanged.sent, self.layout)
         self._count_sent(exchanged.sent)
@@ -124,6 +134,7 @@ class DeltaShare(Share):
     def abort(self) -> None:
         """Sets the weights back to the anchors: what was trained since the last exchange is lost."""
         self.channel.abort()
+        self._moments.abort()
         self._reset_weights()
 
     def shared_weights(self) -> list[tuple[Tensor, Tensor]]:
@@ -140,6 +151,8 @@ class DeltaShare(Share):
             # By this, what is set between now and the next step is found in a run that resumes too.
             saved[NOTED] = dict(self._set_weights.noted)
         saved[_STEPS] = dict.fromkeys(self.anchors, self.steps)
+        if self.sync.moments:
+            saved[_EXCHANGES] = dict.fromkeys(self.anchors, self._moments.exchanges)
         if self.outer is not None:
             moving = {name: self.outer.state.get(anchor) for name, anchor in self.anchors.items()}
             saved[_OUTER] = {name: dict(state) for name, state in moving.items() if state}
@@ -150,6 +163,7 @@ class DeltaShare(Share):
         saved = strip_prefix(type(self.sync).__name__, saved)
         anchors = pop_named(saved, _ANCHORS, names)
         self.steps = max(pop_named(saved, _STEPS, names).values(), default=0)
+        self._moments.exchanges = max(pop_named(saved, _EXCHANGES, names).values(), default=0)
         self._set_weights.load_state_dict(pop_named(saved, _SET, names))
         noted, weights = pop_named(saved, NOTED, names), dict(self.parameters)
         self._set_weights.noted = {

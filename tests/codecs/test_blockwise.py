@@ -1,11 +1,11 @@
-"""Dense vectors as multiples of a scale for each block."""
+"""Dense vectors in 8, 4 or 2 bits for each element, with scales or magnitudes for each block."""
 
 from typing import Any
 
 import pytest
 import torch
 
-from lightning_sparsecomm.codecs import Blockwise, PayloadError
+from lightning_sparsecomm.codecs import Blockwise, PayloadError, TwoBitBlocks, dense_codec
 from lightning_sparsecomm.testing.samples import damaged, vectors
 
 
@@ -92,3 +92,58 @@ def test_refuses_other_bits(bits: Any) -> None:
 def test_refuses_blocks_without_elements(block: Any) -> None:
     with pytest.raises(ValueError, match=r"block must be a whole number, at least 1: .*got .*Use 256"):
         Blockwise(8, block)
+
+
+@pytest.mark.parametrize("block", [1, 7, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [0, 1, 3, 127, 128, 129, 1000])
+def test_two_bits_are_never_farther_than_zero(block: int, dtype: torch.dtype, size: int) -> None:
+    """So what error feedback keeps never grows by rounding. That holds for each block."""
+    codec = TwoBitBlocks(block)
+    for x in vectors(size, dtype).values():
+        data = codec.encode(x)
+        assert data.numel() == codec.size_bytes(size) == 4 * -(-size // block) + -(-size // 4)
+        decoded = codec.decode(data, size)
+        assert decoded.dtype == torch.float32
+        assert bool(decoded.isfinite().all())
+        for part, found in zip(x.double().split(block), decoded.double().split(block)):
+            # Scaled, as squares of the largest numbers exceed float64.
+            scale = float(part.abs().max()) if part.numel() else 0.0
+            scale = scale or 1.0
+            assert float(((part - found) / scale).square().sum()) <= float((part / scale).square().sum()) * (1 + 1e-6)
+
+
+def test_of_normal_values_two_bits_lose_an_eighth() -> None:
+    x = torch.randn(100_000, generator=torch.Generator().manual_seed(1))
+    codec = TwoBitBlocks()
+    lost = x - codec.decode(codec.encode(x), x.numel())
+    assert 0.11 < float(lost.square().sum() / x.square().sum()) < 0.13
+
+
+def test_damaged_two_bits_decode_to_finite_numbers_or_are_refused() -> None:
+    codec = TwoBitBlocks(8)
+    refused = 0
+    for what, altered in damaged(codec.encode(torch.randn(21))):
+        try:
+            decoded = codec.decode(altered, 21)
+        except PayloadError:
+            refused += 1
+        else:
+            assert decoded.shape == (21,)
+            assert bool(decoded.isfinite().all()), what
+    assert refused >= 6
+
+
+@pytest.mark.parametrize(
+    ("bits", "block", "text"),
+    [
+        (3, None, "bits must be 8, 4 or 2"),
+        (True, None, "bits must be 8, 4 or 2"),
+        (2, 256, "block must be a whole number from 1 to 255 with 2 bits"),
+        (2, 0, "block must be a whole number from 1 to 255 with 2 bits"),
+        (4, 0, "block must be a whole number, at least 1"),
+    ],
+)
+def test_no_such_codec(bits: Any, block: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=f"^{text}"):
+        dense_codec(bits, block)

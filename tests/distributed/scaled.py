@@ -14,11 +14,13 @@ from lightning_sparsecomm.channel import Channel
 from lightning_sparsecomm.methods import (
     RECIPES,
     dense,
+    des_loc,
     dgc,
     diloco,
     federated_averaging,
     gradient_dropping,
     local_adam,
+    muloco,
     powersgd,
     quantized,
     s2_reducer,
@@ -26,9 +28,11 @@ from lightning_sparsecomm.methods import (
     sketched_sgd,
     sparse_loco,
     split,
+    streaming_diloco,
 )
 from lightning_sparsecomm.sharing import Method
 from lightning_sparsecomm.sharing.delta_share import DeltaShare
+from lightning_sparsecomm.sharing.fragments import FragmentedShare
 from lightning_sparsecomm.sharing.gradient import GradientShare
 from tests import laws
 from tests.distributed.scenarios import Classifier
@@ -48,10 +52,13 @@ METHODS: dict[str, Method] = {
     "federated_averaging": federated_averaging(every=3),
     "diloco": diloco(every=3),
     "sparse_loco": sparse_loco(every=3, density=0.125, chunk=64),
+    "streaming_diloco": streaming_diloco(every=6, delay=1),
+    "muloco": muloco(every=3),
+    "des_loc": des_loc(every=2),
 }
 assert METHODS.keys() >= RECIPES.keys()
 
-WITHOUT_MEMORY = ("dense", "federated_averaging", "diloco")
+WITHOUT_MEMORY = ("dense", "federated_averaging", "diloco", "des_loc")
 
 SCALE, GROWTH = 2.0**10, 3
 """The first scale, and how many steps in a row must succeed before it doubles."""
@@ -100,6 +107,9 @@ class Overflowing(Classifier):
 def channels(strategy: Any) -> list[Channel]:
     """All channels at work."""
     shares = [share for tracked in strategy.engine.registry.optimizers for share in tracked.shares.values()]
+    shares = [
+        piece for share in shares for piece in (share.fragments if isinstance(share, FragmentedShare) else [share])
+    ]
     return [share.channel for share in shares if isinstance(share, (GradientShare, DeltaShare))]
 
 

@@ -18,17 +18,20 @@ from torch import Tensor, nn
 from lightning_sparsecomm.basis import peers
 from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.methods import (
+    des_loc,
     dgc,
     diloco,
     federated_averaging,
     gradient_dropping,
     local_adam,
+    muloco,
     powersgd,
     quantized,
     s2_reducer,
     sbc,
     sketched_sgd,
     sparse_loco,
+    streaming_diloco,
 )
 from lightning_sparsecomm.run.agreement import digest_of
 from lightning_sparsecomm.run.engine import Engine
@@ -48,6 +51,9 @@ METHODS: dict[str, Callable[[], Method]] = {
     "sketched_sgd": lambda: sketched_sgd(density=0.3, columns=20, candidates=2),
     "powersgd": powersgd,
     "quantized": quantized,
+    "streaming_diloco": lambda: streaming_diloco(every=2, delay=1),
+    "muloco": lambda: muloco(every=2),
+    "des_loc": lambda: des_loc(every=2, first_every=1, second_every=1),
     "s2_reducer": s2_reducer,
     "s2_reducer, sketched": lambda: s2_reducer(sketch_ratio=0.5),
 }
@@ -111,7 +117,9 @@ def _train(rank: int, name: str, altered: Altered) -> tuple[str, str]:
     """How a training ended, and a digest of its weights. Each rank draws gradients of its own."""
     torch.manual_seed(1)
     module = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
-    optimizer = (torch.optim.Adam if name == "local_adam" else torch.optim.SGD)(module.parameters(), lr=0.1)
+    optimizer = (torch.optim.Adam if name in ("local_adam", "des_loc") else torch.optim.SGD)(
+        module.parameters(), lr=0.1
+    )
     generator = torch.Generator().manual_seed(rank)
     wire = Wire.apart()
     engine = Engine(METHODS[name](), wire) if name != "ddp" else None

@@ -1,5 +1,6 @@
 """On three ranks, each step of an exchange of weight changes equals a naive reference written from the papers."""
 
+import copy
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ from lightning_sparsecomm.basis.layout import SparseVector
 from lightning_sparsecomm.basis.schedules import Stages
 from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.channel.saved import Saved
-from lightning_sparsecomm.methods import diloco, federated_averaging, sbc
+from lightning_sparsecomm.methods import des_loc, diloco, federated_averaging, muloco, sbc, streaming_diloco
 from lightning_sparsecomm.run.engine import Engine
 from lightning_sparsecomm.sharing import Method
 from lightning_sparsecomm.sharing.delta_share import DeltaShare
@@ -22,6 +23,7 @@ from tests.distributed.launch import run_ranks
 from tests.distributed.recording import Recording, recorded
 from tests.distributed.test_reference import SIZES, STEPS, WORLD_SIZE, Parameters, flat, gradients_of, starting_weights
 from tests.reference.optimizers import SGD, Adam
+from tests.reference.quantized import QuantizedReference
 from tests.reference.sparse_binary_compression import SparseBinaryCompression
 
 Vector = np.ndarray
@@ -44,9 +46,9 @@ def dtype_of(adam: bool) -> type:
     return np.float64 if adam else np.float32
 
 
-def _train(rank: int, method: Method, adam: bool, looks_every: int = 1) -> Trained:
+def _train(rank: int, method: Method, adam: bool, looks_every: int = 1, wide: bool = False) -> Trained:
     """Trains. `residuals` has None after steps in which nobody looks at them: who looks waits for what is in flight."""
-    module = Parameters().to(torch.float64 if adam else torch.float32)
+    module = Parameters().to(torch.float64 if adam or wide else torch.float32)
     for parameter, part in zip(module.parameters(), torch.from_numpy(starting_weights()).split(SIZES)):
         parameter.data.copy_(part.view(parameter.shape))
     engine = Engine(method, Wire())
@@ -101,6 +103,24 @@ def dense_exchange(reference: SparseBinaryCompression) -> Callable[[list[Vector]
         outer = reference.outer
         reference.anchor = reference.anchor + mean if outer is None else outer.step(reference.anchor, -mean)
         return changes
+
+    return exchange
+
+
+def quantized_exchange(
+    reference: SparseBinaryCompression, bits: int, block: int
+) -> Callable[[list[Vector]], list[Vector]]:
+    """A round in which everything is sent in a few bits, and what that loses is kept."""
+    rounding = QuantizedReference(WORLD_SIZE, len(reference.anchor), bits, block)
+
+    def exchange(weights: list[Vector]) -> list[Vector]:
+        changes = [own.astype(np.float64) - reference.anchor for own in weights]
+        held = [residual.copy() for residual in rounding.residuals]
+        mean = rounding.step(changes)
+        assert reference.outer is not None
+        reference.anchor = reference.outer.step(reference.anchor, -mean)
+        reference.residuals = [residual.copy() for residual in rounding.residuals]
+        return [before + change - after for before, change, after in zip(held, changes, rounding.residuals)]
 
     return exchange
 
@@ -179,16 +199,20 @@ class Fragment(NamedTuple):
         return (step + 1 - self.offset) % self.every == 0
 
 
-def strided(count: int, density: float | None, every: int, start: Vector, outer: bool) -> list[Fragment]:
+def strided(
+    count: int, density: float | None, every: int, start: Vector, outer: SGD | None, bits: int | None
+) -> list[Fragment]:
     """Tensor i in fragment i mod `count`; fragment p is exchanged p + 1 parts of `every` steps later."""
     tensors = np.split(np.arange(sum(SIZES)), np.cumsum(SIZES)[:-1])
     fragments = []
     for number in range(count):
         places = np.concatenate(tensors[number::count])
         sizes = SIZES[number::count]
-        moving = SGD(0.7, 0.9, nesterov=True) if outer else None
+        moving = copy.deepcopy(outer)
         reference = SparseBinaryCompression(WORLD_SIZE, sizes, density or 1.0, every, start[places], outer=moving)
         exchange = reference.exchange if density is not None else dense_exchange(reference)
+        if bits is not None:
+            exchange = quantized_exchange(reference, bits, 128 if bits == 2 else 256)
         fragments.append(Fragment(places, reference, exchange, every, every * (number + 1) // count))
     return fragments
 
@@ -202,6 +226,8 @@ class Case(NamedTuple):
     count: int = 1
     delay: int = 0
     mix: Mix = "keep"
+    outer_lr: float | None = None
+    bits: int | None = None
 
 
 FRAGMENTED = {
@@ -209,14 +235,18 @@ FRAGMENTED = {
     "sbc_uneven": Case(sbc(0.05, 7, fragments=3), 0.05, 7, 3),
     "sbc_each_step_another": Case(sbc(0.05, 4, fragments=4), 0.05, 4, 4),
     "federated_averaging": Case(federated_averaging(6, fragments=2), None, 6, 2),
-    "diloco": Case(diloco(8, fragments=4), None, 8, 4),
+    "diloco": Case(diloco(8, fragments=4), None, 8, 4, outer_lr=0.7),
     "sbc_late": Case(sbc(0.05, 6, delay=1), 0.05, 6, 1, 1),
     "sbc_late_unmasked": Case(sbc(0.05, 6, delay=5, momentum_masking=False), 0.05, 6, 1, 5),
     "sbc_late_dropping": Case(sbc(0.05, 6, delay=3, mix=0), 0.05, 6, 1, 3, 0),
-    "diloco_late": Case(diloco(8, delay=3), None, 8, 1, 3),
+    "diloco_late": Case(diloco(8, delay=3), None, 8, 1, 3, outer_lr=0.7),
     "sbc_streamed": Case(sbc(0.05, 6, fragments=3, delay=2), 0.05, 6, 3, 2),
     "federated_averaging_streamed": Case(federated_averaging(7, fragments=2, delay=4), None, 7, 2, 4),
-    "diloco_streamed_mixing": Case(diloco(8, fragments=4, delay=5, mix=0.5), None, 8, 4, 5, 0.5),
+    "diloco_streamed_mixing": Case(diloco(8, fragments=4, delay=5, mix=0.5), None, 8, 4, 5, 0.5, 0.7),
+    "streaming_diloco": Case(streaming_diloco(8, fragments=3), None, 8, 3, 5, 0.5, 0.4, 4),
+    "streaming_diloco_8": Case(streaming_diloco(6, fragments=2, delay=0, bits=8), None, 6, 2, 0, 0, 0.4, 8),
+    "muloco": Case(muloco(6), None, 6, outer_lr=0.7, bits=2),
+    "muloco_streamed": Case(muloco(5, fragments=2, delay=2), None, 5, 2, 2, "keep", 0.7, 2),
 }
 
 
@@ -234,13 +264,15 @@ def test_fragments_and_delays_step_by_step(tmp_path: Path, name: str) -> None:
 
     The reference exchanges at once; its anchor is used when the exchange arrives. Nothing reads it in between.
     """
-    method, density, every, count, delay, mix = FRAGMENTED[name]
-    start = starting_weights()
-    fragments = strided(count, density, every, start, outer=isinstance(method, diloco))
+    method, density, every, count, delay, mix, outer_lr, bits = FRAGMENTED[name]
+    # In few bits, the wider dtype: else rounding would decide which multiple is the nearest.
+    start = starting_weights().astype(np.float64 if bits is not None else np.float32)
+    outer = SGD(outer_lr, 0.9, nesterov=True) if outer_lr is not None else None
+    fragments = strided(count, density, every, start, outer, bits)
     optimizers = [SGD(0.1, 0.9) for _ in range(WORLD_SIZE)]
     weights = [start.copy() for _ in range(WORLD_SIZE)]
-    all_gradients = [gradients_of(rank) for rank in range(WORLD_SIZE)]
-    ranks = run_ranks(tmp_path, WORLD_SIZE, _train, method, False, 4)
+    all_gradients = [[gradient.astype(start.dtype) for gradient in gradients_of(rank)] for rank in range(WORLD_SIZE)]
+    ranks = run_ranks(tmp_path, WORLD_SIZE, _train, method, False, 4, bits is not None)
     flights: dict[int, InFlight] = {}
     apart = [False] * count
 
@@ -293,6 +325,40 @@ def test_fragments_and_delays_step_by_step(tmp_path: Path, name: str) -> None:
             for places, reference, *_ in fragments:
                 residual[places] = reference.residuals[rank]
             np.testing.assert_allclose(held, residual, rtol=2e-5, atol=2e-6 * scale)
+
+
+@pytest.mark.parametrize("adam", [True, False], ids=["adam", "momentum"])
+def test_moments_are_averaged_less_often_than_weights(tmp_path: Path, adam: bool) -> None:
+    """DES-LOC: every 3 steps the weights, every 6 the first moment, every 12 the second; not after the last step."""
+    ranks = run_ranks(tmp_path, WORLD_SIZE, _train, des_loc(every=3, first_every=2, second_every=4), adam, 1, True)
+    start = starting_weights().astype(np.float64)
+    optimizers: list[Any] = [Adam(0.01, eps=EPSILON) if adam else SGD(0.1, 0.9) for _ in range(WORLD_SIZE)]
+    first = "first" if adam else "buffer"
+    weights = [start.copy() for _ in range(WORLD_SIZE)]
+    all_gradients = [gradients_of(rank) for rank in range(WORLD_SIZE)]
+    assert STEPS > 12
+
+    def average(kind: str) -> None:
+        mean = np.mean([getattr(optimizer, kind) for optimizer in optimizers], axis=0)
+        for optimizer in optimizers:
+            setattr(optimizer, kind, mean.copy())
+
+    for step in range(STEPS):
+        moved = zip(optimizers, weights, all_gradients)
+        weights = [optimizer.step(own, gradients[step].astype(np.float64)) for optimizer, own, gradients in moved]
+        if (step + 1) % 3 == 0:
+            weights = [np.mean(weights, axis=0)] * WORLD_SIZE
+        if (step + 1) % 6 == 0:
+            average(first)
+        if (step + 1) % 12 == 0 and adam:
+            average("second")
+        for trained, own, optimizer in zip(ranks, weights, optimizers, strict=True):
+            np.testing.assert_allclose(trained.weights[step], own, rtol=1e-10, atol=1e-12)
+            np.testing.assert_allclose(trained.momentum[step], getattr(optimizer, first), rtol=1e-10, atol=1e-12)
+    n = sum(SIZES)
+    assert STEPS % 3, "so that the last exchange is that of the end"
+    # One number for each element, one for each tensor; moments have a row of their own.
+    assert ranks[0].handed_bytes == (STEPS // 3 + 1) * 8 * (n + len(SIZES))
 
 
 def _sent_and_held(rank: int, method: Method) -> tuple[Vector, Vector, Vector]:

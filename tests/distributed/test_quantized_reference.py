@@ -23,12 +23,12 @@ from tests.distributed.test_reference import STEPS, gradients_of
 from tests.reference.quantized import QuantizedReference
 
 
-@pytest.mark.parametrize("world_size", [3, 4, 5])
-@pytest.mark.parametrize("bits", [8, 4])
+# With 2 bits, other numbers of ranks come to ties, which the reference refuses.
+@pytest.mark.parametrize(("bits", "world_size"), [*((bits, ranks) for bits in (8, 4) for ranks in (3, 4, 5)), (2, 3)])
 def test_quantized(tmp_path: Path, bits: Any, world_size: int) -> None:
     """Weights are rounded, all else is sent whole."""
     ranks = run_ranks(tmp_path, world_size, _train, quantized(bits), torch.float64)
-    reference = QuantizedReference(world_size, int(MATRICES.sum()), bits, 256)
+    reference = QuantizedReference(world_size, int(MATRICES.sum()), bits, 128 if bits == 2 else 256)
     all_gradients = [gradients_of(rank) for rank in range(world_size)]
     for step in range(STEPS):
         gradients = [own[step].astype(np.float64) for own in all_gradients]

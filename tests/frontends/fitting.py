@@ -39,6 +39,8 @@ def _fit(rank: int, world_size: int, model: pl.LightningModule, strategy: Any, o
     """In a process that is joined to the others already, as under torchrun: every rank's own error can be seen."""
     os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)})
     os.environ.update({"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "LOCAL_WORLD_SIZE": str(world_size)})
+    paths = options.get("ckpt_paths", [None] * world_size)
+    options = {name: option for name, option in options.items() if name != "ckpt_paths"}
     trainer = pl.Trainer(
         strategy=strategy,
         accelerator="cpu",
@@ -51,14 +53,14 @@ def _fit(rank: int, world_size: int, model: pl.LightningModule, strategy: Any, o
     )
     batches = torch.randn(4 * world_size * 4, 6, generator=torch.Generator().manual_seed(3))
     try:
-        trainer.fit(model, DataLoader(batches, batch_size=4))
+        trainer.fit(model, DataLoader(batches, batch_size=4), ckpt_path=paths[rank])
     except Exception as error:
         return f"{type(error).__name__}: {error} [after {model.begun} batches]"
     return {name: tensor.numpy() for name, tensor in model.state_dict().items()}
 
 
 def fit(tmp_path: Path, model: pl.LightningModule, strategy: Any, **options: Any) -> list[dict[str, Any]]:
-    """The weights of each rank."""
+    """The weights of each rank. `ckpt_paths` has the path that each resumes from; else, `options` are the Trainer's."""
     found = run_ranks(tmp_path, 2, _fit, 2, model, strategy, options)
     assert all(isinstance(weights, dict) for weights in found), found
     return found

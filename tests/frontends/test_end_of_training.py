@@ -10,7 +10,7 @@ import torch
 from pytorch_lightning.plugins.environments import TorchElasticEnvironment
 from torch.utils.data import DataLoader
 
-from lightning_sparsecomm.frontends.own_callbacks import EndOfTraining
+from lightning_sparsecomm.frontends.own_callbacks import FirstCallback
 from lightning_sparsecomm.methods import federated_averaging, gradient_dropping
 from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
 from tests.distributed.launch import QUIET, run_ranks
@@ -26,7 +26,7 @@ class Looks(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         callbacks: Any = vars(trainer)["callbacks"]
         weights = torch.cat([parameter.detach().flatten() for parameter in pl_module.parameters()])
-        found = [type(callback) for callback in callbacks].index(EndOfTraining), weights
+        found = [type(callback) for callback in callbacks].index(FirstCallback), weights
         torch.save(found[1], self.folder / f"{trainer.global_rank}-{found[0]}.pt")
 
 
@@ -61,4 +61,4 @@ def _callbacks_of_a_fit(rank: int) -> list[list[str]]:
 def test_the_trainers_callbacks_are_given_back(tmp_path: Path) -> None:
     ((before, after),) = run_ranks(tmp_path, 1, _callbacks_of_a_fit)
     assert before == after
-    assert "EndOfTraining" not in after
+    assert "FirstCallback" not in after

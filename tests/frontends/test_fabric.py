@@ -87,7 +87,7 @@ def test_fabric_counts_no_epochs(tmp_path: Path) -> None:
     assert run_ranks(tmp_path, 1, setup) == ["refused"]
 
 
-def _said(rank: int) -> list[str]:
+def _said(rank: int, early: bool) -> list[str]:
     lines: list[str] = []
     logger = logging.getLogger("lightning_fabric")
     handler = logging.Handler()
@@ -99,7 +99,12 @@ def _said(rank: int) -> list[str]:
     fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, plugins=[TorchElasticEnvironment()])
     fabric.launch()
     network = nn.Linear(200, 100)
-    module, optimizer = fabric.setup(network, torch.optim.SGD(network.parameters(), lr=0.1))
+    made = torch.optim.SGD(network.parameters(), lr=0.1)
+    if early:
+        optimizer: Any = fabric.setup_optimizers(made)
+        module = fabric.setup_module(network)
+    else:
+        module, optimizer = fabric.setup(network, made)
     for _ in range(2):
         optimizer.zero_grad()
         fabric.backward(module(torch.ones(1, 200)).sum())
@@ -107,8 +112,9 @@ def _said(rank: int) -> list[str]:
     return [line for line in lines if line.startswith("sparsecomm")]
 
 
-def test_it_says_which_method_an_optimizer_has(tmp_path: Path) -> None:
-    first, second = run_ranks(tmp_path, 2, _said)
+@pytest.mark.parametrize("early", [False, True], ids=["together", "optimizer before module"])
+def test_it_says_which_method_an_optimizer_has(tmp_path: Path, early: bool) -> None:
+    first, second = run_ranks(tmp_path, 2, _said, early)
     (line,) = (line for line in first if "compiling" not in line)
     assert re.fullmatch(r"sparsecomm: 2 ranks, SGD by dgc\(.*\); about [\d.]+ times fewer bytes than ddp", line), line
     assert second == []

@@ -193,5 +193,5 @@ def test_profilers_show_phases_and_no_callback_of_ours(kind: Any, tmp_path: Path
     for phase in ("exchange", "select", "encode", "wait", "decode"):
         assert f"[Strategy]SparseCommStrategy.{phase}" in report
     assert "[Callback]CompressionMonitor" in report
-    assert "EndOfTraining" not in report
+    assert "FirstCallback" not in report
     assert "DeferredSaves" not in report

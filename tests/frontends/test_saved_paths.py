@@ -1,6 +1,9 @@
 """A checkpoint's path that differs between ranks, such as one with the time in it: rank 0's counts, as under ddp."""
 
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from lightning_sparsecomm import methods
 from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
@@ -32,3 +35,48 @@ def test_rank_0_removes_a_checkpoint_by_itself(tmp_path: Path) -> None:
     """As under ddp, where Lightning asks nobody else. The other rank's file stays."""
     fit(tmp_path, Saving(tmp_path, removes=True), SparseCommStrategy(methods.dgc(0.1, warmup_steps=0)))
     assert [path.name for path in tmp_path.glob("from*")] == ["from 0.ckpt.sparsecomm"]
+
+
+class Asking(Model):
+    """Asks for checkpoints amid the second step: rank 0 for two, the other for one, under names of its own."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.global_step == 1:
+            for name in ("first", "second") if self.global_rank == 0 else ("other",):
+                self.trainer.save_checkpoint(self.path / f"{name}.ckpt")
+
+
+def test_deferred_saves_are_those_that_rank_0_was_asked_for(tmp_path: Path) -> None:
+    fit(tmp_path, Asking(tmp_path), SparseCommStrategy(methods.dgc(0.1, warmup_steps=0)))
+    assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["first.ckpt", "second.ckpt"]
+    for name in ("first", "second"):
+        ranks = sorted(path.name.split(".")[0] for path in (tmp_path / f"{name}.ckpt.sparsecomm").iterdir())
+        assert ranks == ["rank_0_of_2", "rank_1_of_2"]
+
+
+class SavingAgain(Model):
+    """Saves once more after its next step, each rank to the path that it has resumed from."""
+
+    def on_train_batch_end(self, *args: object) -> None:
+        if self.global_step == 3:
+            self.trainer.save_checkpoint(self.trainer.ckpt_path)
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")
+def test_ranks_may_spell_the_path_differently(tmp_path: Path) -> None:
+    """They resume as ranks that spell it alike, and the files of the next save replace those of both."""
+    strategy = SparseCommStrategy(methods.dgc(0.1, warmup_steps=0))
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    fit(tmp_path, Saving(folder, removes=False), strategy)
+    path, detour = folder / "from 0.ckpt", folder / ".." / "saved" / "from 0.ckpt"
+    alike = fit(tmp_path, Model(), strategy, max_epochs=2, ckpt_paths=[str(path)] * 2)
+    other = fit(tmp_path, SavingAgain(), strategy, max_epochs=2, ckpt_paths=[str(path), str(detour)])
+    for before, after in zip(alike, other, strict=True):
+        assert all((after[name] == values).all() for name, values in before.items())
+    names = sorted(file.name.split(".")[0] for file in (folder / "from 0.ckpt.sparsecomm").iterdir())
+    assert names == ["rank_0_of_2", "rank_1_of_2"]

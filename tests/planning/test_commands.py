@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_sparsecomm.basis.groups import destroy_all
 from lightning_sparsecomm.commands import doctor, main
 from tests.distributed.launch import run_ranks
 
@@ -17,7 +18,7 @@ def _probe(rank: int, store: str, arguments: list[str], output: str) -> None:
     import torch.distributed as dist
 
     # As torchrun starts them: not joined yet.
-    dist.destroy_process_group()
+    destroy_all()
     port = int(Path(store).read_text())
     os.environ.update({"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)})
     with open(f"{output}{rank}", "w", encoding="utf-8") as file, contextlib.redirect_stdout(file):

@@ -36,7 +36,14 @@ class QuantizedReference:
         return shared
 
     def rounded(self, values: Vector) -> Vector:
-        """Each block by its largest magnitude, in float32."""
+        """Each block by its largest magnitude, in float32; with 2 bits, by the means of its smaller and larger ones.
+
+        All pieces are as long as the first: zeros are added, and count in these means.
+        """
+        if self.bits == 2:
+            padded = np.pad(values, (0, len(self.pieces[0]) - len(values)))
+            blocks = [padded[start : start + self.block] for start in range(0, len(padded), self.block)]
+            return np.concatenate([self._in_two_bits(block) for block in blocks] or [padded])[: len(values)]
         most = 2 ** (self.bits - 1) - 1
         found = np.zeros(len(values))
         for start in range(0, len(values), self.block):
@@ -46,3 +53,18 @@ class QuantizedReference:
                 multiple = round(float(value) / float(scale)) if scale > 0 else 0
                 found[start + i] = np.float32(max(-most, min(most, multiple))) * scale
         return found
+
+    def _in_two_bits(self, block: Vector) -> Vector:
+        magnitudes = np.abs(block)
+        large = magnitudes >= min(magnitudes.mean(), magnitudes.max())
+        above = _in_half_precision(magnitudes[large].mean())
+        below = _in_half_precision(magnitudes[~large].mean()) if (~large).any() else above
+        return np.where(block < 0, -1.0, 1.0) * np.where(large, above, below)
+
+
+def _in_half_precision(mean: float) -> np.float16:
+    """The nearest float16. A mean of float16 numbers may lie halfway, where the order of its sum would decide."""
+    nearest = np.float16(np.float32(mean))
+    for other in (np.nextafter(nearest, np.float16(np.inf)), np.nextafter(nearest, np.float16(-np.inf))):
+        assert abs(mean - (float(nearest) + float(other)) / 2) > 1e-9 * mean, "a tie: choose another case"
+    return nearest

@@ -1,0 +1,105 @@
+"""The optimizer's own state, averaged over ranks that train by themselves."""
+
+import inspect
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_sparsecomm.basis import Wire
+from lightning_sparsecomm.basis.arguments import check_whole_number
+from lightning_sparsecomm.sharing.averaging import average_
+from lightning_sparsecomm.sharing.gradients import NamedParameters
+
+
+def check_moments(moments: Mapping[str, int]) -> None:
+    """Raises `ValueError` unless each kind of state has a number of exchanges."""
+    for kind, exchanges in moments.items():
+        what = f"exchanges of weights between two averages of the optimizer's {kind!r}"
+        check_whole_number(f"moments[{kind!r}]", exchanges, 1, what, "Use 1 for each exchange.")
+
+
+def kept_by(optimizer: Optimizer, moments: Mapping[str, int]) -> dict[str, int]:
+    """Those of the moments that an optimizer of torch keeps; all of them for other optimizers, which may keep any.
+
+    Empty for one that keeps nothing, such as SGD without momentum.
+
+    Raises:
+        ValueError: It keeps others, and none of these.
+    """
+    if not moments or not type(optimizer).__module__.startswith("torch.optim"):
+        return dict(moments)
+    try:
+        held = _kinds_of(optimizer)
+    except RuntimeError:
+        # SparseAdam takes no dense gradient.
+        return dict(moments)
+    kept = {kind: every for kind, every in moments.items() if kind in held}
+    if held and not kept:
+        raise ValueError(
+            f"moments must name state that the optimizer keeps; got {', '.join(moments)}, and"
+            f" {type(optimizer).__name__} keeps {', '.join(held)}. Use torch.optim.AdamW, or name what it keeps:"
+            f" DeltaSync(…, moments={{{held[0]!r}: 3}})."
+        )
+    return kept
+
+
+def _kinds_of(optimizer: Optimizer) -> list[str]:
+    """What an optimizer of torch keeps for each element, found by a step of another one with the same options."""
+    accepted = inspect.signature(type(optimizer)).parameters
+    options = {name: value for name, value in optimizer.defaults.items() if name in accepted}
+    like = Parameter(torch.zeros(2, 2))
+    other = type(optimizer)([like], **options)
+    like.grad = torch.zeros_like(like)
+    other.step(lambda: 0.0)
+    return [kind for kind, state in other.state[like].items() if isinstance(state, Tensor) and state.dim()]
+
+
+class Moments:
+    """Averages parts of an optimizer's state, each after a number of exchanges of its own.
+
+    A rank that has no state of a parameter, as it never had a gradient for it, neither counts nor gets any.
+
+    Args:
+        every: After how many exchanges, by the name under which the optimizer keeps that state.
+
+    Attributes:
+        exchanges: Exchanges that have ended.
+    """
+
+    def __init__(self, every: Mapping[str, int]) -> None:
+        self.exchanges = 0
+        self._every = every
+        self._means: list[tuple[Tensor, Tensor]] = []
+
+    def exchange(self, optimizer: Optimizer, parameters: NamedParameters, wire: Wire) -> None:
+        """Averages what is due with this exchange, and notes the means. A collective, if anything is.
+
+        Bytes: 4 for each element (8 in float64), and 4 for each parameter and kind.
+        """
+        due = [kind for kind, every in self._every.items() if (self.exchanges + 1) % every == 0]
+        held = [optimizer.state.get(weight, {}).get(kind) for kind in due for _, weight in parameters]
+        if not held:
+            return
+        weights = [weight for _ in due for _, weight in parameters]
+        own = [torch.zeros_like(weight) if state is None else state for weight, state in zip(weights, held)]
+        means = [each.detach().to(torch.promote_types(each.dtype, torch.float32), copy=True) for each in own]
+        holders = torch.tensor([float(state is not None) for state in held], device=weights[0].device)
+        average_([*means, holders], wire)
+        counts = holders.mul(wire.world_size).round().tolist()
+        for state, mean, count in zip(held, means, counts):
+            if state is not None:
+                self._means.append((state, mean if count == wire.world_size else mean.mul_(wire.world_size / count)))
+
+    def commit(self) -> None:
+        """Writes the means into the optimizer's state, and counts the exchange."""
+        for state, mean in self._means:
+            state.copy_(mean)
+        self._means = []
+        self.exchanges += 1
+
+    def abort(self) -> None:
+        """Forgets the means: the optimizer's state stays as it was."""
+        self._means = []

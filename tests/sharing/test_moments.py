@@ -1,0 +1,137 @@
+"""Averages of an optimizer's own state. A whole training is compared in tests/distributed/test_delta_reference.py."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_sparsecomm.basis import PARAMETERS, Wire
+from lightning_sparsecomm.channel import Channel
+from lightning_sparsecomm.exchange import DenseAllReduce
+from lightning_sparsecomm.methods import des_loc
+from lightning_sparsecomm.run.engine import Engine
+from lightning_sparsecomm.sharing import DeltaSync
+from lightning_sparsecomm.sharing.moments import Moments, kept_by
+from lightning_sparsecomm.testing import run_ranks
+
+ADAM = {"exp_avg": 1, "exp_avg_sq": 2}
+
+
+def _held(rank: int, holders: list[bool]) -> tuple[list[list[float]], list[int]]:
+    """What a rank holds of two parameters' state after each of two exchanges, and the bytes that it has handed over."""
+    wire = Wire()
+    parameters = [("one", nn.Parameter(torch.zeros(2))), ("two", nn.Parameter(torch.zeros(3)))]
+    optimizer = torch.optim.Adam([weight for _, weight in parameters])
+    for (_, weight), has in zip(parameters, (holders[rank], True), strict=True):
+        if has:
+            optimizer.state[weight] = {
+                "step": torch.tensor(1.0),
+                "exp_avg": torch.full_like(weight, rank + 1.0),
+                "exp_avg_sq": torch.full_like(weight, 10.0 * (rank + 1)),
+            }
+    moments, found, handed = Moments(ADAM), [], []
+    for _ in range(2):
+        moments.exchange(optimizer, parameters, wire)
+        moments.commit()
+        states = [optimizer.state.get(weight, {}) for _, weight in parameters]
+        found.append([state[kind][0].item() if state else -1.0 for kind in ADAM for state in states])
+        handed.append(wire.ledger.handed_bytes(PARAMETERS))
+    return found, handed
+
+
+@pytest.mark.parametrize("holders", [[True, True, True], [True, False, True], [False, False, False]])
+def test_who_never_had_a_gradient_neither_counts_nor_gets_any(holders: list[bool]) -> None:
+    own = [rank + 1.0 for rank, has in enumerate(holders) if has]
+    mean = sum(own) / len(own) if own else -1.0
+    for rank, (found, handed) in enumerate(run_ranks(3, _held, holders)):
+        first, second = (mean, 10.0 * (rank + 1)) if holders[rank] else (-1.0, -1.0)
+        assert found[0] == pytest.approx([first, 2.0, second, 10.0 * (rank + 1)])
+        second = 10 * mean if holders[rank] else -1.0
+        assert found[1] == pytest.approx([first, 2.0, second, 20.0])
+        # Five elements and two flags; in the second exchange for both moments.
+        assert handed == [4 * 7, 3 * 4 * 7]
+
+
+def test_what_is_aborted_changes_nothing(wire: Wire) -> None:
+    wire.world_size = 2  # Half the state is missing.
+    weight = nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.Adam([weight])
+    optimizer.state[weight] = {"exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2)}
+    moments = Moments(ADAM)
+    moments.exchange(optimizer, [("weight", weight)], wire)
+    moments.abort()
+    moments.commit()
+    assert optimizer.state[weight]["exp_avg"].tolist() == [1.0, 1.0]
+    assert moments.exchanges == 1
+
+
+class Own(torch.optim.Optimizer):
+    """An optimizer of the user's, whose state nobody knows."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        raise AssertionError("nobody but the user makes steps")
+
+
+def test_what_an_optimizer_keeps() -> None:
+    weights = [nn.Parameter(torch.zeros(2))]
+    wanted = ADAM | {"momentum_buffer": 3}
+    assert kept_by(torch.optim.AdamW(weights), wanted) == ADAM
+    assert kept_by(torch.optim.SGD(weights, lr=0.1, momentum=0.9), wanted) == {"momentum_buffer": 3}
+    assert kept_by(Own(weights), wanted) == wanted
+    assert kept_by(torch.optim.SGD(weights, lr=0.1), wanted) == {}
+    assert kept_by(torch.optim.SGD(weights, lr=0.1), {}) == {}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.Adamax,
+        torch.optim.LBFGS,
+        torch.optim.SparseAdam,
+    ],
+)
+def test_it_is_found_for_all_of_torchs(kind: Any) -> None:
+    kept_by(kind([nn.Parameter(torch.zeros(2))]), {"exp_avg": 1, "d": 1})
+
+
+def test_the_first_step_refuses_an_optimizer_with_other_state(wire: Wire) -> None:
+    module = nn.Linear(2, 2)
+    engine = Engine(des_loc(every=2), wire)
+    engine.registry.add_module(module)
+    optimizer = torch.optim.Adagrad(module.parameters(), lr=0.1)
+    engine.register(optimizer)
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    before: list[Tensor] = [parameter.detach().clone() for parameter in module.parameters()]
+    text = "moments must name state that the optimizer keeps; got exp_avg, momentum_buffer, exp_avg_sq, and Adagrad"
+    with pytest.raises(ValueError, match=f"^{text} keeps sum"), engine.stepping(optimizer):
+        engine.synchronize(optimizer)
+    assert all(torch.equal(weight, old) for weight, old in zip(module.parameters(), before))
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"moments": {"exp_avg": 0}}, r"moments\['exp_avg'\] must be a whole number, at least 1"),
+        ({"moments": {"exp_avg": 1}, "every": 4, "delay": 1}, "moments must be None with delay=1"),
+    ],
+)
+def test_refuses(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=f"^{text}"):
+        DeltaSync(Channel(DenseAllReduce()), **options)
+
+
+@pytest.mark.parametrize("name", ["first_every", "second_every"])
+def test_the_recipe_refuses(name: str) -> None:
+    options: dict[str, Any] = {name: 0}
+    with pytest.raises(ValueError, match=f"^{name} must be a whole number, at least 1"):
+        des_loc(**options)
