@@ -77,10 +77,10 @@ CORNERS = [
 
 
 class Outcome(NamedTuple):
-    """What pytest counted, with the names of the tests that failed or had errors."""
+    """The names of the tests that passed, were skipped, and failed or had errors."""
 
-    passed: int
-    skipped: int
+    passed: list[str]
+    skipped: list[str]
     failed: list[str]
 
 
@@ -97,7 +97,7 @@ def outcome_of(report: Path) -> Outcome:
         names[kind].append(f"{case.get('classname')}::{case.get('name')}")
     # A test whose teardown fails too is there twice.
     failed = list(dict.fromkeys(names["failed"]))
-    return Outcome(len(names["passed"]), len(names["skipped"]), failed)
+    return Outcome(names["passed"], names["skipped"], failed)
 
 
 def interpreter(version: str, given: Sequence[str]) -> str | None:
@@ -171,9 +171,12 @@ def run(corner: Corner, python: str, folder: Path) -> dict[str, Any]:
     frozen = json.loads(must(own, "-m", "pip", "list", "--format=json"))
     (version,) = must(own, "-c", "import platform; print(platform.python_version())").splitlines()
     counted = _tests(call, folder / "tests.xml", [own, "-m", "pytest", "-q"])
-    # Those alone that have just failed.
-    again = ["--last-failed", "--last-failed-no-failures=none", "-n", "0"]
-    left = _tests(call, folder / "again.xml", [own, "-m", "pytest", "-q", *again]).failed if counted.failed else []
+    left = counted.failed
+    if left:
+        # Those alone that have just failed. What cannot even be imported does not run again.
+        again = ["--last-failed", "--last-failed-no-failures=none", "--continue-on-collection-errors", "-n", "0"]
+        passed = set(_tests(call, folder / "again.xml", [own, "-m", "pytest", "-q", *again]).passed)
+        left = [name for name in left if name not in passed]
     return {
         "corner": corner.name,
         "python": version,
@@ -183,8 +186,8 @@ def run(corner: Corner, python: str, folder: Path) -> dict[str, Any]:
         "commit": made_with,
         "date": date.today().isoformat(),
         "minutes": round((time.monotonic() - begin) / 60),
-        "passed": counted.passed,
-        "skipped": counted.skipped,
+        "passed": len(counted.passed),
+        "skipped": len(counted.skipped),
         "failed": left,
         "passed_alone": [name for name in counted.failed if name not in left],
     }

@@ -24,8 +24,8 @@ def joined(timeout: timedelta) -> Iterator[Wire]:
     if missing:
         raise ValueError(
             f"{', '.join(missing)} must be set in the environment, which tells each process who it is. Start this under"
-            " torchrun, for example: torchrun --nnodes=2 --nproc-per-node=1 --master-addr=HOST --no-python sparsecomm"
-            " probe"
+            " torchrun, for example, with --node-rank=1 on the second machine: torchrun --nnodes=2 --nproc-per-node=1"
+            " --node-rank=0 --master-addr=HOST --no-python sparsecomm probe"
         )
     try:
         dist.init_process_group("gloo", timeout=timeout)

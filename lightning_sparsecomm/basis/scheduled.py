@@ -60,11 +60,24 @@ def check_density(name: str, density: Density) -> None:
                 raise _scheduled_wrong(f"{name} must be in (0, 1]", number, density)
         return
     if not is_number(density):
-        raise TypeError(f"{name} must be a number in (0, 1] or a Schedule; got {density!r}. Use 0.01 for a hundredth.")
+        raise TypeError(f"{name} must be a number in (0, 1] or a Schedule; got {density!r}. {_number_in(density)}")
     if not 0 < density <= 1:
         likely = 1 < density < math.inf
         hint = f"Did you mean {1 / density:g}?" if likely else "Use 0.01 for a hundredth, or dense() for everything."
         raise ValueError(f"{name} must be in (0, 1]: the fraction of elements sent; got {density!r}. {hint}")
+
+
+def _number_in(density: object) -> str:
+    """What to write instead of a text such as "0.1%"."""
+    if isinstance(density, str):
+        text, percent = density.strip().removesuffix("%").strip(), density.strip().endswith("%")
+        try:
+            number = float(text) / (100 if percent else 1)
+        except ValueError:
+            number = math.nan
+        if 0 < number <= 1:
+            return f"Did you mean {number:g}, without quotes?"
+    return "Use 0.01 for a hundredth."
 
 
 def check_every(name: str, every: Every) -> None:

@@ -35,8 +35,8 @@ def add_to(subparsers: Any) -> None:
         help="measure the network between ranks, under torchrun",
         description=(
             "Measures sums and gathers of growing size between all ranks, the link between each two, and what the"
-            " default method computes. Start it on all machines: torchrun --nnodes=2 --nproc-per-node=1"
-            " --master-addr=HOST --no-python sparsecomm probe"
+            " default method computes. Start it on all machines, with --node-rank=1 on the second: torchrun --nnodes=2"
+            " --nproc-per-node=1 --node-rank=0 --master-addr=HOST --no-python sparsecomm probe"
         ),
     )
     parser.add_argument("--seconds", type=float, default=2.0, metavar="S", help="for sums and gathers; 2 by default")

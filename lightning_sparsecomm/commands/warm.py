@@ -42,8 +42,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _defined(method: Method, optimizer: Optimizer) -> bool:
-    channels = [channel for sync in method.syncs if (channel := getattr(sync, "channel", None)) is not None]
-    return method.fallback is not None or all(channel.objection(optimizer) is None for channel in channels)
+    return method.fallback is not None or all(sync.objection(optimizer) is None for sync in method.syncs)
 
 
 def _kinds(dtype: torch.dtype) -> list[tuple[Optimizer, list[tuple[str, Parameter]]]]:

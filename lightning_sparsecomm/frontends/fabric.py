@@ -89,8 +89,9 @@ class FabricMixin(SynchronizingMixin, DDPStrategy):
             if self._length is None and by_length is not None and self.global_rank == 0:
                 warnings.warn(
                     "the density follows the run's length, which Fabric does not know: it sends"
-                    f" {by_length.unknown:.1%} of the elements. Use SparseCommStrategy(length=…) with the number of"
-                    " optimizer steps; or call fabric.strategy.settle() after the last one, which applies what waits.",
+                    f" {by_length.unknown:.1%} of the elements. Give length=…, the number of optimizer steps, to"
+                    f" {type(self).__module__}.SparseCommStrategy; or call fabric.strategy.settle() after the last one,"
+                    " which applies what waits.",
                     stacklevel=2,
                 )
             self._resumed_from = None

@@ -3,7 +3,7 @@
 import difflib
 import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_sparsecomm import methods
-from lightning_sparsecomm.basis.arguments import check_options, plain_for_command_lines
+from lightning_sparsecomm.basis.arguments import check_options, options_of, plain_for_command_lines
 from lightning_sparsecomm.basis.ledger import Ledger
 from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.frontends.data_parallel import CountedDataParallel, LocalDataParallel, SwitchedDataParallel
@@ -66,6 +66,7 @@ class SynchronizingMixin(SavingMixin):
         """
         super().__init__(**kwargs)
         with plain_for_command_lines():
+            _refuse_misplaced(self._ddp_kwargs)
             check_options("SparseCommStrategy", self._ddp_kwargs, _known_options(type(self)))
             _check_method(method)
         for option in COMM_HOOK_OPTIONS:
@@ -223,6 +224,23 @@ def _check_method(method: object) -> None:
     raise TypeError(
         f"method must be a Method, such as lightning_sparsecomm.methods.dgc(density=0.001); got {method!r}.{hint}"
     )
+
+
+def _refuse_misplaced(given: Mapping[str, object]) -> None:
+    """Raises `TypeError` for an option that belongs to another class, and says to which."""
+    if "length" in given:
+        raise TypeError(
+            "length is an option of Fabric's strategy: from lightning_sparsecomm.strategies.lightning_fabric (or"
+            " .lightning.fabric) import SparseCommStrategy. A Trainer knows its length: leave it out."
+        )
+    for name, recipe in methods.RECIPES.items():
+        options = options_of(recipe) or []
+        for option in given:
+            if option in options:
+                raise TypeError(
+                    f"{option} is an option of a method, not of the strategy. Use"
+                    f" SparseCommStrategy(methods.{name}({option}={given[option]!r})), for example."
+                )
 
 
 def _known_options(strategy: type) -> list[str]:

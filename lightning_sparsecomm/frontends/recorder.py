@@ -1,5 +1,6 @@
 """CompressionReport: records a run, and writes a page that compares it with others."""
 
+import itertools
 import re
 import tempfile
 import time
@@ -13,20 +14,23 @@ from lightning_sparsecomm.basis.ledger import OURS
 from lightning_sparsecomm.frontends.monitor import Observer, Totals
 from lightning_sparsecomm.report import Point, Run, write_report
 
+_LONGEST_NAME = 60
+
 
 class CompressionReport(Observer):
     """Writes one self-contained HTML page: loss against bytes and time, bytes by purpose, phases, density, residual.
 
     Rank 0 writes `NAME.run.json` and `report.html` to the folder after each epoch. The page shows all
     runs in the folder. So for a comparison, train twice into one folder: with ddp, and with sparsecomm. Adds no
-    collective. `sparsecomm report FOLDER` makes the page anew.
+    collective, but a broadcast at the start where `folder` is None. `sparsecomm report FOLDER` makes the page anew.
 
     >>> import pytorch_lightning as pl
     >>> trainer = pl.Trainer(accelerator="cpu", callbacks=[CompressionReport("reports", name="ddp")], logger=False)
 
     Args:
         folder: Where to write; None for the Trainer's log_dir, or its default_root_dir.
-        name: Names the run, in the folder and on the page; None for the strategy's name, such as `dgc` or `ddp`.
+        name: Names the run, in the folder and on the page, and replaces an earlier one of that name, with a warning.
+            None for the method, such as `dgc(density=0.01)`, or `ddp`, with a number where the folder has one already.
         every: Batches between two points; None for about 100 points, or the Trainer's log_every_n_steps where the
             number of batches is unknown.
 
@@ -47,6 +51,8 @@ class CompressionReport(Observer):
         self.folder = None if folder is None else Path(folder)
         self.name = name
         self.every = every
+        # Known on all ranks once training begins: finding it may take all of them.
+        self._where = Path()
         self._run: Run | None = None
         self._last: Totals | None = None
         self._begin = 0.0
@@ -57,15 +63,17 @@ class CompressionReport(Observer):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         super().on_train_start(trainer, pl_module)
+        # Lightning's log_dir is a collective.
+        self._where = self.folder or Path(trainer.log_dir or trainer.default_root_dir)
         if trainer.is_global_zero:
-            _check_writable(self._folder(trainer))
+            _check_writable(self._where)
         self._last = self.totals(trainer)
         self._begin = time.perf_counter()
         self._losses, self._loss, self._batches = 0, torch.zeros(()), 0
         expected = trainer.estimated_stepping_batches * trainer.accumulate_grad_batches
         known = 0 < expected < float("inf")
         self._interval = self.every or (max(1, int(expected) // 100) if known else max(1, trainer.log_every_n_steps))
-        name = self.name or _name_of(trainer.strategy)
+        name = self._chosen_name(trainer) if trainer.is_global_zero else ""
         self._run = Run(name, type(trainer.strategy).__name__, trainer.world_size)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -114,17 +122,27 @@ class CompressionReport(Observer):
         run.metrics = {
             name: float(value) for name, value in trainer.callback_metrics.items() if not name.startswith(ours)
         }
-        folder = self._folder(trainer)
         try:
-            run.save(folder)
-            return write_report(folder)
+            run.save(self._where)
+            return write_report(self._where)
         except (OSError, ValueError) as error:
             # A training must not end for it.
             warnings.warn(f"the report was not written: {error}", stacklevel=2)
             return None
 
-    def _folder(self, trainer: Any) -> Path:
-        return self.folder or Path(trainer.log_dir or trainer.default_root_dir)
+    def _chosen_name(self, trainer: Any) -> str:
+        """The user's name for the run, or one that the folder does not have yet."""
+        if self.name is None:
+            name = _name_of(trainer.strategy)
+            names = itertools.chain([name], (f"{name} {number}" for number in itertools.count(2)))
+            return next(each for each in names if not Run.path(self._where, each).exists())
+        if Run.path(self._where, self.name).exists():
+            warnings.warn(
+                f"{Run.path(self._where, self.name)} is replaced by this run. To keep both, give CompressionReport"
+                " another name.",
+                stacklevel=2,
+            )
+        return self.name
 
 
 def _check_writable(folder: Path) -> None:
@@ -140,9 +158,13 @@ def _check_writable(folder: Path) -> None:
 
 
 def _name_of(strategy: Any) -> str:
-    """The recipe of a strategy of ours, such as `dgc`; else the class in small letters, such as `ddp`."""
+    """The method of a strategy of ours, such as `dgc(density=0.01)`; else the class in small letters, such as `ddp`."""
     method = getattr(strategy, "method", None)
     if method is None:
         return type(strategy).__name__.removesuffix("Strategy").lower()
+    if method.fallback is not None:
+        return "sparsecomm"
     recipe = method.call or type(method).__name__
-    return recipe.partition("(")[0] if method.fallback is None else "sparsecomm"
+    # What may stand in a file's name.
+    short = re.sub(r"[^\w.,=()+ -]", "", recipe)[:_LONGEST_NAME]
+    return short.removesuffix("()").strip()

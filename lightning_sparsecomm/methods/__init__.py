@@ -16,12 +16,14 @@ from lightning_sparsecomm.methods.low_rank import powersgd
 from lightning_sparsecomm.methods.outer import muloco, streaming_diloco
 from lightning_sparsecomm.methods.periodic import diloco, federated_averaging, sbc, sbc1, sbc2, sbc3, sparse_loco
 from lightning_sparsecomm.methods.quantized import quantized
+from lightning_sparsecomm.methods.shared_positions import aligned_topk, random_k
 from lightning_sparsecomm.methods.split import split
 from lightning_sparsecomm.methods.sums import dense, s2_reducer, sketched_sgd
 from lightning_sparsecomm.sharing import Method
 
 __all__ = [
     "RECIPES",
+    "aligned_topk",
     "auto",
     "default",
     "dense",
@@ -34,6 +36,7 @@ __all__ = [
     "muloco",
     "powersgd",
     "quantized",
+    "random_k",
     "s2_reducer",
     "sbc",
     "sbc1",
@@ -47,7 +50,7 @@ __all__ = [
 
 _NAMED = (
     *(dense, gradient_dropping, dgc, local_adam, sbc, federated_averaging, diloco, sparse_loco, sketched_sgd),
-    *(s2_reducer, powersgd, quantized, streaming_diloco, muloco, des_loc),
+    *(s2_reducer, powersgd, quantized, aligned_topk, random_k, streaming_diloco, muloco, des_loc),
 )
 
 RECIPES: dict[str, Callable[[], Method]] = {recipe.__name__: recipe for recipe in _NAMED}

@@ -36,8 +36,8 @@ class des_loc(Method):
         fragments: In how many parts of whole layers to exchange, each every `every` steps, one after another.
 
     Raises:
-        ValueError: `every`, `first_every`, `second_every` or `fragments` below 1, or an unknown `wire_dtype`. In the
-            first step: the optimizer keeps other state, and no moments.
+        ValueError: `every`, `first_every`, `second_every` or `fragments` below 1, or an unknown `wire_dtype`.
+        TypeError: At setup, with an optimizer that keeps other state than these moments.
     """
 
     def __init__(

@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Literal
 
-from lightning_sparsecomm.basis.arguments import check_booleans, renamed
+from lightning_sparsecomm.basis.arguments import check_booleans, did_you_mean, renamed
 from lightning_sparsecomm.basis.schedules import Density, warmed
 from lightning_sparsecomm.channel import Channel, ErrorFeedback
 from lightning_sparsecomm.codecs import (
@@ -208,7 +208,8 @@ def gathered(density: Density, scope: Scope, values: ValueName, positions: Posit
     }
     if values not in codecs:
         raise ValueError(
-            f"values must be one of {', '.join(codecs)}; got {values!r}. Use 'float32' to send them exactly."
+            f"values must be one of {', '.join(codecs)}; got {values!r}.{did_you_mean(str(values), codecs)} Use"
+            " 'float32' to send them exactly."
         )
     if positions not in ("fast", "short"):
         raise ValueError(f"positions must be 'fast' or 'short'; got {positions!r}. Use 'short' for a slow network.")

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from lightning_sparsecomm.basis.arguments import check_booleans
-from lightning_sparsecomm.channel import Channel, ErrorFeedback
-from lightning_sparsecomm.exchange import DenseAllReduce, PowerSGD
-from lightning_sparsecomm.sharing import GradientSync, Method
+from lightning_sparsecomm.exchange import PowerSGD
+from lightning_sparsecomm.methods.weights import weights_by
+from lightning_sparsecomm.sharing import Method
 
 
 class powersgd(Method):
@@ -48,10 +48,4 @@ class powersgd(Method):
     ) -> None:
         check_booleans(error_feedback=error_feedback, follow_rate=follow_rate)
         factors = PowerSGD(rank, dense_steps, warm_start)
-        memories = [ErrorFeedback(follow_rate=follow_rate)] if error_feedback else []
-        super().__init__(
-            [
-                GradientSync(Channel(factors, memories), exclude=exclude, min_dimensions=2),
-                GradientSync(Channel(DenseAllReduce()), rest=True),
-            ]
-        )
+        super().__init__(weights_by(factors, error_feedback, exclude, follow_rate))

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 from lightning_sparsecomm.basis.arguments import check_booleans
-from lightning_sparsecomm.channel import Channel, ErrorFeedback
 from lightning_sparsecomm.codecs.blockwise import Bits
-from lightning_sparsecomm.exchange import DenseAllReduce, QuantizedAllReduce
-from lightning_sparsecomm.sharing import GradientSync, Method
+from lightning_sparsecomm.exchange import QuantizedAllReduce
+from lightning_sparsecomm.methods.weights import weights_by
+from lightning_sparsecomm.sharing import Method
 
 
 class quantized(Method):
@@ -44,10 +44,4 @@ class quantized(Method):
         follow_rate: bool = True,
     ) -> None:
         check_booleans(error_feedback=error_feedback, follow_rate=follow_rate)
-        memories = [ErrorFeedback(follow_rate=follow_rate)] if error_feedback else []
-        super().__init__(
-            [
-                GradientSync(Channel(QuantizedAllReduce(bits), memories), exclude=exclude, min_dimensions=2),
-                GradientSync(Channel(DenseAllReduce()), rest=True),
-            ]
-        )
+        super().__init__(weights_by(QuantizedAllReduce(bits), error_feedback, exclude, follow_rate))

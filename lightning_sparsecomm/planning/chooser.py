@@ -113,7 +113,8 @@ class AutoChooser:
         if not self.record.history:
             nets = self._predicted(Work(0.0))
             best = min(nets, key=lambda name: nets[name])
-            if nets[BASELINE] > max(_HOPELESS * nets[best], nets[best] + _HOPELESS_SECONDS):
+            assert self.link is not None
+            if self.link.rate_is_known and nets[BASELINE] > max(_HOPELESS * nets[best], nets[best] + _HOPELESS_SECONDS):
                 self._use(best, f"ddp's sums alone would take {as_time(nets[BASELINE])}", deliver=False)
 
     def before_batch(self) -> None:

@@ -11,6 +11,9 @@ from lightning_sparsecomm.basis.ledger import Collective, link_bytes
 # A TCP connection that was idle begins with ten segments in flight, and doubles them in each round trip (RFC 6928).
 _FIRST_WINDOW_BYTES = 10 * 1448
 
+# A hop that takes longer makes a link far: small sizes take their messages and TCP's opening window, not their bytes.
+_FAR_SECONDS = 1e-3
+
 # Headers of TCP, IP and Ethernet for each full packet.
 _ON_THE_CABLE = 1538 / 1448
 
@@ -101,7 +104,39 @@ class MeasuredLink(Link):
         (x0, y0), (x1, y1) = points[at - 1], points[at]
         # Noise can make a larger size look faster.
         slope = max(0.0, (y1 - y0) / (x1 - x0))
+        if handed_bytes > points[-1][0]:
+            slope = self._slope_beyond(collective, slope)
         return max(y0 + slope * (handed_bytes - x0), min(y for _, y in points))
+
+    def _slope_beyond(self, collective: Collective, slope: float) -> float:
+        """Seconds for each byte handed over beyond the largest size, given those between the two largest."""
+        if not self._far or collective not in ("all_reduce", "all_gather"):
+            return slope
+        return min(slope, 8 * _ON_THE_CABLE * link_bytes(collective, 1, self.ranks) / self._rate_of_a_far_link())
+
+    def _rate_of_a_far_link(self) -> float:
+        """Bits per second that explain the largest gather, after its round trips and TCP's opening window."""
+        size, taken = self.points["all_gather"][-1]
+        low, high = 1e3, 1e13
+        for _ in range(60):
+            rate = math.sqrt(low * high)
+            slower = Network(rate, 2 * self.latency).seconds("all_gather", size, self.ranks) > taken
+            low, high = (rate, high) if slower else (low, rate)
+        return min(high, self._filled)
+
+    @property
+    def _far(self) -> bool:
+        return self.latency > _FAR_SECONDS and "all_gather" in self.points
+
+    @property
+    def _filled(self) -> float:
+        """The highest rate that the largest gather can show: it was all under way at once."""
+        return 8 * link_bytes("all_gather", self.points["all_gather"][-1][0], self.ranks) / (2 * self.latency)
+
+    @property
+    def rate_is_known(self) -> bool:
+        """Whether the largest message filled the link; otherwise the link may be far faster than `bandwidth`."""
+        return not self._far or self._rate_of_a_far_link() < self._filled
 
     @property
     def latency(self) -> float:
@@ -110,10 +145,19 @@ class MeasuredLink(Link):
 
     @property
     def bandwidth(self) -> float:
-        """Bits per second on the link that a sum reaches from its two largest sizes."""
-        (x0, y0), (x1, y1) = self.points["all_reduce"][-2:]
-        sent = link_bytes("all_reduce", x1 - x0, self.ranks)
-        return 8 * sent / (y1 - y0) if y1 > y0 else math.inf
+        """Bits per second on the link that a sum reaches.
+
+        From its two largest sizes, or from the smallest to the largest where that is less: either may be off by chance.
+        Where a hop takes more than a millisecond, what explains the largest gather.
+        """
+        if self._far:
+            return self._rate_of_a_far_link()
+        points = self.points["all_reduce"]
+        (x1, y1), rates = points[-1], [math.inf]
+        for x0, y0 in (points[-2], points[0]):
+            if y1 > y0:
+                rates.append(8 * link_bytes("all_reduce", x1 - x0, self.ranks) / (y1 - y0))
+        return min(rates)
 
 
 def hops(collective: Collective, ranks: int) -> int:

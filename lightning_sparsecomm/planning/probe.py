@@ -22,7 +22,8 @@ def measure_link(wire: Wire, seconds: float = 1.0, device: torch.device | None =
 
     Args:
         wire: Between which ranks.
-        seconds: About how long it may take. Two sizes are measured in any case.
+        seconds: About how long it may take; up to four times as long over a long way, where small sizes tell no rate.
+            Two sizes are measured in any case.
         device: Where tensors are; the CPU by default.
     """
     kinds: dict[Collective, Callable[[Tensor], object]] = {
@@ -31,8 +32,9 @@ def measure_link(wire: Wire, seconds: float = 1.0, device: torch.device | None =
     }
     begin = time.perf_counter()
     points: dict[Collective, list[tuple[float, float]]] = {kind: [] for kind in kinds}
-    repetitions = _REPETITIONS
-    for index, size in enumerate(_SIZES):
+
+    def measure(size: int, repetitions: int) -> float:
+        """Enters what each kind takes with so many bytes; the sum's seconds, equal on all ranks."""
         for kind, collective in kinds.items():
             elements = max(2, (size if kind == "all_reduce" else 2 * size // wire.world_size) // 4)
             tensor = torch.ones(elements, device=device)
@@ -44,14 +46,29 @@ def measure_link(wire: Wire, seconds: float = 1.0, device: torch.device | None =
                     torch.cuda.synchronize(tensor.device)
                 taken.append(time.perf_counter() - since)
             points[kind].append((4.0 * elements, min(taken)))
-        slowest, spent = agreed(wire, [points["all_reduce"][-1][1], time.perf_counter() - begin], device)
-        if index + 1 == len(_SIZES):
+        return agreed(wire, [points["all_reduce"][-1][1]], device)[0]
+
+    smallest = measure(_SIZES[0], 1)
+    far = smallest > seconds / 20
+    if not far:
+        for kind in kinds:
+            points[kind].clear()
+        smallest = measure(_SIZES[0], _REPETITIONS)
+    # Over a long way, sizes that a window holds tell nothing about the rate.
+    sizes = _SIZES[2:] if far else _SIZES[1:]
+    repetitions = 1 if far else _REPETITIONS
+    for size, larger in zip(sizes, (*sizes[1:], None)):
+        slowest = measure(size, repetitions)
+        spent = agreed(wire, [time.perf_counter() - begin], device)[0]
+        if larger is None:
             break
-        # As if only bytes counted; on a long link the next size takes less.
-        next_slowest = slowest * _SIZES[index + 1] / size if index else slowest
+        # As if only bytes counted, beyond what the smallest size takes over a long way.
+        next_slowest = slowest * larger / size
+        if far:
+            next_slowest = smallest + (slowest - smallest) * larger / size
+        if 2 * next_slowest > (4 * seconds if far else seconds) - spent:
+            break
         repetitions = _REPETITIONS if next_slowest < seconds / 20 else 1
-        if index > 0 and 2 * next_slowest > seconds - spent:
-            break
     flat = [time for several in points.values() for _, time in several]
     times = iter(agreed(wire, flat, device))
     return MeasuredLink(

@@ -53,10 +53,15 @@ class Run:
     ddp_link_bytes: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
 
+    @staticmethod
+    def path(folder: Path, name: str) -> Path:
+        """The file of a run with this name."""
+        return folder / f"{name}{SUFFIX}"
+
     def save(self, folder: Path) -> Path:
         """Writes the run to its file in a folder."""
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{self.name}{SUFFIX}"
+        path = self.path(folder, self.name)
         text = json.dumps(_finite({"format": _FORMAT, **asdict(self)}), indent=1, allow_nan=False)
         # A page that is made meanwhile must find a whole file.
         beside = path.with_name(f"{path.name}.{os.getpid()}")

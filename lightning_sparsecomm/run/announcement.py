@@ -30,7 +30,8 @@ def announcement(
             densities = "".join(f"; {each.for_length(length):.2%} of the elements {run}" for each in following)
             bytes_sent = _words(fewer[number]) if fewer else ""
             by = f"{tracked.name} by {tracked.method!r}"
-            lines.append(f"sparsecomm: {world_size} ranks, {by}{densities}{bytes_sent}")
+            ranks = f"{world_size} ranks" if world_size > 1 else "1 rank, so nothing crosses a network"
+            lines.append(f"sparsecomm: {ranks}, {by}{densities}{bytes_sent}")
     return lines
 
 

@@ -16,7 +16,7 @@ from lightning_sparsecomm.channel.momentum import Velocity
 from lightning_sparsecomm.sharing.delta_share import DeltaShare
 from lightning_sparsecomm.sharing.fragments import FragmentedShare, FragmentOrder, check_fragments, layer_of
 from lightning_sparsecomm.sharing.gradients import NamedParameters, wide_dtype
-from lightning_sparsecomm.sharing.moments import check_moments
+from lightning_sparsecomm.sharing.moments import check_moments, objection_to
 from lightning_sparsecomm.sharing.outer import OuterOptimizer, check_outer, make_outer
 from lightning_sparsecomm.sharing.share import Share
 from lightning_sparsecomm.sharing.streamed import Mix, StreamedShare, check_delay
@@ -126,6 +126,9 @@ class DeltaSync(Sync):
         self.delay = delay
         self.mix = mix
         self.moments: Mapping[str, int] = dict(moments or {})
+
+    def objection(self, optimizer: Optimizer) -> str | None:
+        return super().objection(optimizer) or objection_to(optimizer, self.moments)
 
     def check(self, parameters: NamedParameters) -> None:
         layers = len({layer_of(name) for name, _ in parameters})

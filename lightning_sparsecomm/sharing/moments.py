@@ -22,32 +22,29 @@ def check_moments(moments: Mapping[str, int]) -> None:
 
 
 def kept_by(optimizer: Optimizer, moments: Mapping[str, int]) -> dict[str, int]:
-    """Those of the moments that an optimizer of torch keeps; all of them for other optimizers, which may keep any.
+    """Those of the moments that an optimizer keeps, as far as is known; empty for SGD without momentum."""
+    held = _kinds_of(optimizer) if moments else []
+    return dict(moments) if held is None else {kind: every for kind, every in moments.items() if kind in held}
 
-    Empty for one that keeps nothing, such as SGD without momentum.
 
-    Raises:
-        ValueError: It keeps others, and none of these.
+def objection_to(optimizer: Optimizer, moments: Mapping[str, int]) -> str | None:
+    """Why an optimizer's moments cannot be averaged: it keeps other state, and none of these."""
+    held = _kinds_of(optimizer) if moments else []
+    if not held or set(held) & moments.keys():
+        return None
+    return (
+        f"moments must name state that it keeps; got {', '.join(moments)}, and it keeps {', '.join(held)}. Use"
+        f" torch.optim.AdamW, or name what it keeps: DeltaSync(…, moments={{{held[0]!r}: 3}})."
+    )
+
+
+def _kinds_of(optimizer: Optimizer) -> list[str] | None:
+    """What an optimizer of torch keeps for each element, found by a step of another one with the same options.
+
+    None for the user's own optimizers, and for SparseAdam, which takes no dense gradient.
     """
-    if not moments or not type(optimizer).__module__.startswith("torch.optim"):
-        return dict(moments)
-    try:
-        held = _kinds_of(optimizer)
-    except RuntimeError:
-        # SparseAdam takes no dense gradient.
-        return dict(moments)
-    kept = {kind: every for kind, every in moments.items() if kind in held}
-    if held and not kept:
-        raise ValueError(
-            f"moments must name state that the optimizer keeps; got {', '.join(moments)}, and"
-            f" {type(optimizer).__name__} keeps {', '.join(held)}. Use torch.optim.AdamW, or name what it keeps:"
-            f" DeltaSync(…, moments={{{held[0]!r}: 3}})."
-        )
-    return kept
-
-
-def _kinds_of(optimizer: Optimizer) -> list[str]:
-    """What an optimizer of torch keeps for each element, found by a step of another one with the same options."""
+    if not type(optimizer).__module__.startswith("torch.optim") or isinstance(optimizer, torch.optim.SparseAdam):
+        return None
     accepted = inspect.signature(type(optimizer)).parameters
     options = {name: value for name, value in optimizer.defaults.items() if name in accepted}
     like = Parameter(torch.zeros(2, 2))

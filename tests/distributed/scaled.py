@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_sparsecomm.channel import Channel
 from lightning_sparsecomm.methods import (
     RECIPES,
+    aligned_topk,
     dense,
     des_loc,
     dgc,
@@ -23,6 +24,7 @@ from lightning_sparsecomm.methods import (
     muloco,
     powersgd,
     quantized,
+    random_k,
     s2_reducer,
     sbc,
     sketched_sgd,
@@ -47,6 +49,8 @@ METHODS: dict[str, Method] = {
     "s2_reducer": s2_reducer(block_density=0.2, block_size=8),
     "powersgd": powersgd(rank=1),
     "quantized": quantized(bits=4),
+    "random_k": random_k(density=0.05),
+    "aligned_topk": aligned_topk(density=0.05, block_size=8),
     "split": split(["head.*"], gradient_dropping(density=0.05), dgc(density=0.05, warmup_steps=0)),
     "sbc": sbc(0.05, every=3),
     "federated_averaging": federated_averaging(every=3),

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lightning_sparsecomm.basis import peers
 from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.methods import (
+    aligned_topk,
     des_loc,
     dgc,
     diloco,
@@ -27,6 +28,7 @@ from lightning_sparsecomm.methods import (
     muloco,
     powersgd,
     quantized,
+    random_k,
     s2_reducer,
     sbc,
     sketched_sgd,
@@ -51,6 +53,8 @@ METHODS: dict[str, Callable[[], Method]] = {
     "sketched_sgd": lambda: sketched_sgd(density=0.3, columns=20, candidates=2),
     "powersgd": powersgd,
     "quantized": quantized,
+    "random_k": lambda: random_k(0.3),
+    "aligned_topk": lambda: aligned_topk(0.3, block_size=4),
     "streaming_diloco": lambda: streaming_diloco(every=2, delay=1),
     "muloco": lambda: muloco(every=2),
     "des_loc": lambda: des_loc(every=2, first_every=1, second_every=1),

@@ -9,7 +9,16 @@ import pytest
 from lightning_sparsecomm.basis.parts import parts_in
 from lightning_sparsecomm.codecs.selectors.candidates import HintedSelector
 from lightning_sparsecomm.exchange import SparseExchange
-from lightning_sparsecomm.methods import dense, dgc, gradient_dropping, powersgd, s2_reducer, sketched_sgd
+from lightning_sparsecomm.methods import (
+    aligned_topk,
+    dense,
+    dgc,
+    gradient_dropping,
+    powersgd,
+    random_k,
+    s2_reducer,
+    sketched_sgd,
+)
 from lightning_sparsecomm.sharing import GradientSync, Method
 from tests import laws
 from tests.distributed.recording import Recording, recorded
@@ -61,6 +70,8 @@ METHODS: dict[str, Method] = {
     "s2_reducer": s2_reducer(block_density=0.2, block_size=8, follow_rate=False),
     "sketched_sgd": sketched_sgd(0.05, columns=40, candidates=4, momentum_correction=False, follow_rate=False),
     "powersgd": powersgd(rank=2, follow_rate=False),
+    "random_k": random_k(0.05, follow_rate=False),
+    "aligned_topk": aligned_topk(0.05, block_size=8, follow_rate=False),
 }
 
 # dgc clips each rank's own gradient, and not the mean, so two scenarios train differently. It refuses to clip by value.

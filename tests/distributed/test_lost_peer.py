@@ -1,5 +1,6 @@
 """A rank dies or hangs: the others say what they waited for and how long, and rank 0 still writes its checkpoint."""
 
+import inspect
 import itertools
 import os
 import re
@@ -35,6 +36,8 @@ from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
 from tests import laws
 from tests.distributed.launch import QUIET, run_ranks
 from tests.distributed.scenarios import CLASSES, FEATURES, Classifier
+
+SAVER = inspect.signature(ModelCheckpoint).parameters
 
 # Lightning's advice on workers and checkpoints is not what is tested here.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -178,9 +181,11 @@ def _train(rank: int, world_size: int, method: Method | None, model: Loses, fold
     """Trains in processes that are joined already, as under torchrun, so that each rank's own error can be seen."""
     os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)})
     os.environ.update({"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "LOCAL_WORLD_SIZE": str(world_size)})
-    saver = ModelCheckpoint(folder, "saved-{step}", save_on_exception=True, save_last=True)
+    # Not in Lightning 2.5.0.
+    options: dict[str, Any] = {"save_on_exception": True} if "save_on_exception" in SAVER else {}
+    saver = ModelCheckpoint(folder, "saved-{step}", save_last=True, **options)
     if model.point == "saving":
-        saver = ModelCheckpoint(folder, "saved-{step}", save_on_exception=True, every_n_train_steps=3, save_top_k=-1)
+        saver = ModelCheckpoint(folder, "saved-{step}", every_n_train_steps=3, save_top_k=-1, **options)
     trainer = pl.Trainer(
         strategy=DDPStrategy() if method is None else SparseCommStrategy(method),
         devices=world_size,

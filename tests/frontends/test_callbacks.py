@@ -11,6 +11,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
+from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -258,7 +259,9 @@ def test_no_collective_is_added(method: Method, tmp_path: Path) -> None:
     without = fit("pytorch_lightning", tmp_path, method, None)
     assert with_monitor["calls"] == without["calls"]
     assert with_monitor["rows"] == without["rows"]
-    assert with_monitor["calls"]["broadcast"] > 0
+    # Lightning before 2.5.3 tells ranks nothing before each batch.
+    if hasattr(_TrainingEpochLoop, "_broadcast_sigterm_tensor"):
+        assert with_monitor["calls"]["broadcast"] > 0
     assert sum(with_monitor["rows"]["gradients"].values()) >= BATCHES
 
 

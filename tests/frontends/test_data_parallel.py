@@ -36,8 +36,8 @@ def forward(model: nn.Module, grad: bool = True) -> torch.Tensor:
     [
         ({}, PARAMETERS + BUFFERS),
         ({"broadcast_buffers": False}, PARAMETERS),
-        ({"init_sync": False}, 0),
-        # An option since torch 2.13.
+        # Options since torch 2.7 and 2.13.
+        *[({name: False}, 0) for name in OPTIONS if name == "init_sync"],
         *[({name: False}, PARAMETERS + BUFFERS) for name in OPTIONS if name == "forward_sync_buffers"],
     ],
 )

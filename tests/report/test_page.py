@@ -12,13 +12,15 @@ from xml.etree import ElementTree
 import pytest
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_sparsecomm import CompressionReport
+from lightning_sparsecomm import CompressionReport, methods
 from lightning_sparsecomm.commands import main
 from lightning_sparsecomm.report import Point, Run, page, write_report
 from lightning_sparsecomm.report.chart import Axis, Line, chart, plain, size
+from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
 
 VOID = {"meta", "br"}
 
@@ -167,17 +169,17 @@ class Model(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def train(strategy: str, report: CompressionReport, epochs: int = 2) -> None:
+def train(strategy: Any, report: CompressionReport, epochs: int = 2, **options: Any) -> None:
     trainer = pl.Trainer(
         strategy=strategy,
         accelerator="cpu",
         devices=2,
         max_epochs=epochs,
         callbacks=[report],
-        logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        **{"logger": False, **options},
     )
     batches = torch.randn(4 * 2 * 10, 6, generator=torch.Generator().manual_seed(3))
     trainer.fit(Model(), DataLoader(batches, batch_size=4), DataLoader(batches, batch_size=8))
@@ -200,6 +202,35 @@ def test_two_trainings_in_one_folder(tmp_path: Path) -> None:
     assert ddp.points[0].loss > ddp.points[-1].loss  # type: ignore[operator]
     assert ddp.metrics.keys() == sbc.metrics.keys() == {"size"}
     assert sbc.strategy.startswith("sparsecomm: 2 ranks, SGD by sbc(")
+
+
+@pytest.mark.parametrize("strategy", ["ddp_fork", "sparsecomm_fork"])
+@pytest.mark.parametrize("logs", [False, True])
+def test_by_default_it_writes_where_lightning_does(tmp_path: Path, strategy: str, logs: bool) -> None:
+    """Lightning's log_dir is a collective: all ranks ask for it."""
+    logger = CSVLogger(tmp_path, name="run") if logs else False
+    train(strategy, CompressionReport(), epochs=1, logger=logger, default_root_dir=tmp_path)
+    folder = tmp_path / "run" / "version_0" if logs else tmp_path
+    checked((folder / "report.html").read_text())
+    assert Run.load(folder / f"{strategy.removesuffix('_fork')}.run.json").world_size == 2
+
+
+def test_runs_of_one_method_stand_side_by_side(tmp_path: Path) -> None:
+    for density in (0.1, 0.5, 0.5):
+        method = methods.dgc(density, warmup_steps=0)
+        train(SparseCommStrategy(method, start_method="fork"), CompressionReport(tmp_path), epochs=1)
+    names = {path.name for path in tmp_path.glob("*.run.json")}
+    call = "dgc(density={}, warmup_steps=0){}.run.json"
+    assert names == {call.format(*each) for each in ((0.1, ""), (0.5, ""), (0.5, " 2"))}
+    page = (tmp_path / "report.html").read_text()
+    checked(page)
+    assert "dgc(density=0.5, warmup_steps=0) 2" in page
+
+
+def test_a_name_that_the_user_gives_twice_is_replaced_with_a_warning(tmp_path: Path) -> None:
+    train("sparsecomm_fork", CompressionReport(tmp_path, "mine"), epochs=1)
+    with pytest.raises(Exception, match=r"UserWarning: .*mine\.run\.json is replaced by this run\. To keep both"):
+        train("sparsecomm_fork", CompressionReport(tmp_path, "mine"), epochs=1)
 
 
 def test_a_run_that_fails_is_written_up_to_the_last_epoch(tmp_path: Path) -> None:

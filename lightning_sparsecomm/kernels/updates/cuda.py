@@ -110,7 +110,7 @@ def _update(
     g = tl.load(gradient + positions, mask=inside, other=0.0)
     if out_of_range is not None:
         in_range = tl.abs(g) < _LIMIT
-        if tl.sum((~in_range).to(tl.int32), 0) > 0:
+        if tl.sum(tl.where(in_range, 0, 1), 0) > 0:
             tl.store(out_of_range, 1)
         g = tl.where(in_range, g, 0.0)
     g = rounded(scale, v) * g

@@ -123,7 +123,9 @@ def check_compiled() -> None:
             # As many operations as the formulas have, for each element of a thread.
             elements = len(re.findall(rf"\badd(\.rn)?\.{width}", ptx)) / sums
             assert elements >= 1
-            assert len(re.findall(rf"\bmul(\.rn)?\.{width}", ptx)) == products * elements
+            # Triton 3.5 computes some products twice, to the same bits.
+            found = len(re.findall(rf"\bmul(\.rn)?\.{width}", ptx))
+            assert products * elements <= found < 1.2 * products * elements
             assert len(re.findall(rf"\bsetp\.ge\.{width}", ptx)) == elements
     # Lengths may need 64 bits.
     compiling = Compiling(cuda._reaching)

@@ -1,0 +1,71 @@
+"""How far a probe goes, on networks that are played: a clock goes on by what each collective takes."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_sparsecomm.basis.ledger import Collective
+from lightning_sparsecomm.planning import Network, probe
+from lightning_sparsecomm.planning.probe import measure_link
+
+RANKS = 4
+
+
+class Played:
+    """A wire whose collectives take their time on a clock. From 16 kB on, Gloo's sums take twice the messages."""
+
+    world_size = RANKS
+
+    def __init__(self, network: Network) -> None:
+        self.network, self.now = network, 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def _take(self, kind: Collective, tensor: Tensor) -> None:
+        self.now += self.network.seconds(kind, tensor.nbytes, RANKS)
+        if kind == "all_reduce" and tensor.nbytes >= 2**14:
+            self.now += self.network.seconds(kind, 8, RANKS)
+
+    def all_reduce_(self, tensor: Tensor, row: str) -> Tensor:
+        self._take("all_reduce", tensor)
+        return tensor
+
+    def all_gather(self, tensor: Tensor, row: str) -> Tensor:
+        self._take("all_gather", tensor)
+        return torch.stack([tensor] * RANKS)
+
+
+@pytest.fixture
+def play(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def played(rate: float, rtt: float, seconds: float = 1.0) -> tuple[Any, Network, float]:
+        wire: Any = Played(Network(rate, rtt, call=1e-4))
+        monkeypatch.setattr(probe, "time", wire)
+        return measure_link(wire, seconds), wire.network, wire.now
+
+    return played
+
+
+@pytest.mark.parametrize("rtt", [0.0, 0.02, 0.1])
+@pytest.mark.parametrize("rate", [10e6, 50e6, 100e6, 1e9])
+def test_the_rate_is_found_in_time_whatever_the_round_trip(play: Any, rate: float, rtt: float) -> None:
+    link, network, taken = play(rate, rtt)
+    # What matters is what a model's gradients take.
+    sums, expected = (each.seconds("all_reduce", 44e6, RANKS) for each in (link, network))
+    assert link.rate_is_known == (rate * rtt < 5e6)
+    if link.rate_is_known:
+        assert expected / 1.6 < sums < expected * 1.6
+        assert rate / 1.7 < link.bandwidth < rate * 1.7
+    else:
+        # Nothing is known but that it is faster.
+        assert link.bandwidth < rate
+        assert sums > expected
+    assert taken < 4
+
+
+def test_a_slow_link_is_not_measured_with_large_messages(play: Any) -> None:
+    link, _, taken = play(1e6, 0.0)
+    assert [size for size, _ in link.points["all_reduce"]] == [8, 2**14]
+    assert taken < 6
