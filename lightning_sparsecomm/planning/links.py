@@ -12,7 +12,7 @@ from lightning_sparsecomm.basis.ledger import Collective, link_bytes
 _FIRST_WINDOW_BYTES = 10 * 1448
 
 # A hop that takes longer makes a link far: small sizes take their messages and TCP's opening window, not their bytes.
-_FAR_SECONDS = 1e-3
+_FAR_SECONDS = 4e-3
 
 # Headers of TCP, IP and Ethernet for each full packet.
 _ON_THE_CABLE = 1538 / 1448
@@ -148,7 +148,7 @@ class MeasuredLink(Link):
         """Bits per second on the link that a sum reaches.
 
         From its two largest sizes, or from the smallest to the largest where that is less: either may be off by chance.
-        Where a hop takes more than a millisecond, what explains the largest gather.
+        Where a hop takes more than 4 ms, what explains the largest gather.
         """
         if self._far:
             return self._rate_of_a_far_link()
