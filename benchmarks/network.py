@@ -192,6 +192,8 @@ class Lab:
     def __enter__(self) -> "Lab":
         if not sys.platform.startswith("linux"):
             raise LabError(f"the network lab needs Linux, for its network namespaces; this is {sys.platform}.")
+        # Where Debian keeps ip and tc, and an ordinary user's path does not lead.
+        os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
         missing = [command for command in ("ip", "tc", "unshare") if shutil.which(command) is None]
         if missing:
             raise LabError(f"commands are missing: {', '.join(missing)}. Install the packages iproute2 and util-linux.")

@@ -159,7 +159,7 @@ def report(runs: dict[str, list[Epoch]], options: Options, refused: str | None) 
     print()
     for row in rows:
         print("    ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]))
-    draw(runs, options, plot)
+    draw(runs, options, plot, refused is not None)
     write(runs, options, numbers)
     test_images = TEST_IMAGES[options.data]
     error = max((e[-1].accuracy * (1 - e[-1].accuracy) / test_images) ** 0.5 for e in runs.values())
@@ -199,7 +199,7 @@ def write(runs: dict[str, list[Epoch]], options: Options, path: Path) -> None:
     path.write_text(json.dumps({"settings": settings, "runs": results}, indent=2) + "\n")
 
 
-def draw(runs: dict[str, list[Epoch]], options: Options, path: Path) -> None:
+def draw(runs: dict[str, list[Epoch]], options: Options, path: Path, computed: bool) -> None:
     """Accuracy against time and against bytes, one line per strategy, one point per epoch."""
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     by_time, by_bytes = figure.subplots(1, 2, sharey=True)
@@ -208,7 +208,8 @@ def draw(runs: dict[str, list[Epoch]], options: Options, path: Path) -> None:
         by_time.plot([epoch.seconds for epoch in epochs], accuracies, ".-", label=strategy)
         by_bytes.plot([epoch.sent_bytes / 1e6 for epoch in epochs], accuracies, ".-", label=strategy)
     link = f"a link of {options.link} Mbit/s" if options.link else "one machine"
-    by_time.set_xlabel(f"seconds of training over {link}" if options.link else f"seconds of training on {link}")
+    on = "over" if options.link else "on"
+    by_time.set_xlabel(f"seconds of training {on} {link}{', computed' if options.link and computed else ''}")
     by_time.set_ylabel("test accuracy, %")
     by_bytes.set_xscale("log")
     by_bytes.xaxis.set_major_formatter("{x:g}")

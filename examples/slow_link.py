@@ -23,6 +23,8 @@ def enter(megabits: int, processes: int) -> str | None:
     """
     if os.environ.get(_INSIDE):
         return None
+    # Where Debian keeps ip and tc, and an ordinary user's path does not lead.
+    os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
     missing = [command for command in ("unshare", "ip", "tc") if shutil.which(command) is None]
     if missing:
         return f"commands are missing: {', '.join(missing)} (packages iproute2 and util-linux)"
@@ -37,5 +39,6 @@ def enter(megabits: int, processes: int) -> str | None:
         if tried.returncode == 0:
             os.environ |= {_INSIDE: "1", "GLOO_SOCKET_IFNAME": "lo"}
             os.execvp("unshare", [*unshare, "sh", "-c", f'{set_up} && exec "$@"', "sh", sys.executable, *sys.argv])
-        refused = refused or tried.stderr.strip()
-    return refused or "network namespaces are not allowed"
+        refused = refused or tried.stderr.strip().splitlines()[-1]
+    # unshare's own words, such as "No space left on device", are those of the limit on namespaces.
+    return f"network namespaces are not allowed here ({refused}). As root: sysctl -w user.max_user_namespaces=10000"

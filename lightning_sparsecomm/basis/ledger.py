@@ -81,6 +81,9 @@ class Ledger:
         clock: Seconds of exchanges, by phase.
     """
 
+    def __str__(self) -> str:
+        return summary_table(self)
+
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self.rows: dict[str, dict[Collective, Traffic]] = {}
@@ -182,3 +185,36 @@ class Ledger:
     def density(self) -> float:
         """Elements sent by elements trained, over all steps. `nan` before the first."""
         return self.sent_elements / self.elements if self.elements else float("nan")
+
+
+def summary_table(ledger: Ledger) -> str:
+    """What one rank sent for each purpose, as a table for a terminal."""
+
+    def line(name: str, calls: str, handed: str, link: str) -> str:
+        return f"{name:<26}{calls:>9}{handed:>15}{link:>15}"
+
+    lines = [line(f"sent by one rank of {ledger.world_size}", "calls", "handed over", "on the link")]
+    for row in sorted(ledger.rows, key=lambda row: row not in OURS):
+        calls = sum(traffic.calls for traffic in ledger.rows[row].values())
+        lines.append(line(row, f"{calls:,}", _size(ledger.handed_bytes(row)), _size(ledger.link_bytes(row))))
+    lines.append(line("gradients, had it been ddp", "", _size(ledger.ddp_bytes), _size(ledger.ddp_link_bytes)))
+    if ledger.world_size == 1:
+        lines.append("One process: nothing crosses a network, so nothing is saved.")
+    elif ledger.sent_link_bytes:
+        lines.append(
+            f"compression ratio {ledger.compression_ratio():,.1f} over {ledger.steps:,} steps,"
+            f" density {ledger.density():.3g}, {ledger.exchange_seconds:.1f} s in exchange"
+        )
+        phases = [f"{name} {seconds:.1f} s" for name, seconds in ledger.clock.seconds.items() if seconds > 0]
+        if len(phases) > 1:
+            lines.append(f"of these: {', '.join(phases)}")
+    lines.append("On the link: by the collectives' published algorithms, from the bytes handed over.")
+    return "\n".join(lines)
+
+
+def _size(count: float) -> str:
+    """Bytes in decimal units, as for networks."""
+    for power, unit in ((9, "GB"), (6, "MB"), (3, "kB")):
+        if count >= 10**power:
+            return f"{count / 10**power:,.2f} {unit}"
+    return f"{count:,.0f} B"

@@ -3,7 +3,7 @@
 import time
 from typing import Any, NamedTuple
 
-from lightning_sparsecomm.basis.ledger import OURS, Ledger
+from lightning_sparsecomm.basis.ledger import Ledger, summary_table
 from lightning_sparsecomm.frontends.packages import Callback
 from lightning_sparsecomm.frontends.plain_ddp import PlainDDP
 from lightning_sparsecomm.frontends.trainer import TrainerMixin
@@ -174,36 +174,3 @@ class CompressionMonitor(Observer):
         ledger = self.ledger_of(trainer)
         if self.summary and trainer.is_global_zero and ledger is not None:
             print("\n".join([*getattr(trainer.strategy, "announced", ()), summary_table(ledger)]))
-
-
-def summary_table(ledger: Ledger) -> str:
-    """What one rank sent for each purpose, as a table for a terminal."""
-
-    def line(name: str, calls: str, handed: str, link: str) -> str:
-        return f"{name:<26}{calls:>9}{handed:>15}{link:>15}"
-
-    lines = [line(f"sent by one rank of {ledger.world_size}", "calls", "handed over", "on the link")]
-    for row in sorted(ledger.rows, key=lambda row: row not in OURS):
-        calls = sum(traffic.calls for traffic in ledger.rows[row].values())
-        lines.append(line(row, f"{calls:,}", _size(ledger.handed_bytes(row)), _size(ledger.link_bytes(row))))
-    lines.append(line("gradients, had it been ddp", "", _size(ledger.ddp_bytes), _size(ledger.ddp_link_bytes)))
-    if ledger.world_size == 1:
-        lines.append("One process: nothing crosses a network, so nothing is saved.")
-    elif ledger.sent_link_bytes:
-        lines.append(
-            f"compression ratio {ledger.compression_ratio():,.1f} over {ledger.steps:,} steps,"
-            f" density {ledger.density():.3g}, {ledger.exchange_seconds:.1f} s in exchange"
-        )
-        phases = [f"{name} {seconds:.1f} s" for name, seconds in ledger.clock.seconds.items() if seconds > 0]
-        if len(phases) > 1:
-            lines.append(f"of these: {', '.join(phases)}")
-    lines.append("On the link: by the collectives' published algorithms, from the bytes handed over.")
-    return "\n".join(lines)
-
-
-def _size(count: float) -> str:
-    """Bytes in decimal units, as for networks."""
-    for power, unit in ((9, "GB"), (6, "MB"), (3, "kB")):
-        if count >= 10**power:
-            return f"{count / 10**power:,.2f} {unit}"
-    return f"{count:,.0f} B"

@@ -24,7 +24,7 @@ def allowed(quality: Quality) -> dict[str, Method]:
     if quality not in known:
         raise ValueError(
             f"quality must be one of {', '.join(known)}; got {quality!r}. Leave it out for trained, which allows all"
-            " that trains as well as ddp."
+            " that trains nearly as well as ddp."
         )
     chosen = {BASELINE: dense(), ROUNDED: dense("bfloat16"), DEFAULT: default()}
     return {name: chosen[name] for name in list(chosen)[: 1 + known.index(quality)]}
@@ -42,7 +42,7 @@ class auto(Method):
 
     Args:
         quality: What may be chosen: "exact", ddp alone; "rounded", also ddp in bfloat16; "trained", also
-            `"sparsecomm"`, which trains as well as ddp.
+            `"sparsecomm"`, which trains nearly as well as ddp.
         candidates: Further methods that may be chosen. They must keep replicas equal after each step, so methods that
             exchange weights every few steps are refused.
 

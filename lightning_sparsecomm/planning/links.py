@@ -14,6 +14,9 @@ _FIRST_WINDOW_BYTES = 10 * 1448
 # A hop that takes longer makes a link far: small sizes take their messages and TCP's opening window, not their bytes.
 _FAR_SECONDS = 4e-3
 
+# Round trips beside which those of an opening window count for little.
+_MANY = 10
+
 # Headers of TCP, IP and Ethernet for each full packet.
 _ON_THE_CABLE = 1538 / 1448
 
@@ -115,28 +118,34 @@ class MeasuredLink(Link):
         return min(slope, 8 * _ON_THE_CABLE * link_bytes(collective, 1, self.ranks) / self._rate_of_a_far_link())
 
     def _rate_of_a_far_link(self) -> float:
-        """Bits per second that explain the largest gather, after its round trips and TCP's opening window."""
-        size, taken = self.points["all_gather"][-1]
+        """Bits per second that explain what the largest gather takes beyond the smallest one.
+
+        That is its bytes and, unless they take many round trips, those in which TCP's window is still opening.
+        """
+        (_, least), (size, taken) = self.points["all_gather"][0], self.points["all_gather"][-1]
+        if taken - least > _MANY * 2 * self.latency:
+            return 8 * link_bytes("all_gather", size, self.ranks) / (taken - least)
         low, high = 1e3, 1e13
         for _ in range(60):
             rate = math.sqrt(low * high)
-            slower = Network(rate, 2 * self.latency).seconds("all_gather", size, self.ranks) > taken
-            low, high = (rate, high) if slower else (low, rate)
-        return min(high, self._filled)
+            network = Network(rate, 2 * self.latency, call=0.0)
+            beyond = network.seconds("all_gather", size, self.ranks) - network.seconds("all_gather", 0.0, self.ranks)
+            low, high = (rate, high) if beyond > taken - least else (low, rate)
+        return min(high, self._under_way)
 
     @property
     def _far(self) -> bool:
         return self.latency > _FAR_SECONDS and "all_gather" in self.points
 
     @property
-    def _filled(self) -> float:
-        """The highest rate that the largest gather can show: it was all under way at once."""
+    def _under_way(self) -> float:
+        """The highest rate that a gather of few round trips can show: all of it was under way at once."""
         return 8 * link_bytes("all_gather", self.points["all_gather"][-1][0], self.ranks) / (2 * self.latency)
 
     @property
     def rate_is_known(self) -> bool:
         """Whether the largest message filled the link; otherwise the link may be far faster than `bandwidth`."""
-        return not self._far or self._rate_of_a_far_link() < self._filled
+        return not self._far or self._rate_of_a_far_link() != self._under_way
 
     @property
     def latency(self) -> float:

@@ -4,6 +4,7 @@ import math
 import re
 
 _RATES = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+
 _TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9}
 
@@ -12,17 +13,21 @@ _QUANTITY = re.compile(r"\s*((?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?)\s*([a-z]*)\s*
 
 
 def bits_per_second(name: str, text: str) -> float:
-    """A rate: 50mbit, 1gbit, or unlimited.
+    """A rate: 50mbit, 1gbit, 100 Mbit/s, or unlimited.
 
-    >>> bits_per_second("bandwidth", "100mbit")
-    100000000.0
+    >>> bits_per_second("bandwidth", "100mbit"), bits_per_second("bandwidth", "1 Gbit/s")
+    (100000000.0, 1000000000.0)
 
     Raises:
         ValueError: Not a positive number with a unit.
     """
-    if text.strip().lower() == "unlimited":
+    plain = text.strip()
+    if plain.lower() == "unlimited":
         return math.inf
-    return _parsed(name, text, _RATES, "a rate with its unit, kbit, mbit or gbit (per second), or unlimited", "100mbit")
+    if plain.lower().endswith("bit/s"):
+        plain = plain[:-2]
+    rule = "a rate with its unit, kbit, mbit or gbit (per second), or unlimited"
+    return _parsed(name, plain, _RATES, rule, "100mbit")
 
 
 def seconds(name: str, text: str) -> float:

@@ -181,7 +181,7 @@ def _train(rank: int, world_size: int, method: Method | None, model: Loses, fold
     """Trains in processes that are joined already, as under torchrun, so that each rank's own error can be seen."""
     os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)})
     os.environ.update({"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "LOCAL_WORLD_SIZE": str(world_size)})
-    # Not in Lightning 2.5.0.
+    # Lightning 2.5.0 has no such option.
     options: dict[str, Any] = {"save_on_exception": True} if "save_on_exception" in SAVER else {}
     saver = ModelCheckpoint(folder, "saved-{step}", save_last=True, **options)
     if model.point == "saving":
@@ -254,7 +254,7 @@ def test_rank_0_saves_as_often_as_under_ddp(tmp_path: Path, name: str, point: st
     assert_lost(found, point)
     assert theirs.keys() <= ours.keys()
     # Only the first failure waits, so the second callback saves too, except in validation, where it reduces a metric.
-    assert len(ours) == 2 or point == "validation"
+    assert len(ours) == (2 if "save_on_exception" in SAVER else 1) or point == "validation"
     for file, checkpoint in theirs.items():
         # An exchange after a step fails before Lightning has counted that step.
         uncounted = name in ("federated_averaging", "sbc", "local mode")

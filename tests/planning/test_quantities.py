@@ -10,6 +10,7 @@ from lightning_sparsecomm.planning.quantities import as_bytes, as_rate, as_time,
 def test_what_people_write() -> None:
     assert bits_per_second("bandwidth", "50mbit") == 50e6
     assert bits_per_second("bandwidth", " 1.5 Gbit ") == 1.5e9
+    assert bits_per_second("bandwidth", "50 Mbit/s") == 50e6
     assert bits_per_second("bandwidth", "unlimited") == math.inf
     assert seconds("rtt", "20ms") == pytest.approx(0.02)
     assert seconds("rtt", "300us") == pytest.approx(3e-4)
@@ -20,7 +21,7 @@ def test_what_people_write() -> None:
     assert count("parameters", "1,500.5k") == 1_500_500
 
 
-@pytest.mark.parametrize("text", ["100", "100 mb", "fast", "", "-3mbit", "0mbit"])
+@pytest.mark.parametrize("text", ["100", "100 mb", "fast", "", "-3mbit", "0mbit", "50mbps", "mbit/s"])
 def test_a_rate_without_a_unit_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"--bandwidth must be .*a rate with its unit.*; got .*100mbit"):
         bits_per_second("--bandwidth", text)
