@@ -4,11 +4,11 @@ import importlib.metadata
 import re
 
 OLDEST = {
-    "torch": "2.8",
-    "pytorch-lightning": "2.6",
-    "lightning": "2.6",
-    "numpy": "2.1.3",
-    "numba": "0.61.2",
+    "torch": "2.6",
+    "pytorch-lightning": "2.5",
+    "lightning": "2.5",
+    "numpy": "1.26.4",
+    "numba": "0.60",
 }
 """The lower bounds of pyproject.toml, where they matter."""
 
