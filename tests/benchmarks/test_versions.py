@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import versions
+from lightning_sparsecomm.versions import OLDEST
 
 REPORT = """<testsuites><testsuite>
 <testcase classname="tests.test_a" name="test_fine"/>
@@ -113,3 +114,13 @@ def test_unknown_corners_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: py
     with pytest.raises(SystemExit):
         command(monkeypatch, "latest")
     assert re.search("a corner must be one of oldest, .*; got latest. --list describes them.", capsys.readouterr().err)
+
+
+def test_the_table_in_the_docs_is_that_of_the_stored_runs() -> None:
+    stored = json.loads((versions.CHECKOUT / "docs" / "results" / "versions.json").read_text())
+    assert versions.table(stored["runs"]) in (versions.CHECKOUT / "docs" / "versions.md").read_text(encoding="utf-8")
+    # Bounds are what passed.
+    oldest = next(run for run in stored["runs"] if run["corner"] == "oldest")
+    assert not oldest["failed"]
+    for name, bound in OLDEST.items():
+        assert oldest["versions"][name].startswith(bound), name
