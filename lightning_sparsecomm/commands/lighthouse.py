@@ -7,6 +7,8 @@ from typing import Any
 from lightning_sparsecomm.elastic.quorum import load_torchft
 from lightning_sparsecomm.planning.quantities import seconds
 
+_LOOKING_SECONDS = 0.5
+
 
 def add_to(subparsers: Any) -> None:
     """Adds the command to a parser."""
@@ -59,6 +61,9 @@ def run(options: argparse.Namespace) -> None:
         ) from error
     try:
         print(f"lighthouse at {server.address()}, until interrupted", flush=True)
-        threading.Event().wait()
+        never = threading.Event()
+        # An interrupt may reach one of the server's own threads, which does not wake this one.
+        while not never.wait(_LOOKING_SECONDS):
+            pass
     except KeyboardInterrupt:
         server.shutdown()
