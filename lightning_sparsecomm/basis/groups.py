@@ -6,7 +6,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Backend
+from torch._C._distributed_c10d import Backend, HashStore
 
 
 def all_gather_single(gathered: Tensor, tensor: Tensor, group: dist.ProcessGroup | None) -> None:
@@ -20,6 +20,12 @@ def default_timeout() -> timedelta:
     timeout = backend_of(dist.distributed_c10d._get_default_group()).options._timeout
     assert isinstance(timeout, timedelta)
     return timeout
+
+
+def join_alone() -> None:
+    """Makes this process the only one of the default group, if there is none yet, without a port."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
 
 
 def new_group(timeout: timedelta, closing: list[Callable[[], None]]) -> dist.ProcessGroup:

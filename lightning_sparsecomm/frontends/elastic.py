@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from lightning_sparsecomm.basis.arguments import plain_for_command_lines
+from lightning_sparsecomm.basis.groups import join_alone
 from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.elastic.joining import Joining
 from lightning_sparsecomm.elastic.membership import Change
@@ -113,6 +114,12 @@ class ElasticTrainerMixin(TrainerMixin):
     def _taking_part(self) -> int:
         changes = [] if self.turns is None else self.turns.membership.changes
         return len(changes[-1].members) if changes else 1
+
+    def setup_environment(self) -> None:
+        # The default group has this process alone. Lightning would open a port for it, which another replica on this
+        # machine may have been told to use too.
+        join_alone()
+        super().setup_environment()
 
     def setup(self, trainer: "pl.Trainer") -> None:
         if trainer.state.fn == "fit":
