@@ -45,6 +45,7 @@ from lightning_sparsecomm.codecs import (
 )
 from lightning_sparsecomm.exchange import (
     BlockReduce,
+    CompressedAllReduce,
     DenseAllReduce,
     Exchange,
     Exchanged,
@@ -112,6 +113,8 @@ EXCHANGES: dict[str, tuple[Callable[[], Exchange], float | None]] = {
     "dense, rounded": (lambda: DenseAllReduce("bfloat16"), 1e-2),
     "blocks": (lambda: BlockReduce(TopBlocks(0.2, 6)), 1e-5),
     "sketch": (lambda: SketchedTopK(0.05, columns=300, always_sketch=True), None),
+    "compressed": (lambda: CompressedAllReduce(SparseCodec(TopK(0.3), Float32(), Golomb())), 1e-5),
+    "compressed, everything": (lambda: CompressedAllReduce(SparseCodec(TopK(1.0))), 1e-5),
     "quantized": (QuantizedAllReduce, 1e-2),
     "quantized, 4 bits": (lambda: QuantizedAllReduce(4, 6), 1e-1),
     "power sgd": (lambda: PowerSGD(2), 1e-5),

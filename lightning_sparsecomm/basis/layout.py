@@ -164,9 +164,9 @@ def mean(vectors: Iterable[SparseVector | Tensor], dtype: torch.dtype) -> Sparse
             values, size = vector[1:] if isinstance(vector, SparseVector) else (vector, vector.numel())
             total = values.new_zeros(size, dtype=dtype)
             for earlier in sparse:
-                _add(total, earlier)
+                add_to_(total, earlier)
             sparse.clear()
-        _add(total, vector)
+        add_to_(total, vector)
     if total is not None:
         return total.div_(count)
     values = torch.cat([vector.values.to(dtype) for vector in sparse])
@@ -175,9 +175,15 @@ def mean(vectors: Iterable[SparseVector | Tensor], dtype: torch.dtype) -> Sparse
     return SparseVector(indices, sums.div_(count), sparse[0].size)
 
 
-def _add(total: Tensor, vector: SparseVector | Tensor) -> None:
+def add_to_(total: Tensor, vector: SparseVector | Tensor) -> None:
+    """Adds a vector to `total`, `[n]`, in its dtype."""
     if isinstance(vector, SparseVector):
         # A vector's indices are distinct, so each element is touched once and the order of sums is fixed.
         total.index_add_(0, vector.indices, vector.values.to(total.dtype))
     else:
         total.add_(vector)
+
+
+def count_of(vector: SparseVector | Tensor) -> int:
+    """How many elements a vector holds."""
+    return vector.indices.numel() if isinstance(vector, SparseVector) else vector.numel()

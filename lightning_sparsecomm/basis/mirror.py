@@ -56,8 +56,8 @@ class MirrorWire(Wire):
 
     def all_to_all(self, tensor: Tensor, row: str | None = None) -> Tensor:
         self._calling("all_to_all", tensor, row)
-        # All ranks have the same for this one.
-        return tensor[self.rank].expand_as(tensor).clone()
+        # As if the next rank were this one: what a rank has for itself, it need not write.
+        return tensor[(self.rank + 1) % self.world_size].expand_as(tensor).clone()
 
     def all_gather(self, tensor: Tensor, row: str | None = None) -> Tensor:
         self._calling("all_gather", tensor, row)

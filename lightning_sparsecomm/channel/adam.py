@@ -25,14 +25,14 @@ class LocalAdam(Memory):
         m ← β1·m + (1 − β1)·g;   v ← β2·v + (1 − β2)·c·g²;   m̂ ← m / (1 − β1^t);   v̂ ← v / (1 − β2^t)
         x ← m̂ / (√v̂ + ε)
 
-    Bytes beside the exchange's: 132 for each tensor, in an all-reduce.
+    Bytes beside the exchange's: 36 to 132 for each tensor, in an all-reduce.
 
     The direction has the same scale however sparsely it is sent, which a second moment of sparse gradients has not. It
     must come before `ErrorFeedback`. On one rank and at density 1 it is torch's Adam or AdamW to round-off.
 
     Under ddp, Adam's second moment is that of the mean gradient, whose noise is averaged over ranks. No rank knows it,
     and a rank's own squares are larger. c, the `Coherence`, is the ratio of the two, by tensor: ranks measure it in
-    each step, from 32 elements of each tensor, for the next one. It is 1 in the first step.
+    each step, from 8 to 32 elements of each tensor, for the next one. It is 1 in the first step.
 
     A gradient that this rank lacks counts as zero where another rank has one. Moments go on from those that the
     optimizer already has, for example from a checkpoint of ddp.
@@ -54,6 +54,8 @@ class LocalAdam(Memory):
         self._coherence = Coherence()
         self._sample: Tensor | None = None
         self._total: Tensor | None = None
+        # Which elements of the total ranks sum.
+        self._summed: Tensor | None = None
         # Where gradients are, and the dtype of moments.
         self._like = torch.zeros(0)
 
@@ -104,12 +106,15 @@ class LocalAdam(Memory):
     def aside(self, context: Round) -> Tensor | None:
         if context.world_size == 1:
             return None
+        summed = self._summed = self._coherence.summed(context.layout, self._like.device)
         if self._sample is None:
-            return self._like.new_zeros(len(self._names), SAMPLED + 1)
-        return torch.cat([self._sample, self._sample.square().sum(1, keepdim=True)], 1)
+            return self._like.new_zeros(int(summed.sum()))
+        sample = self._sample * summed[:, :SAMPLED]
+        return torch.cat([sample, sample.square().sum(1, keepdim=True)], 1)[summed]
 
     def take_aside(self, total: Tensor) -> None:
-        self._total = total
+        assert self._summed is not None
+        self._total = total.new_zeros(self._summed.shape).masked_scatter_(self._summed, total)
 
     def _sampled(
         self, parts: Sequence[Tensor | None], rules: Sequence[AdamRule], scale: float, context: Round

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_sparsecomm.basis import Layout, Round, SparseVector, Vector, Wire
-from lightning_sparsecomm.basis.parts import Part, parts_in
+from lightning_sparsecomm.basis.parts import Part
 from lightning_sparsecomm.channel.adam import LocalAdam
 from lightning_sparsecomm.channel.asides import Asides
 from lightning_sparsecomm.channel.clipping import ClipLocalNorm
@@ -21,7 +21,6 @@ from lightning_sparsecomm.channel.memory import Memory
 from lightning_sparsecomm.channel.missing import MissingGradients
 from lightning_sparsecomm.channel.momentum import Momentum, MomentumCorrection, Velocity
 from lightning_sparsecomm.channel.saved import Saved, load_saved, saved_of
-from lightning_sparsecomm.codecs.selectors.candidates import HintedSelector
 from lightning_sparsecomm.exchange import Exchange, Exchanged
 from lightning_sparsecomm.kernels import OutOfRangeError
 
@@ -205,8 +204,7 @@ class Channel(Part):
         return Vector(contribution.flat, present, contribution.hints, carries=self._missing.carries)
 
     def _take_in(self, gradients: Sequence[Tensor | None], settings: StepSettings, this: _Round, checked: bool) -> None:
-        selector = next(parts_in(self.exchange, HintedSelector), None)  # type: ignore[type-abstract]
-        wanted = selector.wanted(this.context) if selector is not None else ()
+        wanted = self.exchange.wanted(this.context)
         this.contributions.append(Contribution(gradients, settings, wanted=wanted, checked=checked))
         for memory in self.memories:
             given = this.contributions[-1]

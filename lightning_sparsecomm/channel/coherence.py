@@ -8,7 +8,10 @@ from torch import Tensor
 from lightning_sparsecomm.basis.layout import Layout
 
 SAMPLED = 32
-"""Elements of each tensor that ranks sum in each step."""
+"""Elements of a large tensor that ranks sum in each step."""
+
+# Of smaller ones they sum a 32nd, but no fewer than this.
+_LEAST_SAMPLED = 8
 
 # How much of earlier sums stays: together they count as ten steps.
 _FADING = 0.9
@@ -20,8 +23,8 @@ _GOLDEN = 0.6180339887498949
 class Coherence:
     """For each tensor, the squared mean over ranks of its gradients by their mean square: 1/W for noise, 1 for signal.
 
-    Ranks sum 32 elements of each gradient, others in each step, and their squares. Ratios are those of sums that fade
-    by 0.9 in each step; they are limited to [1/W, 1], and equal on all ranks.
+    Ranks sum up to 32 elements of each gradient, others in each step, and their squares. Ratios are those of sums that
+    fade by 0.9 in each step; they are limited to [1/W, 1], and equal on all ranks.
     """
 
     def __init__(self) -> None:
@@ -34,9 +37,16 @@ class Coherence:
         sizes = torch.tensor([segment.size for segment in layout.segments], dtype=torch.float64)
         return (multiples * sizes[:, None]).long().to(device)
 
+    def summed(self, layout: Layout, device: torch.device) -> Tensor:
+        """Of each tensor, which of 32 elements are summed, and the sum of their squares: `[segments, 33]` bool."""
+        sizes = torch.tensor([[segment.size] for segment in layout.segments], device=device)
+        counts = (sizes // SAMPLED).clamp_(_LEAST_SAMPLED, SAMPLED)
+        return torch.cat([torch.arange(SAMPLED, device=device) < counts, torch.ones_like(counts, dtype=torch.bool)], 1)
+
     def take(self, names: Sequence[str], present: Sequence[bool], total: Tensor, world_size: int) -> None:
         """Takes in what ranks have summed: `[segments, 33]`, elements and then the sum of their squares.
 
+        Elements that are not summed are 0.
         Tensors of which no rank is `present` with a gradient are left alone.
         """
         means = total[:, :SAMPLED].to("cpu", torch.float64) / world_size

@@ -5,7 +5,12 @@ from lightning_sparsecomm.codecs.auto import Auto as Auto
 from lightning_sparsecomm.codecs.blockwise import Blockwise as Blockwise
 from lightning_sparsecomm.codecs.blockwise import TwoBitBlocks as TwoBitBlocks
 from lightning_sparsecomm.codecs.blockwise import dense_codec as dense_codec
+from lightning_sparsecomm.codecs.codec import IndexCodec as IndexCodec
+from lightning_sparsecomm.codecs.codec import IndexCoding as IndexCoding
+from lightning_sparsecomm.codecs.codec import ValueCodec as ValueCodec
+from lightning_sparsecomm.codecs.codec import ValueCoding as ValueCoding
 from lightning_sparsecomm.codecs.compressor import Compressor as Compressor
+from lightning_sparsecomm.codecs.few_bits import FewBits as FewBits
 from lightning_sparsecomm.codecs.grouped import ShortThreeBit as ShortThreeBit
 from lightning_sparsecomm.codecs.grouped import ThreeBit as ThreeBit
 from lightning_sparsecomm.codecs.grouped import TwoBit as TwoBit
@@ -25,9 +30,6 @@ from lightning_sparsecomm.codecs.payload import seal as seal
 from lightning_sparsecomm.codecs.payload import sealed_bytes as sealed_bytes
 from lightning_sparsecomm.codecs.registry import INDEX_CODECS as INDEX_CODECS
 from lightning_sparsecomm.codecs.registry import VALUE_CODECS as VALUE_CODECS
-from lightning_sparsecomm.codecs.registry import IndexCodec as IndexCodec
-from lightning_sparsecomm.codecs.registry import IndexCoding as IndexCoding
-from lightning_sparsecomm.codecs.registry import ValueCodec as ValueCodec
 from lightning_sparsecomm.codecs.registry import register_index_codec as register_index_codec
 from lightning_sparsecomm.codecs.registry import register_value_codec as register_value_codec
 from lightning_sparsecomm.codecs.selectors.base import Selector as Selector

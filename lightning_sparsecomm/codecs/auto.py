@@ -7,8 +7,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from lightning_sparsecomm.codecs.adaptive import AdaptiveGolomb
+from lightning_sparsecomm.codecs.codec import IndexCodec, IndexCoding
 from lightning_sparsecomm.codecs.indices import Bitmap, Golomb, Raw32, RunLength16
-from lightning_sparsecomm.codecs.registry import IndexCodec, IndexCoding
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from lightning_sparsecomm.codecs.codec import IndexCodec
 from lightning_sparsecomm.codecs.payload import PayloadError, wrong_section
-from lightning_sparsecomm.codecs.registry import IndexCodec, register_index_codec
+from lightning_sparsecomm.codecs.registry import register_index_codec
 from lightning_sparsecomm.kernels import position_kernels_for
 
 # log(φ − 1), where φ is the golden ratio.

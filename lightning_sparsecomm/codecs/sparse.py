@@ -10,10 +10,11 @@ from torch import Tensor
 from lightning_sparsecomm.basis.layout import MAX_SIZE, Layout, SparseVector, Vector
 from lightning_sparsecomm.basis.phases import phase
 from lightning_sparsecomm.basis.rounds import Round
+from lightning_sparsecomm.codecs.codec import IndexCoding, ValueCodec, ValueCoding
 from lightning_sparsecomm.codecs.compressor import Compressor
 from lightning_sparsecomm.codecs.indices import Raw32
 from lightning_sparsecomm.codecs.payload import PayloadError
-from lightning_sparsecomm.codecs.registry import INDEX_CODECS, VALUE_CODECS, IndexCoding, ValueCodec, is_same_class
+from lightning_sparsecomm.codecs.registry import INDEX_CODECS, VALUE_CODECS, is_same_class
 from lightning_sparsecomm.codecs.selectors.base import Selector
 from lightning_sparsecomm.codecs.selectors.candidates import HintedSelector
 from lightning_sparsecomm.codecs.values import Float32, Float64
@@ -41,11 +42,13 @@ class SparseCodec(Compressor):
 
     selector: Selector
     # All instances can share these defaults, as they are frozen.
-    values: ValueCodec = Float32()  # noqa: RUF009
+    values: ValueCoding = Float32()  # noqa: RUF009
     indices: IndexCoding = Raw32()  # noqa: RUF009
 
     def __post_init__(self) -> None:
-        _check_registered("values", self.values, VALUE_CODECS, "register_value_codec")
+        choices = self.values.codecs() if isinstance(self.values, ValueCoding) else [self.values]
+        for choice in choices:
+            _check_registered("values", choice, VALUE_CODECS, "register_value_codec")
         for codec in self.indices.codecs():
             _check_registered("indices", codec, INDEX_CODECS, "register_index_codec")
 
@@ -64,10 +67,11 @@ class SparseCodec(Compressor):
 
     @property
     def largest(self) -> float:
-        return self.values.largest
+        return min(codec.largest for codec in self.values.codecs())
 
     def _codec(self, context: Round) -> ValueCodec:
-        return Float64() if context.dtype == torch.float64 and type(self.values) is Float32 else self.values
+        codec = self.values.chosen(self.selector.count(context), context.layout.size)
+        return Float64() if context.dtype == torch.float64 and type(codec) is Float32 else codec
 
     def decode(self, payload: Tensor, size: int) -> SparseVector:
         """The vector that any `SparseCodec` encoded: the payload names its codecs. See `decode_sparse`."""

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from lightning_sparsecomm.basis.layout import Layout
+from lightning_sparsecomm.codecs.codec import ValueCodec
 from lightning_sparsecomm.codecs.payload import PayloadError, wrong_section
-from lightning_sparsecomm.codecs.registry import ValueCodec, register_value_codec
+from lightning_sparsecomm.codecs.registry import register_value_codec
 
 _MEAN = struct.Struct("<f")
 

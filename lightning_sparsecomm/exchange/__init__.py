@@ -5,6 +5,7 @@ from lightning_sparsecomm.exchange.base import Exchanged as Exchanged
 from lightning_sparsecomm.exchange.base import PlainExchange as PlainExchange
 from lightning_sparsecomm.exchange.base import SparseExchange as SparseExchange
 from lightning_sparsecomm.exchange.block import BlockReduce as BlockReduce
+from lightning_sparsecomm.exchange.compressed import CompressedAllReduce as CompressedAllReduce
 from lightning_sparsecomm.exchange.dense import DenseAllReduce as DenseAllReduce
 from lightning_sparsecomm.exchange.gather import Gather as Gather
 from lightning_sparsecomm.exchange.power_sgd import PowerSGD as PowerSGD

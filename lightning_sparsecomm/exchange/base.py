@@ -1,12 +1,15 @@
 """One whole round of communication, be it one collective or several."""
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
 from lightning_sparsecomm.basis import Layout, Round, SparseVector, Vector, Wire
-from lightning_sparsecomm.basis.parts import Part
+from lightning_sparsecomm.basis.layout import count_of
+from lightning_sparsecomm.basis.parts import Part, parts_in
+from lightning_sparsecomm.codecs.selectors.candidates import HintedSelector, Wanted
 from lightning_sparsecomm.exchange.status import agree, masked
 
 
@@ -31,12 +34,18 @@ class Exchange(Part, ABC):
     from round to round changes it in `commit` only. This class is for exchanges that carry the ranks' status (see
     `exchange.status`) in bytes of their own; derive from `PlainExchange` to have it agreed on for you.
 
+    Attributes:
+        sums_pieces: Whether each rank sends on the mean of a piece, and answers for what it rounds off there: it has
+            sent that much less, also where it has no gradient of its own.
+
     >>> def exchange(rank):
     ...     context = Round(Layout([("weight", (2,))]), rank=rank, world_size=2)
     ...     return DenseAllReduce().exchange(Vector(torch.tensor([1.0, rank])), context, Wire()).shared.tolist()
     >>> run_ranks(2, exchange)
     [[1.0, 0.5], [1.0, 0.5]]
     """
+
+    sums_pieces: ClassVar[bool] = False
 
     @property
     def overlaps(self) -> bool:
@@ -46,6 +55,11 @@ class Exchange(Part, ABC):
     def objection(self, layout: Layout) -> str | None:
         """Why it cannot exchange vectors of this layout, and what to do; None where it can."""
         return None
+
+    def wanted(self, context: Round) -> Sequence[Wanted]:
+        """The stretches of whose elements it will send the largest, for memories that can note candidates."""
+        selector = next(parts_in(self, HintedSelector), None)  # type: ignore[type-abstract]
+        return selector.wanted(context) if selector is not None else ()
 
     def prepare(self, x: Vector, context: Round, wire: Wire) -> None:
         """Starts what needs no answer from other ranks; nothing, in most exchanges.
@@ -66,6 +80,10 @@ class Exchange(Part, ABC):
             PayloadError: A rank's payload is corrupt, or belongs to another method or model.
             NonFiniteGradientError: Some rank has a gradient that is not finite; raised on all of them.
         """
+
+    def elements(self, exchanged: Exchanged) -> int:
+        """How many elements this rank's messages held in the last round; as many as `sent` holds, in most exchanges."""
+        return count_of(exchanged.sent)
 
     def commit(self) -> None:
         """The round counts: keeps the state that it led to."""

@@ -45,7 +45,7 @@ class Gather(Exchange):
             if x.nonfinite_segment is None:
                 body = self.compressor.encode(x, context)
             payload = seal(Envelope(body, None if all(x.present) else list(x.present), x.nonfinite_segment), layout)
-        capacity = self._capacity(payload, context, wire)
+        capacity = padded_bytes(self.compressor, payload.numel(), context, wire, payload.device)
         all_bytes = values.element_size() * (values.numel() + len(layout.segments))
         if link_bytes("all_gather", capacity, wire.world_size) > link_bytes("all_reduce", all_bytes, wire.world_size):
             return self._reduced(x, body, context, wire)
@@ -66,23 +66,17 @@ class Gather(Exchange):
         present = read_envelopes(envelopes, context)
         own: list[SparseVector | Tensor] = []
 
-        def decoded() -> Iterator[SparseVector | Tensor]:
+        def vectors() -> Iterator[SparseVector | Tensor]:
             for rank, received in enumerate(envelopes):
                 here = () if x.carries else received.present
-                vector = masked(self._decode(received.body, context, rank, device), here, layout)
+                vector = masked(decoded(self.compressor, received.body, layout.size, rank, device), here, layout)
                 if rank == wire.rank:
                     own.append(vector)
                 yield vector
 
-        shared = mean(decoded(), x.values.dtype)
-        self._count_clamped(own[0], wire)
+        shared = mean(vectors(), x.values.dtype)
+        count_clamped(own[0], self.compressor, wire)
         return Exchanged(shared, own[0], present)
-
-    def _count_clamped(self, sent: SparseVector | Tensor, wire: Wire) -> None:
-        largest = self.compressor.largest
-        if largest < math.inf:
-            values = sent.values if isinstance(sent, SparseVector) else sent
-            wire.ledger.clamp(int((values.abs() >= largest).sum()), largest)
 
     def _reduced(self, x: Vector, body: Tensor, context: Round, wire: Wire) -> Exchanged:
         """The mean of what ranks have selected, each as its payload decodes."""
@@ -90,32 +84,47 @@ class Gather(Exchange):
         if x.nonfinite_segment is None:
             here = () if x.carries else x.present
             with phase("decode"):
-                own = masked(self._decode(body, context, wire.rank, x.values.device), here, context.layout)
-        whole = (own.dense() if isinstance(own, SparseVector) else own).to(x.values.dtype)
-        self._count_clamped(own, wire)
-        return DenseAllReduce().exchange(x._replace(values=whole), context, wire)._replace(sent=own)
-
-    def _capacity(self, payload: Tensor, context: Round, wire: Wire) -> int:
-        """The bytes of each rank's padded payload; equal on all ranks."""
-        bound = self.compressor.bound_bytes(context)
-        if bound is not None:
-            return sealed_bytes(bound, context.layout)
-        seed, most = context.shared_seed(), most_bytes(context.layout)
-        sealed = torch.tensor([seal_length(payload.numel(), seed)], device=payload.device)
-        numbers = wire.all_gather(sealed).view(-1).tolist()
-        # All ranks see the same lengths, so all refuse the same one.
-        return max(open_length(number, seed, most, rank) for rank, number in enumerate(numbers))
-
-    def _decode(self, body: Tensor, context: Round, rank: int, device: torch.device) -> SparseVector | Tensor:
-        # A body lies anywhere in what was gathered. Copied, it can be viewed in any dtype.
-        body = body.clone() if body.storage_offset() % _ALIGNMENT else body
-        try:
-            decoded = self.compressor.decode(body, context.layout.size)
-        except PayloadError as error:
-            raise PayloadError(f"rank {rank}'s payload: {error}") from error
-        if isinstance(decoded, Tensor):
-            return decoded.to(device)
-        return SparseVector(decoded.indices.to(device), decoded.values.to(device), decoded.size)
+                whole = decoded(self.compressor, body, x.values.numel(), wire.rank, x.values.device)
+                own = masked(whole, here, context.layout)
+        summand = (own.dense() if isinstance(own, SparseVector) else own).to(x.values.dtype)
+        count_clamped(own, self.compressor, wire)
+        return DenseAllReduce().exchange(x._replace(values=summand), context, wire)._replace(sent=own)
 
     def __repr__(self) -> str:
         return f"Gather({self.compressor!r})"
+
+
+def padded_bytes(compressor: Compressor, length: int, context: Round, wire: Wire, device: torch.device) -> int:
+    """The bytes to which all ranks pad their payloads: a bound, or else the longest `length`, which ranks gather.
+
+    Raises:
+        PayloadError: A rank's length was damaged; raised on all of them.
+    """
+    bound = compressor.bound_bytes(context)
+    if bound is not None:
+        return sealed_bytes(bound, context.layout)
+    seed, most = context.shared_seed(), most_bytes(context.layout)
+    sealed = torch.tensor([seal_length(length, seed)], device=device)
+    numbers = wire.all_gather(sealed).view(-1).tolist()
+    # All ranks see the same lengths, so all refuse the same one.
+    return max(open_length(number, seed, most, rank) for rank, number in enumerate(numbers))
+
+
+def decoded(compressor: Compressor, body: Tensor, size: int, rank: int, device: torch.device) -> SparseVector | Tensor:
+    """The vector of `size` elements in a rank's payload. Raises `PayloadError`, which names the rank."""
+    # A body lies anywhere in what was gathered. Copied, it can be viewed in any dtype.
+    body = body.clone() if body.storage_offset() % _ALIGNMENT else body
+    try:
+        vector = compressor.decode(body, size)
+    except PayloadError as error:
+        raise PayloadError(f"rank {rank}'s payload: {error}") from error
+    if isinstance(vector, Tensor):
+        return vector.to(device)
+    return SparseVector(vector.indices.to(device), vector.values.to(device), vector.size)
+
+
+def count_clamped(sent: SparseVector | Tensor, compressor: Compressor, wire: Wire) -> None:
+    """Counts in the ledger what was too large to be sent as it was."""
+    if compressor.largest < math.inf:
+        values = sent.values if isinstance(sent, SparseVector) else sent
+        wire.ledger.clamp(int((values.abs() >= compressor.largest).sum()), compressor.largest)

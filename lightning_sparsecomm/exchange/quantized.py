@@ -1,5 +1,7 @@
 """An all-reduce in a few bits for each element: each rank sums one piece of the vector."""
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -36,6 +38,8 @@ class QuantizedAllReduce(Exchange):
         ValueError: `bits` is none of these, or `block` is below 1 (or above 255, with 2 bits).
     """
 
+    sums_pieces: ClassVar[bool] = True
+
     def __init__(self, bits: Bits = 8, block: int | None = None) -> None:
         self._codec = dense_codec(bits, block)
         self.bits = bits
@@ -71,8 +75,9 @@ class QuantizedAllReduce(Exchange):
             # What the mean lost by rounding: this rank has sent that much less.
             own = slice(wire.rank * length, (wire.rank + 1) * length)
             sent[own].sub_(mean.sub_(shared[own]), alpha=world_size)
-        here = () if x.carries else x.present
-        return Exchanged(shared[:n], masked(sent[:n], here, context.layout), present)
+        # Also where this rank lacks a gradient: what it lost there of the mean of others' waits in its residual.
+        mean_sent, own_sent = (masked(vector[:n], present, context.layout) for vector in (shared, sent))
+        return Exchanged(mean_sent, own_sent, present)
 
     def _sealed(self, body: Tensor, x: Vector, context: Round) -> Tensor:
         """A message with this rank's status, as long on all ranks."""

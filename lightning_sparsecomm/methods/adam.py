@@ -7,7 +7,7 @@ from lightning_sparsecomm.basis.schedules import Density, warmed
 from lightning_sparsecomm.channel import Channel, ClipLocalNorm, ErrorFeedback, LocalAdam
 from lightning_sparsecomm.codecs.selectors.top_k import Scope
 from lightning_sparsecomm.exchange import DenseAllReduce
-from lightning_sparsecomm.methods.dropping import PositionName, ValueName, gathered
+from lightning_sparsecomm.methods.dropping import ExchangeName, PositionName, ValueName, sparse
 from lightning_sparsecomm.sharing import GradientSync, Method
 
 
@@ -20,7 +20,7 @@ class local_adam(Method):
     stepped. Tensors of one dimension (biases, norms) are sent whole, and left to the optimizer.
 
     Bytes per step and rank: 6 for each element sent (2 of position, 4 of value; 4 with float16), 4 for each element of
-    the tensors that are sent whole, 132 for each that is not, and 32 of headers.
+    the tensors that are sent whole, 36 to 132 for each other tensor, and 32 of headers.
 
     Source: Tang et al. 2021, 1-bit Adam, which sends what local moments say, after steps of dense Adam; its second
     moment is frozen then. Here each rank keeps its own from the first step on, corrected for what the mean over ranks
@@ -39,14 +39,19 @@ class local_adam(Method):
             small ones sent more densely ("balanced").
         values: Dtype of values on the wire; "bfloat16" suits directions of any scale. "one_bit" is a sign, and a
             magnitude for a group; "two_bit" a sign and one of two magnitudes, "three_bit" one of four, and
-            "short_three_bit" the same in fewer bits and more time. What is rounded off stays in the residual. In as
-            many bytes, "one_bit" allows most elements, and trains best.
+            "short_three_bit" the same in fewer bits and more time. "few_bits" is "two_bit" where over 60% of the
+            elements are sent, else "one_bit"; in as many bytes it trains best. What is rounded off stays in the
+            residual.
         positions: How positions are coded: "fast" takes 2 bytes for each element sent; "short" is the shortest of five
             codes, such as 0.8 bytes at a density of 3%.
         exclude: Patterns of more parameter names whose gradients are sent whole, such as "head.*".
+        exchange: "gather" sends each rank's selection to all. With "all_reduce" ranks each add up a piece of every
+            tensor, and send the largest elements of its mean: the bytes on the link do not grow with the number of
+            ranks, and with 4 ranks are half as many.
+        min_dimensions: Tensors of fewer dimensions are sent whole: with 2, biases and norms; with 0, none.
 
     Raises:
-        ValueError: A density outside (0, 1], a clip that is not positive, or an unknown scope, dtype or code.
+        ValueError: A density outside (0, 1], a clip that is not positive, or an unknown scope, dtype, code or exchange.
     """
 
     def __init__(
@@ -59,14 +64,19 @@ class local_adam(Method):
         values: ValueName = "float32",
         exclude: Sequence[str] = (),
         positions: PositionName = "fast",
+        exchange: ExchangeName = "gather",
+        min_dimensions: int = 2,
     ) -> None:
-        sparse = gathered(warmed(density, warmup_steps, warmup_epochs, "exponential"), scope, values, positions)
+        density = warmed(density, warmup_steps, warmup_epochs, "exponential")
+        how = sparse(density, scope, values, positions, exchange)
         with renamed(max_norm="clip"):
             before, after = ClipLocalNorm(clip), ClipLocalNorm(clip)
         super().__init__(
             [
                 GradientSync(
-                    Channel(sparse, [before, LocalAdam(), ErrorFeedback()]), exclude=exclude, min_dimensions=2
+                    Channel(how, [before, LocalAdam(), ErrorFeedback()]),
+                    exclude=exclude,
+                    min_dimensions=min_dimensions,
                 ),
                 GradientSync(Channel(DenseAllReduce(), [after]), rest=True),
             ]

@@ -15,6 +15,7 @@ def corrected(
     masking: bool,
     exclude: Sequence[str],
     follow_rate: bool,
+    min_dimensions: int = 2,
 ) -> list[Sync]:
     """Sends weights through `exchange`, after momentum and residual; sends all else whole, before momentum."""
     with renamed(max_norm="clip"):
@@ -25,6 +26,6 @@ def corrected(
     whole = Channel(DenseAllReduce(), [clipping, *after])
     masks_own = masking and not correction
     return [
-        GradientSync(sparse, exclude=exclude, min_dimensions=2, mask_momentum=masks_own),
+        GradientSync(sparse, exclude=exclude, min_dimensions=min_dimensions, mask_momentum=masks_own),
         GradientSync(whole, rest=True),
     ]

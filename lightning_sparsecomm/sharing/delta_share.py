@@ -131,7 +131,7 @@ class DeltaShare(Share):
             self._moments.commit()
             if self.sync.mask_momentum:
                 mask_momentum_(self.optimizer, self.parameters, exchanged.sent, self.layout)
-        self._count_sent(exchanged.sent)
+        self._count_sent(exchanged)
 
     def abort(self) -> None:
         """Sets the weights back to the anchors: what was trained since the last exchange is lost."""

@@ -182,7 +182,7 @@ class GradientShare(Share):
             show_moments(self.optimizer, self.parameters, self._adam)
         self._unfinished = self._finishes
         self._count_ddp()
-        self._count_sent(exchanged.sent)
+        self._count_sent(exchanged)
         self._write(exchanged)
 
     def abort(self) -> None:

@@ -8,9 +8,10 @@ from typing import Literal
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_sparsecomm.basis import Layout, Round, SparseVector, Warmup, Wire
+from lightning_sparsecomm.basis import Layout, Round, Warmup, Wire
 from lightning_sparsecomm.channel import Channel
 from lightning_sparsecomm.channel.saved import Saved
+from lightning_sparsecomm.exchange import Exchanged
 from lightning_sparsecomm.sharing.gradients import NamedParameters, wide_dtype
 
 Moment = Literal["gradients", "weights", "end"]
@@ -166,8 +167,8 @@ class Share(ABC):
         ledger.ddp_bytes += sum(parameter.nbytes for _, parameter in self.parameters if parameter.requires_grad)
         ledger.elements += self.layout.size
 
-    def _count_sent(self, sent: SparseVector | Tensor) -> None:
-        self.wire.ledger.sent_elements += sent.indices.numel() if isinstance(sent, SparseVector) else sent.numel()
+    def _count_sent(self, exchanged: Exchanged) -> None:
+        self.wire.ledger.sent_elements += self.channel.exchange.elements(exchanged)
 
     def _context(self, turn: Turn, quantity: str = "gradient") -> Round:
         rank, world_size = self.wire.rank, self.wire.world_size

@@ -234,7 +234,7 @@ class StreamedShare(DeltaShare):
                 raise
             if set_means and self.wire.rank == 0:
                 self._set_weights.warn(set_means)
-            self._count_sent(exchanged.sent)
+            self._count_sent(exchanged)
             sent = _by_name(exchanged.sent, self.layout) if self.sync.mask_momentum else {}
             self._arrived = Arrived(_by_name(exchanged.shared, self.layout), sent, set_means)
 

@@ -65,11 +65,12 @@ def test_noise_is_averaged_over_ranks_and_what_is_common_is_not(common: bool, fa
         assert x is not None
         aside = memory.aside(context)
         assert aside is not None
-        total = 16 * aside
+        # Of each of the two tensors 8 elements, and the sum of their squares.
+        total = 16 * aside.view(2, 9)
         if not common:
             # Sums of 16 independent numbers.
             total[:, :-1] = 4 * torch.randn(total[:, :-1].shape, generator=generator)
-        memory.take_aside(total)
+        memory.take_aside(total.view(-1))
         memory.commit(Exchanged(x, x, [True, True]), context)
         expected = direction(alone, gradient, AdamRule())
     ratio = float((x / expected).median())

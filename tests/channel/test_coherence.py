@@ -54,6 +54,12 @@ def test_positions_are_inside_and_differ_from_step_to_step() -> None:
     assert not torch.equal(first, second)
 
 
+def test_less_is_summed_of_small_tensors() -> None:
+    layout = Layout([("large", (2000,)), ("middle", (20, 20)), ("small", (64,)), ("nothing", (0,))])
+    counts = Coherence().summed(layout, CPU).sum(1) - 1
+    assert counts.tolist() == [32, 12, 8, 8]
+
+
 def test_it_is_saved() -> None:
     coherence, loaded = measured(1.0, 1.0), Coherence()
     loaded.load_state_dict(dict(coherence.state_dict()))

@@ -58,3 +58,35 @@ def test_it_is_saved_when_the_step_has_ended(tmp_path: Path, moment: str, accumu
     assert batches == accumulated * (ASKED + 1)
     expected: dict[str, Tensor] = torch.load(tmp_path / f"after {ASKED + 1}.pt")
     assert all(torch.equal(checkpoint["state_dict"][name], weight) for name, weight in expected.items())
+
+
+class SavingAmidABatch(Model):
+    """Saves between a forward and its backward pass, in a batch that does not step, if there is a path."""
+
+    def __init__(self, path: Path | None) -> None:
+        super().__init__()
+        self.path = path
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        if self.path is not None and self.trainer.fit_loop.epoch_loop.total_batch_idx == 2:
+            self.trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        methods.sbc(0.05, every=3),
+        methods.federated_averaging(every=3),
+        methods.diloco(every=3),
+        methods.gradient_dropping(0.05, local="partial", average_every=3),
+    ],
+)
+def test_a_save_amid_a_batch_changes_nothing(tmp_path: Path, method: Any) -> None:
+    """It writes the shared model into the weights, and puts them back: autograd, as under ddp, notices nothing."""
+    trained = []
+    for path in (None, tmp_path / "amid.ckpt"):
+        model = SavingAmidABatch(path)
+        fit(tmp_path, model, SparseCommStrategy(method), max_epochs=2, accumulate_grad_batches=2)
+        trained.append(model.state_dict())
+    assert (tmp_path / "amid.ckpt").exists()
+    assert all(torch.equal(weight, trained[0][name]) for name, weight in trained[1].items())

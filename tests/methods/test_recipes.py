@@ -61,16 +61,14 @@ def test_names_of_strategies_are_those_of_recipes() -> None:
 
 
 def test_the_default_is_dgc_then_local_adam_then_gradient_dropping() -> None:
-    density = ByLength(0.083, 0.94, least=0.002, most=0.21)
-    assert repr(default().syncs) == repr(dgc(density, scope="balanced", values="three_bit", positions="short").syncs)
+    density = ByLength(0.27, 0.88, least=0.002, most=0.8)
+    options: Any = {"scope": "balanced", "positions": "short"}
+    summed: Any = {"values": "two_bit", "exchange": "all_reduce", "min_dimensions": 0}
+    assert repr(default().syncs) == repr(dgc(density, **options, **summed).syncs)
     adam = default().fallback
     assert adam is not None
-    assert repr(adam.syncs) == repr(
-        local_adam(ByLength(0.125, 0.93, most=0.42), scope="balanced", values="one_bit", positions="short").syncs
-    )
-    assert repr(adam.fallback) == repr(
-        gradient_dropping(ByLength(), scope="balanced", values="bfloat16", positions="short")
-    )
+    assert repr(adam.syncs) == repr(local_adam(density, **options, **summed).syncs)
+    assert repr(adam.fallback) == repr(gradient_dropping(ByLength(), values="bfloat16", **options))
 
 
 @pytest.mark.parametrize(

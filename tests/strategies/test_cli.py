@@ -335,7 +335,7 @@ def test_help_of_a_method(cli: Cli, capsys: pytest.CaptureFixture[str]) -> None:
     )
     assert summary_of(gradient_dropping) in text
     assert f"--method.density DENSITY {described(gradient_dropping, 'density')}" in text
-    dtypes = "{float32,float16,bfloat16,one_bit,two_bit,three_bit,short_three_bit}"
+    dtypes = "{float32,float16,bfloat16,one_bit,two_bit,three_bit,short_three_bit,few_bits}"
     assert f"--method.values {dtypes} {described(gradient_dropping, 'values')}" in text
     assert described(gradient_dropping, "exclude") in text
 
