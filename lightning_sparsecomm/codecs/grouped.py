@@ -90,22 +90,7 @@ class TwoBit(Grouped):
     _kind: ClassVar[str] = "two-bit"
 
     def encode(self, values: Tensor, indices: Tensor, layout: Layout) -> Tensor:
-        count = values.numel()
-        groups = -(-count // self.group)
-        padding = (0, groups * self.group - count)
-        magnitudes = torch.nn.functional.pad(values.abs().to(torch.float64), padding).view(groups, self.group)
-        is_value = torch.nn.functional.pad(values.new_ones(count, dtype=torch.bool), padding).view(groups, self.group)
-        # Rounding can make the mean of equal numbers greater than each of them.
-        middle = torch.minimum(_mean(magnitudes, is_value), magnitudes.amax(1) if groups else magnitudes.sum(1))
-        large = is_value & (magnitudes >= middle[:, None])
-        small = is_value & ~large
-        above = _mean(magnitudes, large)
-        below = torch.where(small.any(1), _mean(magnitudes, small), above)
-        levels = torch.stack([below, above], 1).clamp_(max=_LARGEST).to(torch.float16)
-        codes = large.view(-1)[:count].to(torch.uint8) << 1 | (values < 0)
-        codes = torch.nn.functional.pad(codes, (0, -count % 4)).view(-1, 4)
-        packed = (codes << _shifts(values.device)).sum(1, dtype=torch.uint8)
-        return torch.cat([levels.view(-1).view(torch.uint8), packed])
+        return value_kernels_for(values.device).write_two_bits(values, self.group)
 
     def decode(self, section: Tensor, count: int, parameter: int) -> Tensor:
         self._check(section, count, parameter)
@@ -121,10 +106,7 @@ class TwoBit(Grouped):
             least = float(levels[at - 1]) if at % 2 else 0.0
             found = f"magnitude at byte {2 * at} is {float(levels[at])}"
             raise self._wrong(found, f"{least} to {_LARGEST:.0f}")
-        codes = (section[levels_end:, None] >> _shifts(section.device) & 3).view(-1)[:count].to(torch.int64)
-        groups = torch.arange(count, device=section.device) // parameter
-        magnitudes = levels.to(torch.float32)[2 * groups + (codes >> 1)]
-        return torch.where(codes & 1 == 1, -magnitudes, magnitudes)
+        return value_kernels_for(section.device).read_two_bits(section, count, parameter)
 
 
 @register_value_codec
@@ -231,13 +213,3 @@ def _three_bit_heads(section: Tensor, count: int, group: int) -> Tensor:
     """The least magnitude and the ratio of each group: `[groups, 2]` float32."""
     # The copy is aligned, wherever the section begins in the payload.
     return section[: 4 * -(-count // group)].clone().view(torch.bfloat16).view(-1, 2).to(torch.float32)
-
-
-def _mean(magnitudes: Tensor, which: Tensor) -> Tensor:
-    """For each row, the mean of the magnitudes that `which` marks; 0 if it marks none."""
-    return torch.where(which, magnitudes, 0.0).sum(1) / which.sum(1).clamp_(min=1)
-
-
-def _shifts(device: torch.device) -> Tensor:
-    """Where in a byte each of its four codes begins."""
-    return torch.arange(0, 8, 2, dtype=torch.uint8, device=device)

@@ -1,4 +1,4 @@
-"""Encodes and decodes values in few bits in numba: eight values, three bytes at a time."""
+"""Encodes and decodes values in few bits in numba."""
 
 import numpy as np
 import torch
@@ -6,8 +6,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_sparsecomm.kernels.numba_jit import Bytes, Floats, Words, compiled
+from lightning_sparsecomm.kernels.values.cpu_few_bits import read_signs, read_two, write_signs, write_two
 from lightning_sparsecomm.kernels.values.reference import (
     LARGEST_BFLOAT16,
+    LARGEST_FLOAT16,
     LARGEST_THREE_BIT,
     LOWEST_OF_MEAN,
     SMALLEST_THREE_BIT,
@@ -45,7 +47,7 @@ class CpuValueKernels(ValueKernels):
         if values.dtype not in (torch.float32, torch.float64) or not count:
             return super().write_one_bits(values, group)
         means, packed = np.empty(-(-count // group), np.float64), np.zeros((count + 7) // 8, np.uint8)
-        _write_signs(values.detach().contiguous().numpy(), group, means, packed)
+        write_signs(values.detach().contiguous().numpy(), group, means, packed)
         heads = torch.from_numpy(np.minimum(means, LARGEST_BFLOAT16)).to(torch.bfloat16)
         return torch.cat([heads.view(torch.uint8), torch.from_numpy(packed)])
 
@@ -53,7 +55,23 @@ class CpuValueKernels(ValueKernels):
         heads_end = 2 * -(-count // group)
         magnitudes = section[:heads_end].clone().view(torch.bfloat16).to(torch.float32)
         values = np.empty(count, np.float32)
-        _read_signs(section[heads_end:].contiguous().numpy(), group, magnitudes.numpy(), values)
+        read_signs(section[heads_end:].contiguous().numpy(), group, magnitudes.numpy(), values)
+        return torch.from_numpy(values)
+
+    def write_two_bits(self, values: Tensor, group: int) -> Tensor:
+        count = values.numel()
+        if values.dtype not in (torch.float32, torch.float64) or not count:
+            return super().write_two_bits(values, group)
+        levels, packed = np.empty((-(-count // group), 2), np.float64), np.zeros((count + 3) // 4, np.uint8)
+        write_two(values.detach().contiguous().numpy(), group, levels, packed)
+        heads = torch.from_numpy(np.minimum(levels, LARGEST_FLOAT16)).to(torch.float16)
+        return torch.cat([heads.view(-1).view(torch.uint8), torch.from_numpy(packed)])
+
+    def read_two_bits(self, section: Tensor, count: int, group: int) -> Tensor:
+        heads_end = 4 * -(-count // group)
+        levels = section[:heads_end].clone().view(torch.float16).view(-1, 2).to(torch.float32)
+        values = np.empty(count, np.float32)
+        read_two(section[heads_end:].contiguous().numpy(), group, levels.numpy(), values)
         return torch.from_numpy(values)
 
     def write_short_three_bits(self, values: Tensor, group: int) -> Tensor:
@@ -87,27 +105,6 @@ class CpuValueKernels(ValueKernels):
         end = _read_ranks(words, total, ranks)
         _unrank(words, group, heads.numpy(), swapped.numpy(), ranks, values)
         return torch.from_numpy(values), 8 * heads_end + end
-
-
-@compiled
-def _write_signs(values: Floats, group: int, means: Floats, packed: Bytes) -> None:
-    """Each group's mean magnitude, and a bit for each value."""
-    for at in range(means.size):
-        first, end = at * group, min((at + 1) * group, values.size)
-        total = 0.0
-        for i in range(first, end):
-            value = np.float64(values[i])
-            total += abs(value)
-            packed[i >> 3] |= np.uint8(np.int64(value < 0) << (i & 7))
-        means[at] = total / (end - first)
-
-
-@compiled
-def _read_signs(packed: Bytes, group: int, magnitudes: Floats, values: Floats) -> None:
-    for at in range(magnitudes.size):
-        magnitude = magnitudes[at]
-        for i in range(at * group, min((at + 1) * group, values.size)):
-            values[i] = -magnitude if np.int64(packed[i >> 3]) >> (i & 7) & 1 else magnitude
 
 
 @compiled

@@ -8,6 +8,7 @@ LARGEST_THREE_BIT = 2.0**126
 SMALLEST_THREE_BIT = 2.0**-126
 
 LARGEST_BFLOAT16 = torch.finfo(torch.bfloat16).max
+LARGEST_FLOAT16 = torch.finfo(torch.float16).max
 
 # A group whose smallest magnitude is below this part of its mean needs a magnitude of 0.
 ZERO_BELOW = 1 / 8
@@ -70,6 +71,38 @@ class ValueKernels:
         bits = section[heads_end:, None].to(torch.int32) >> _places(section.device, 8, 1) & 1
         magnitudes = magnitudes[torch.arange(count, device=section.device) // group]
         return torch.where(bits.flatten()[:count] == 1, -magnitudes, magnitudes)
+
+    def write_two_bits(self, values: Tensor, group: int) -> Tensor:
+        """Each group's two magnitudes as float16, then two bits for each of `[k]` finite values.
+
+        The lower bit is 1 if the value is negative, the other one if its magnitude is at least the group's mean. Each
+        magnitude is the mean of those that it stands for; the first is that of the second where it stands for none.
+        """
+        count = values.numel()
+        groups = -(-count // group)
+        padding = (0, groups * group - count)
+        magnitudes = torch.nn.functional.pad(values.abs().to(torch.float64), padding).view(groups, group)
+        is_value = torch.nn.functional.pad(values.new_ones(count, dtype=torch.bool), padding).view(groups, group)
+        # Rounding can make the mean of equal numbers greater than each of them.
+        middle = torch.minimum(_mean(magnitudes, is_value), magnitudes.amax(1) if groups else magnitudes.sum(1))
+        large = is_value & (magnitudes >= middle[:, None])
+        small = is_value & ~large
+        above = _mean(magnitudes, large)
+        below = torch.where(small.any(1), _mean(magnitudes, small), above)
+        levels = torch.stack([below, above], 1).clamp_(max=LARGEST_FLOAT16).to(torch.float16)
+        codes = large.view(-1)[:count].to(torch.int32) << 1 | (values < 0)
+        codes = torch.nn.functional.pad(codes, (0, -count % 4)).view(-1, 4)
+        packed = (codes << _places(values.device, 4, 2)).sum(1).to(torch.uint8)
+        return torch.cat([levels.view(-1).view(torch.uint8), packed])
+
+    def read_two_bits(self, section: Tensor, count: int, group: int) -> Tensor:
+        """The `[count]` float32 values of a section that has exactly their length."""
+        heads_end = 4 * -(-count // group)
+        levels = section[:heads_end].clone().view(torch.float16).to(torch.float32)
+        codes = (section[heads_end:, None].to(torch.int32) >> _places(section.device, 4, 2) & 3).view(-1)[:count]
+        groups = torch.arange(count, device=section.device) // group
+        magnitudes = levels[2 * groups + (codes >> 1)]
+        return torch.where(codes & 1 == 1, -magnitudes, magnitudes)
 
     def write_short_three_bits(self, values: Tensor, group: int) -> Tensor:
         """As `write_three_bits`, with the number of each magnitude in one to three bits.
@@ -142,6 +175,11 @@ def _quantized(values: Tensor, group: int) -> tuple[Tensor, Tensor]:
     levels = _levels(heads).to(torch.float64)
     between = (levels[:, :-1] + levels[:, 1:]) / 2
     return heads, (exact[:, :, None] >= between[:, None, :]).sum(2, dtype=torch.int32).view(-1)[:count]
+
+
+def _mean(magnitudes: Tensor, which: Tensor) -> Tensor:
+    """For each row, the mean of the magnitudes that `which` marks; 0 if it marks none."""
+    return torch.where(which, magnitudes, 0.0).sum(1) / which.sum(1).clamp_(min=1)
 
 
 def _levels(heads: Tensor) -> Tensor:

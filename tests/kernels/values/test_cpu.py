@@ -44,10 +44,22 @@ def test_one_bits_are_those_of_the_reference(dtype: torch.dtype, group: int, siz
         assert same_bits(CPU.read_one_bits(section, size, group), REFERENCE.read_one_bits(section, size, group))
 
 
+@each_dtype
+@pytest.mark.parametrize("group", [1, 3, 64, 128, 255])
+@pytest.mark.parametrize("size", [0, 1, 3, 4, 5, 1000])
+def test_two_bits_are_those_of_the_reference(dtype: torch.dtype, group: int, size: int):
+    x = numbers(size, dtype, seed=size)
+    for values in [x, x * 1e30, x * 1e-37, torch.full_like(x, 0.1), torch.full_like(x, 1e5), torch.zeros_like(x)]:
+        section = REFERENCE.write_two_bits(values, group)
+        assert same_bits(CPU.write_two_bits(values, group), section)
+        assert same_bits(CPU.read_two_bits(section, size, group), REFERENCE.read_two_bits(section, size, group))
+
+
 def test_a_view_with_steps_is_read_as_it_is():
     values = torch.randn(200, generator=torch.Generator().manual_seed(0))[::2]
     assert same_bits(CPU.write_three_bits(values, 64), REFERENCE.write_three_bits(values.clone(), 64))
     assert same_bits(CPU.write_one_bits(values, 64), REFERENCE.write_one_bits(values.clone(), 64))
+    assert same_bits(CPU.write_two_bits(values, 64), REFERENCE.write_two_bits(values.clone(), 64))
 
 
 def test_the_processor_has_numba():
