@@ -6,8 +6,8 @@ from lightning_sparsecomm.basis.arguments import renamed
 from lightning_sparsecomm.basis.schedules import Density, warmed
 from lightning_sparsecomm.channel import Channel, ClipLocalNorm, ErrorFeedback, LocalAdam
 from lightning_sparsecomm.codecs.selectors.top_k import Scope
-from lightning_sparsecomm.exchange import DenseAllReduce
 from lightning_sparsecomm.methods.dropping import ExchangeName, PositionName, ValueName, sparse
+from lightning_sparsecomm.methods.weights import RestBits, rest
 from lightning_sparsecomm.sharing import GradientSync, Method
 
 
@@ -48,7 +48,8 @@ class local_adam(Method):
         exchange: "gather" sends each rank's selection to all. With "all_reduce" ranks each add up a piece of every
             tensor, and send the largest elements of its mean: the bytes on the link do not grow with the number of
             ranks, and with 4 ranks are half as many.
-        min_dimensions: Tensors of fewer dimensions are sent whole: with 2, biases and norms; with 0, none.
+        rest_bits: Bits for each element of biases and norms, which are sent whole: 32, 8 or 4. What fewer than 32 round
+            off is sent later.
 
     Raises:
         ValueError: A density outside (0, 1], a clip that is not positive, or an unknown scope, dtype, code or exchange.
@@ -65,7 +66,7 @@ class local_adam(Method):
         exclude: Sequence[str] = (),
         positions: PositionName = "fast",
         exchange: ExchangeName = "gather",
-        min_dimensions: int = 2,
+        rest_bits: RestBits = 32,
     ) -> None:
         density = warmed(density, warmup_steps, warmup_epochs, "exponential")
         how = sparse(density, scope, values, positions, exchange)
@@ -76,8 +77,8 @@ class local_adam(Method):
                 GradientSync(
                     Channel(how, [before, LocalAdam(), ErrorFeedback()]),
                     exclude=exclude,
-                    min_dimensions=min_dimensions,
+                    min_dimensions=2,
                 ),
-                GradientSync(Channel(DenseAllReduce(), [after]), rest=True),
+                rest(rest_bits, [after]),
             ]
         )

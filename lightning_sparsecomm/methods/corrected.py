@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from lightning_sparsecomm.basis.arguments import renamed
 from lightning_sparsecomm.channel import Channel, ClipLocalNorm, ErrorFeedback, Momentum, MomentumCorrection
-from lightning_sparsecomm.exchange import DenseAllReduce, Exchange
+from lightning_sparsecomm.exchange import Exchange
+from lightning_sparsecomm.methods.weights import RestBits, rest
 from lightning_sparsecomm.sharing import GradientSync, Sync
 
 
@@ -15,7 +16,7 @@ def corrected(
     masking: bool,
     exclude: Sequence[str],
     follow_rate: bool,
-    min_dimensions: int = 2,
+    rest_bits: RestBits = 32,
 ) -> list[Sync]:
     """Sends weights through `exchange`, after momentum and residual; sends all else whole, before momentum."""
     with renamed(max_norm="clip"):
@@ -23,9 +24,8 @@ def corrected(
     before = [MomentumCorrection(masking)] if correction else []
     after = [Momentum()] if correction else []
     sparse = Channel(exchange, [clipping, *before, ErrorFeedback(follow_rate=follow_rate)])
-    whole = Channel(DenseAllReduce(), [clipping, *after])
     masks_own = masking and not correction
     return [
-        GradientSync(sparse, exclude=exclude, min_dimensions=min_dimensions, mask_momentum=masks_own),
-        GradientSync(whole, rest=True),
+        GradientSync(sparse, exclude=exclude, min_dimensions=2, mask_momentum=masks_own),
+        rest(rest_bits, [clipping], after),
     ]

@@ -25,6 +25,7 @@ from lightning_sparsecomm.codecs import (
 from lightning_sparsecomm.codecs.selectors.top_k import Scope
 from lightning_sparsecomm.exchange import CompressedAllReduce, DenseAllReduce, Exchange, Gather
 from lightning_sparsecomm.methods.corrected import corrected
+from lightning_sparsecomm.methods.weights import RestBits
 from lightning_sparsecomm.sharing import Averaging, GradientSync, Method, Sync
 from lightning_sparsecomm.sharing.local_mode import LOCAL_MODES, LocalName
 
@@ -176,7 +177,8 @@ class dgc(Method):
         exchange: "gather" sends each rank's selection to all, as in the paper. With "all_reduce" ranks each add up a
             piece of every tensor, and send the largest elements of its mean: the bytes on the link do not grow with
             the number of ranks, and with 4 ranks are half as many.
-        min_dimensions: Tensors of fewer dimensions are sent whole: with 2, biases and norms; with 0, none.
+        rest_bits: Bits for each element of biases and norms, which are sent whole: 32, 8 or 4. What fewer than 32 round
+            off is sent later.
 
     Raises:
         ValueError: A density outside (0, 1], a clip that is not positive, an unknown scope, dtype, code or exchange,
@@ -198,7 +200,7 @@ class dgc(Method):
         follow_rate: bool = True,
         positions: PositionName = "fast",
         exchange: ExchangeName = "gather",
-        min_dimensions: int = 2,
+        rest_bits: RestBits = 32,
     ) -> None:
         check_booleans(
             momentum_correction=momentum_correction, momentum_masking=momentum_masking, follow_rate=follow_rate
@@ -210,9 +212,7 @@ class dgc(Method):
             )
         density = warmed(density, warmup_steps, warmup_epochs, "exponential", 1000)
         how = sparse(density, scope, values, positions, exchange)
-        super().__init__(
-            corrected(how, clip, momentum_correction, momentum_masking, exclude, follow_rate, min_dimensions)
-        )
+        super().__init__(corrected(how, clip, momentum_correction, momentum_masking, exclude, follow_rate, rest_bits))
 
 
 def sparse(

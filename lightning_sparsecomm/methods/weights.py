@@ -1,10 +1,26 @@
 """An exchange for weights, with biases and norms sent whole."""
 
 from collections.abc import Sequence
+from typing import Literal
 
-from lightning_sparsecomm.channel import Channel, ErrorFeedback
-from lightning_sparsecomm.exchange import DenseAllReduce, Exchange
+from lightning_sparsecomm.channel import Channel, ErrorFeedback, Memory
+from lightning_sparsecomm.exchange import DenseAllReduce, Exchange, QuantizedAllReduce
 from lightning_sparsecomm.sharing import GradientSync
+
+RestBits = Literal[32, 8, 4]
+
+
+def rest(bits: RestBits, before: Sequence[Memory] = (), after: Sequence[Memory] = ()) -> GradientSync:
+    """All parameters that no other sync takes, whole; in few bits with error feedback, or as they are with 32.
+
+    Raises:
+        ValueError: `bits` is none of these.
+    """
+    if isinstance(bits, bool) or bits not in (32, 8, 4):
+        raise ValueError(f"rest_bits must be 32, 8 or 4, for each element of biases and norms; got {bits!r}. Use 8.")
+    if bits == 32:
+        return GradientSync(Channel(DenseAllReduce(), [*before, *after]), rest=True)
+    return GradientSync(Channel(QuantizedAllReduce(bits, 64), [*before, ErrorFeedback(), *after]), rest=True)
 
 
 def weights_by(

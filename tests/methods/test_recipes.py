@@ -61,13 +61,13 @@ def test_names_of_strategies_are_those_of_recipes() -> None:
 
 
 def test_the_default_is_dgc_then_local_adam_then_gradient_dropping() -> None:
-    density = ByLength(0.27, 0.88, least=0.002, most=0.8)
     options: Any = {"scope": "balanced", "positions": "short"}
-    summed: Any = {"values": "two_bit", "exchange": "all_reduce", "min_dimensions": 0}
-    assert repr(default().syncs) == repr(dgc(density, **options, **summed).syncs)
-    adam = default().fallback
+    summed: Any = {**options, "exchange": "all_reduce", "rest_bits": 8}
+    density = ByLength(0.23, 0.88, least=0.002, most=0.58)
+    assert repr(default().syncs) == repr(dgc(density, values="three_bit", **summed).syncs)
+    adam, density = default().fallback, ByLength(0.45, 1.0, least=0.002, most=0.76)
     assert adam is not None
-    assert repr(adam.syncs) == repr(local_adam(density, **options, **summed).syncs)
+    assert repr(adam.syncs) == repr(local_adam(density, values="few_bits", **summed).syncs)
     assert repr(adam.fallback) == repr(gradient_dropping(ByLength(), values="bfloat16", **options))
 
 

@@ -19,9 +19,9 @@ from tests.run.training import chain
         (
             default(),
             300,
-            "SGD by dgc(density=ByLength(density=0.28, exponent=0.88, least=0.002, most=0.8, unknown=0.01),"
-            " scope='balanced', values='two_bit', positions='short', exchange='all_reduce', min_dimensions=0);"
-            " 80.00% of the elements in each of 300 steps",
+            "SGD by dgc(density=ByLength(density=0.23, exponent=0.88, least=0.002, most=0.58, unknown=0.01),"
+            " scope='balanced', values='three_bit', positions='short', exchange='all_reduce', rest_bits=8);"
+            " 58.00% of the elements in each of 300 steps",
         ),
         (default(), math.inf, "; 1.00% of the elements in each step of a run of unknown length"),
         (dgc(0.001), 300, "SGD by dgc(density=0.001)"),
@@ -44,5 +44,5 @@ def test_a_length_that_supposes_one_step_for_each_batch_says_so(wire: Wire) -> N
     engine.register(torch.optim.SGD(module.parameters(), lr=0.1))
     (known,), (unknown,) = (announcement(engine.registry, length, 4, estimated=True) for length in (300, math.inf))
     engine.close()
-    assert known.endswith("; 80.00% of the elements in each of 300 steps (if each batch makes one)")
+    assert known.endswith("; 58.00% of the elements in each of 300 steps (if each batch makes one)")
     assert unknown.endswith("in each step of a run of unknown length")

@@ -62,11 +62,11 @@ class Bodies(pl.Callback):
 
 
 @pytest.mark.filterwarnings("ignore:the warm-up does not end before the training")
-@pytest.mark.parametrize(("model", "corrects"), [(Classifier, [[True]]), (Adam, [[False]])])
+@pytest.mark.parametrize(("model", "corrects"), [(Classifier, [[True, True]]), (Adam, [[False, False]])])
 def test_sparsecomm_corrects_momentum_for_sgd_only(tmp_path: Path, model: Any, corrects: Any) -> None:
     ranks = fit(tmp_path, Scenario(model, steps=3), 2, default(), (Bodies(tmp_path),))
     assert torch.load(tmp_path / "used.pt") == corrects
-    assert ranks[0]["ledger"].density() == pytest.approx(0.8, rel=0.05)
+    assert ranks[0]["ledger"].density() == pytest.approx(0.67, rel=0.2)
 
 
 @pytest.mark.parametrize(
