@@ -79,6 +79,6 @@ class local_adam(Method):
                     exclude=exclude,
                     min_dimensions=2,
                 ),
-                rest(rest_bits, [after]),
+                rest(rest_bits, [after], [after, ErrorFeedback()]),
             ]
         )

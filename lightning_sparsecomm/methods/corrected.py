@@ -22,10 +22,17 @@ def corrected(
     with renamed(max_norm="clip"):
         clipping = ClipLocalNorm(clip)
     before = [MomentumCorrection(masking)] if correction else []
+    # Of what is sent whole, nothing is masked.
+    unmasked = [MomentumCorrection(False)] if correction else []
     after = [Momentum()] if correction else []
-    sparse = Channel(exchange, [clipping, *before, ErrorFeedback(follow_rate=follow_rate)])
+    feedback = ErrorFeedback(follow_rate=follow_rate)
     masks_own = masking and not correction
     return [
-        GradientSync(sparse, exclude=exclude, min_dimensions=2, mask_momentum=masks_own),
-        rest(rest_bits, [clipping], after),
+        GradientSync(
+            Channel(exchange, [clipping, *before, feedback]),
+            exclude=exclude,
+            min_dimensions=2,
+            mask_momentum=masks_own,
+        ),
+        rest(rest_bits, [clipping, *after], [clipping, *unmasked, feedback]),
     ]

@@ -10,17 +10,22 @@ from lightning_sparsecomm.sharing import GradientSync
 RestBits = Literal[32, 8, 4]
 
 
-def rest(bits: RestBits, before: Sequence[Memory] = (), after: Sequence[Memory] = ()) -> GradientSync:
-    """All parameters that no other sync takes, whole; in few bits with error feedback, or as they are with 32.
+def rest(bits: RestBits, exact: Sequence[Memory], rounded: Sequence[Memory]) -> GradientSync:
+    """All parameters that no other sync takes, whole: as they are with 32 bits, else rounded.
+
+    Args:
+        bits: For each element.
+        exact: The memories with 32 bits.
+        rounded: Those with fewer; the last one is error feedback.
 
     Raises:
-        ValueError: `bits` is none of these.
+        ValueError: `bits` is neither 32, 8 nor 4.
     """
     if isinstance(bits, bool) or bits not in (32, 8, 4):
         raise ValueError(f"rest_bits must be 32, 8 or 4, for each element of biases and norms; got {bits!r}. Use 8.")
     if bits == 32:
-        return GradientSync(Channel(DenseAllReduce(), [*before, *after]), rest=True)
-    return GradientSync(Channel(QuantizedAllReduce(bits, 64), [*before, ErrorFeedback(), *after]), rest=True)
+        return GradientSync(Channel(DenseAllReduce(), exact), rest=True)
+    return GradientSync(Channel(QuantizedAllReduce(bits, 64), rounded), rest=True)
 
 
 def weights_by(

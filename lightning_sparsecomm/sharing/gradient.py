@@ -1,6 +1,7 @@
 """Gradients exchanged once per optimizer step, and written back to `.grad`."""
 
 import copy
+import warnings
 from collections.abc import Sequence
 from typing import Literal
 
@@ -205,9 +206,19 @@ class GradientShare(Share):
             if group.get("maximize") and self._adam is None
             for weight in group["params"]
         }
-        for (_, weight), change in zip(self.parameters, self.layout.views(mean)):
+        dropped = []
+        for (name, weight), change in zip(self.parameters, self.layout.views(mean)):
             if weight.requires_grad:
                 weight.detach().sub_(change, alpha=-1 if id(weight) in rising else 1)
+            elif bool(change.any()):
+                dropped.append(name)
+        if dropped and self.wire.rank == 0:
+            warnings.warn(
+                f"{dropped[0]!r} and {len(dropped) - 1} other parameter(s) were frozen in training, and what still"
+                " waited for them is dropped: with ddp they would have moved by it before. Freeze parameters from the"
+                " start, or give them to a sync that sends them whole (exclude=[...]).",
+                stacklevel=2,
+            )
         for residual in self.channel.residuals:
             residual.forget()
         self._waiting = None

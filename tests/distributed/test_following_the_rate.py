@@ -1,5 +1,6 @@
 """Whatever the density and the learning rates, what is applied in the end is what ddp applies."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,12 @@ def _train(
     before = flat(p.detach() for p in module.parameters())
     if frozen:
         module.requires_grad_(False)
-    if settle:
-        engine.settle()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if settle:
+            engine.settle()
+    says_so = [each for each in caught if "frozen in training, and what still waited" in str(each.message)]
+    assert bool(says_so) is (frozen and rank == 0)
     if frozen:
         np.testing.assert_array_equal(before, flat(p.detach() for p in module.parameters()))
     weights, norm = flat(p.detach() for p in module.parameters()), engine.residual_norm()
