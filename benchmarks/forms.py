@@ -1,9 +1,10 @@
 """What a rank keeps and sends, one thing changed at a time: a simulation of several ranks in one process.
 
 A task of `tasks.py`, measured on held-out training data; the test data is not used. All forms of a seed start from the
-same weights and see the same batches, and the learning rate falls along a cosine. Positions count by their entropy, and
-values by their bits. Prints a Markdown table, whose differences are those from ddp at the same seed, with the standard
-error over seeds.
+same weights and see the same batches, and the learning rate falls along a cosine. Each form sends as many elements as
+fit in equal bytes on the link: positions count by their entropy, or as a bitmap from a density of a half on; values by
+their bits; biases and norms, which are exact here, as in 8 bits. Prints a Markdown table, whose differences are those
+from ddp at the same seed, with the standard error over seeds.
 """
 
 import argparse
@@ -41,13 +42,14 @@ class Form(NamedTuple):
     """What is changed.
 
     Attributes:
-        density: Fraction of the weights' elements that are sent.
+        values: How values are rounded: one of `VALUES`; "few bits" for two where over 60% are sent, else one.
         optimizer: "sgd"; "adam", whose moments see what is shared; or "local adam", with moments before the exchange.
         dense: Whether everything is sent: ddp.
+        summed: Whether ranks each add up a piece, and send on the largest elements of its mean; otherwise all gather
+            what each has selected, which allows 2 / W of the bits.
         mask: Whether momentum is set to 0 where something was sent.
         follow_rate: Whether the residual follows the learning rate.
         balanced: Whether small tensors are sent more densely.
-        values: How values are rounded: one of `VALUES`.
         second: Adam's second moment: of this rank's "local" gradient; the same times its "coherence", as `LocalAdam`
             has it; with the square times a "product" of the gradient and the first moment before it, which confirms
             what is no noise; the local one "corrected" for the number of ranks by what the first moment is now, as
@@ -56,53 +58,65 @@ class Form(NamedTuple):
         finish: Whether everything is sent in the last step.
     """
 
-    density: float = 1.0
+    values: str = "bfloat16"
     optimizer: Literal["sgd", "adam", "local adam"] = "sgd"
     dense: bool = False
+    summed: bool = True
     mask: bool = False
     follow_rate: bool = True
     balanced: bool = True
-    values: str = "bfloat16"
     second: Literal["local", "coherence", "product", "corrected", "mean", "mean corrected", "oracle"] = "coherence"
     finish: bool = False
 
 
-def forms_of(optimizer: str, density: float) -> dict[str, Form]:
-    """The forms by name.
-
-    `density` is for 16 bits. 3.2 times as much takes about as many bytes with three bits, four times with two, and six
-    times with one.
-    """
+def forms_of(optimizer: str) -> dict[str, Form]:
+    """The forms by name."""
     if optimizer == "sgd":
-        base = Form(3.2 * density, values="three bits")
+        base = Form("three bits")
         return {
             "ddp": Form(dense=True),
             "sparsecomm": base,
+            "… gathered": base._replace(summed=False),
             "… that does not follow the rate": base._replace(follow_rate=False),
             "… equally dense in all tensors": base._replace(balanced=False),
-            "… 16-bit values": base._replace(values="bfloat16", density=density),
-            "… two-bit values": base._replace(values="two bits", density=4 * density),
+            "… 16-bit values": base._replace(values="bfloat16"),
+            "… two-bit values": base._replace(values="two bits"),
+            "… one-bit values": base._replace(values="one bit"),
             "… that finishes": base._replace(finish=True),
-            "… masked": base._replace(mask=True),
-            "dgc as in the paper": Form(density, mask=True, follow_rate=False, balanced=False),
+            "… masked": base._replace(mask=True, summed=False),
+            "dgc as in the paper": Form(mask=True, summed=False, follow_rate=False, balanced=False),
         }
-    base = Form(6 * density, "local adam", values="one bit")
+    base = Form("few bits", "local adam")
     return {
         "ddp": Form(optimizer="adam", dense=True),
         "sparsecomm (local Adam)": base,
+        "… gathered": base._replace(summed=False),
         "… of the rank's own gradient": base._replace(second="local"),
         "… product": base._replace(second="product"),
         "… corrected": base._replace(second="corrected"),
         "… mean over ranks": base._replace(second="mean"),
         "… mean over ranks, corrected": base._replace(second="mean corrected"),
         "… of the mean gradient": base._replace(second="oracle"),
-        "… 16-bit values": base._replace(values="bfloat16", density=density),
-        "… three-bit values": base._replace(values="three bits", density=3.2 * density),
-        "… two-bit values": base._replace(values="two bits", density=4 * density),
-        "… two-bit values, corrected": base._replace(values="two bits", density=4 * density, second="corrected"),
-        "gradient dropping into Adam": base._replace(optimizer="adam"),
-        "… equally dense in all tensors": Form(density, "adam", follow_rate=False, balanced=False),
+        "… 16-bit values": base._replace(values="bfloat16"),
+        "… three-bit values": base._replace(values="three bits"),
+        "… two-bit values": base._replace(values="two bits"),
+        "… one-bit values": base._replace(values="one bit"),
+        "gradient dropping into Adam": base._replace(optimizer="adam", summed=False),
+        "… equally dense in all tensors": Form(optimizer="adam", summed=False, follow_rate=False, balanced=False),
     }
+
+
+def density_of(values: str, bits: float) -> float:
+    """The density at which an element takes so many bits on average, sent or not."""
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _bits_at(middle, VALUES[values][1]) < bits else (low, middle)
+    return low
+
+
+def _bits_at(density: float, value_bits: float) -> float:
+    return (_entropy(density) if density < 0.5 else 1.0) + density * value_bits
 
 
 class Rank:
@@ -119,8 +133,12 @@ class Simulation:
         link_bytes: Bytes that a rank puts on the link.
     """
 
-    def __init__(self, network: nn.Module, form: Form, rate: float, steps: int) -> None:
-        self.form, self.rate, self.steps = form, rate, steps
+    def __init__(self, network: nn.Module, form: Form, bits: float, rate: float, steps: int) -> None:
+        self.rate, self.steps = rate, steps
+        bits *= 1 if form.summed else 2 / RANKS
+        if form.values == "few bits":
+            form = form._replace(values="two bits" if density_of("two bits", bits) > 0.6 else "one bit")
+        self.form, self.density = form, density_of(form.values, bits)
         self.network = network
         self.weights = [parameter.detach() for parameter in network.parameters()]
         self.ranks = [[Rank(weight) for weight in self.weights] for _ in range(RANKS)]
@@ -136,7 +154,8 @@ class Simulation:
         for index, (weight, density) in enumerate(zip(self.weights, densities)):
             own = [each[index] for each in gradients]
             if self.form.dense or weight.dim() < 2:
-                self.link_bytes += 2 * (RANKS - 1) / RANKS * weight.nbytes
+                element_bytes = 4 if self.form.dense else 1 + 4 / 64
+                self.link_bytes += 2 * (RANKS - 1) / RANKS * weight.numel() * element_bytes
                 weight -= rate * self._direction(self.shared[index], sum(own) / RANKS, step)
             else:
                 weight -= self._exchanged(index, own, rate, step, density)
@@ -161,15 +180,27 @@ class Simulation:
         scaled = form.follow_rate and form.optimizer != "adam"
         total = torch.zeros_like(own[0])
         count = max(1, round(density * total.numel()))
-        for rank, each in zip(ranks, brought):
+        pieces = [_piece(rank, total.numel()) for rank in range(RANKS)]
+        for rank, each, piece in zip(ranks, brought, pieces):
             rank.residual.add_(each, alpha=rate if scaled else 1.0)
             sent = _sent(rank.residual, count, VALUES[form.values][0])
+            if form.summed:
+                sent.view(-1)[piece] = rank.residual.view(-1)[piece]
             rank.residual -= sent
             if form.mask:
                 rank.velocity[sent != 0] = 0
             total += sent / RANKS
-        bits = _entropy(count / total.numel()) * total.numel() + count * VALUES[form.values][1]
-        self.link_bytes += (RANKS - 1) * bits / 8
+        if form.summed:
+            mean, total = total, _sent(total, count, VALUES[form.values][0])
+            for rank, piece in zip(ranks, pieces):
+                rank.residual.view(-1)[piece] += RANKS * (mean - total).view(-1)[piece]
+        # With everything sent, there are no positions.
+        bits = total.numel() * (
+            density * VALUES[form.values][1]
+            if count == total.numel()
+            else _bits_at(count / total.numel(), VALUES[form.values][1])
+        )
+        self.link_bytes += (2 * (RANKS - 1) / RANKS if form.summed else RANKS - 1) * bits / 8
         if form.optimizer == "adam":
             return rate * self._direction(self.shared[index], total, step)
         return total if scaled else rate * total
@@ -211,8 +242,8 @@ class Simulation:
     def _densities(self) -> list[float]:
         sizes = {index: weight.numel() for index, weight in enumerate(self.weights) if weight.dim() > 1}
         if not self.form.balanced:
-            return [self.form.density] * len(self.weights)
-        left, densities = self.form.density * sum(sizes.values()), [1.0] * len(self.weights)
+            return [self.density] * len(self.weights)
+        left, densities = self.density * sum(sizes.values()), [1.0] * len(self.weights)
         # Small tensors that need fewer than their part are sent whole.
         for index, size in sorted(sizes.items(), key=lambda each: each[1]):
             rest = sum(math.sqrt(other) for other in sizes.values() if other >= size)
@@ -226,11 +257,16 @@ def _corrected(mean: Tensor, square: Tensor, noise: float) -> Tensor:
     return (square - signal) / RANKS + signal
 
 
+def _piece(rank: int, size: int) -> slice:
+    length = -(-size // RANKS)
+    return slice(rank * length, (rank + 1) * length)
+
+
 def _sent(residual: Tensor, count: int, codec: ValueCodec) -> Tensor:
     flat = residual.reshape(-1)
     chosen = torch.topk(flat.abs(), count).indices.sort().values
     section = codec.encode(flat[chosen], chosen, Layout([]))
-    values = codec.decode(section, count, codec.parameter)
+    values = codec.decode(section, count, codec.parameter).to(flat)
     return torch.zeros_like(flat).index_copy_(0, chosen, values).view(residual.shape)
 
 
@@ -238,12 +274,14 @@ def _entropy(p: float) -> float:
     return 0.0 if p in (0, 1) else -p * math.log2(p) - (1 - p) * math.log2(1 - p)
 
 
-def train(form: Form, task: Task, rate: float, steps: int, seed: int, data_dir: Path) -> tuple[float, float, float]:
+def train(
+    form: Form, bits: float, task: Task, rate: float, steps: int, seed: int, data_dir: Path
+) -> tuple[float, float, float]:
     """Accuracy in percent and loss on the held-out samples, and bytes on the link of a rank."""
     torch.manual_seed(seed)
     data = task.read(data_dir, True)
     inputs, targets = data.train
-    simulation = Simulation(task.network(data.classes), form, rate, steps)
+    simulation = Simulation(task.network(data.classes), form, bits, rate, steps)
     parameters = list(simulation.network.parameters())
     generator = torch.Generator().manual_seed(seed)
     for step in range(steps):
@@ -279,12 +317,12 @@ def main() -> None:
     parser.add_argument("--rate", type=float, help="learning rate; that of tasks.py, which suits ddp")
     parser.add_argument("--forms", nargs="+", help="only these, beside ddp")
     parser.add_argument("--steps", type=at_least(1), default=300)
-    parser.add_argument("--density", type=float, default=0.0669)
+    parser.add_argument("--bits", type=float, default=3.0, help="of each element of weights, in each half of a sum")
     parser.add_argument("--seeds", type=at_least(1), default=3)
     options = parser.parse_args()
     torch.set_num_threads(1)
     rate = options.rate or RATES["sgd" if options.optimizer == "sgd" else "adamw"][options.task]
-    forms = forms_of(options.optimizer, options.density)
+    forms = forms_of(options.optimizer)
     unknown = set(options.forms or ()) - forms.keys()
     if unknown:
         parser.error(f"--forms must be of {', '.join(map(repr, forms))}; got {', '.join(map(repr, unknown))}.")
@@ -292,7 +330,9 @@ def main() -> None:
     results: dict[str, list[tuple[float, float, float]]] = {name: [] for name in forms}
     for seed in range(options.seeds):
         for name, form in forms.items():
-            results[name].append(train(form, TASKS[options.task], rate, options.steps, seed, options.data_dir))
+            results[name].append(
+                train(form, options.bits, TASKS[options.task], rate, options.steps, seed, options.data_dir)
+            )
             print(f"seed {seed}, {name}: {results[name][-1]}", file=sys.stderr, flush=True)
     print("| form | loss | from ddp | accuracy, % | from ddp | fewer bytes than ddp |\n|---|---:|---:|---:|---:|---:|")
     ddp_accuracies, ddp_losses = ([run[i] for run in results["ddp"]] for i in (0, 1))
