@@ -212,6 +212,10 @@ class GradientShare(Share):
                 weight.detach().sub_(change, alpha=-1 if id(weight) in rising else 1)
             elif bool(change.any()):
                 dropped.append(name)
+        for residual in self.channel.residuals:
+            residual.forget()
+        self._waiting = None
+        self._unfinished = False
         if dropped and self.wire.rank == 0:
             warnings.warn(
                 f"{dropped[0]!r} and {len(dropped) - 1} other parameter(s) were frozen in training, and what still"
@@ -219,10 +223,6 @@ class GradientShare(Share):
                 " start, or give them to a sync that sends them whole (exclude=[...]).",
                 stacklevel=2,
             )
-        for residual in self.channel.residuals:
-            residual.forget()
-        self._waiting = None
-        self._unfinished = False
 
     def _write(self, exchanged: Exchanged) -> None:
         sync = self.sync

@@ -31,7 +31,10 @@ from lightning_sparsecomm.sharing import Method
 from lightning_sparsecomm.strategies.lightning_fabric import SparseCommStrategy
 from tests.distributed.launch import run_ranks
 
-pytestmark = pytest.mark.filterwarnings("ignore:other code than the optimizer has changed")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:other code than the optimizer has changed"),
+    pytest.mark.filterwarnings("ignore:.* frozen in training"),
+]
 
 WORLD_SIZE, STEPS, EVENT_AT = 2, 12, 5
 

@@ -48,13 +48,18 @@ def together(
     method: Any,
     alterations: dict[str, Callable[[], None]],
     names: str = "abc",
+    stops: tuple[int, ...] = (),
     **options: Any,
 ) -> list[Replica]:
-    """Replicas that begin together: the lighthouse knows all of them before any asks for a quorum."""
+    """Replicas that begin together: the lighthouse knows all of them before any asks for a quorum.
+
+    The last one pauses after the steps in `stops`.
+    """
     started = []
     for seed, name in enumerate(names):
         before = altered(wait_for_the_start, *([alterations[name]] if name in alterations else []))
-        started.append(start(train, address, name, seed, method, before=before, **options))
+        pauses = [stops] if stops and name == names[-1] else []
+        started.append(start(train, address, name, seed, method, *pauses, before=before, **options))
     for replica in started:
         assert replica.hear() == "ready"
     for replica in started:
@@ -65,8 +70,7 @@ def together(
 @pytest.mark.parametrize("method", [DILOCO, LOCO], ids=["diloco", "sparse_loco"])
 def test_one_is_killed_and_started_again(method: Any) -> None:
     with lighthouse() as address, replicas() as start:
-        a, b = (start(train, address, name, seed, method) for seed, name in enumerate("ab"))
-        c = start(train, address, "c", 2, method, (12, 22))
+        a, b, c = together(start, address, method, {}, stops=(12, 22))
         assert c.hear() == 12
         c.kill()
         again = start(train, address, "c", 7, method)
