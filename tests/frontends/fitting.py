@@ -10,7 +10,7 @@ from pytorch_lightning.plugins.environments import TorchElasticEnvironment
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from tests.distributed.launch import run_ranks
+from tests.distributed.launch import NotConnectedError, run_ranks
 
 
 class Model(pl.LightningModule):
@@ -55,6 +55,8 @@ def _fit(rank: int, world_size: int, model: pl.LightningModule, strategy: Any, o
     try:
         trainer.fit(model, DataLoader(batches, batch_size=4), ckpt_path=paths[rank])
     except Exception as error:
+        if "connectFullMesh failed" in str(error):
+            raise NotConnectedError(str(error)) from error
         return f"{type(error).__name__}: {error} [after {model.begun} batches]"
     return {name: tensor.numpy() for name, tensor in model.state_dict().items()}
 
