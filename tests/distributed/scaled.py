@@ -38,6 +38,7 @@ from lightning_sparsecomm.sharing.fragments import FragmentedShare
 from lightning_sparsecomm.sharing.gradient import GradientShare
 from tests import laws
 from tests.distributed.scenarios import Classifier
+from tests.distributed.summed import summed
 
 METHODS: dict[str, Method] = {
     "dense": dense(),
@@ -45,6 +46,7 @@ METHODS: dict[str, Method] = {
     "partial": gradient_dropping(density=0.05, local="partial", average_every=3),
     "dgc": dgc(density=0.05, warmup_steps=0),
     "local_adam": local_adam(density=0.05),
+    "dgc, summed": summed(dgc, 0.05, warmup_steps=0),
     "sketched_sgd": sketched_sgd(0.05, columns=40, candidates=4),
     "s2_reducer": s2_reducer(block_density=0.2, block_size=8),
     "powersgd": powersgd(rank=1),

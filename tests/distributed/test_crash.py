@@ -20,11 +20,11 @@ from pytorch_lightning.strategies import DDPStrategy
 
 from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
 from tests.distributed.launch import FORK, QUIET
-from tests.distributed.test_resume import BATCH, CASES, CLASSES, FEATURES, Network, outside_launcher
+from tests.distributed.test_resume import BATCH, CASES, CLASSES, FEATURES, Network, outside_launcher, ranks_of
 
 # The number of steps is no multiple of those between checkpoints, so that a resumed run always has steps left. Without
 # any, all ranks would have rank 0's buffers, as under ddp, and not those of their own last forward pass.
-RANKS, STEPS, EPOCH = 2, 49, 30
+STEPS, EPOCH = 49, 30
 
 # dense() writes no files. Lightning's own stochastic weight averaging is not resumed exactly, even in one process, from
 # a checkpoint of an epoch's last step, or where a run is resumed twice before averaging begins.
@@ -38,8 +38,8 @@ DDP = "dense"
 class Loader:
     """A rank's own batches. It resumes within an epoch, as torchdata's StatefulDataLoader does."""
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
         self.position = 0
 
     def __len__(self) -> int:
@@ -47,7 +47,7 @@ class Loader:
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         while self.position < EPOCH:
-            generator = torch.Generator().manual_seed(RANKS * self.position + self.rank)
+            generator = torch.Generator().manual_seed(self.world_size * self.position + self.rank)
             self.position += 1
             x = torch.randn(BATCH, FEATURES, generator=generator)
             yield x, torch.randint(CLASSES, (BATCH,), generator=generator)
@@ -82,8 +82,9 @@ class Overwriting(Checkpoint):
 
 
 def _rank(rank: int, folder: Path, name: str, store: Path, resume: Path | None, one: bool) -> None:
-    outside_launcher(rank, RANKS)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+    world_size = ranks_of(name)
+    outside_launcher(rank, world_size)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     method, model, callbacks = CASES[name]
     strategy = SparseCommStrategy(method(), find_unused_parameters=True)
     if name == DDP:
@@ -93,7 +94,7 @@ def _rank(rank: int, folder: Path, name: str, store: Path, resume: Path | None, 
     if one:
         checkpoint = Overwriting(folder / "last.ckpt")
     trainer = pl.Trainer(
-        devices=RANKS,
+        devices=world_size,
         strategy=strategy,
         max_steps=STEPS * (2 if model.get("two") else 1),
         use_distributed_sampler=False,
@@ -103,7 +104,7 @@ def _rank(rank: int, folder: Path, name: str, store: Path, resume: Path | None, 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         warnings.filterwarnings("error", ".*(empty memories|is lost).*")
-        trainer.fit(Network(**model), Loader(rank), ckpt_path=resume)
+        trainer.fit(Network(**model), Loader(rank, world_size), ckpt_path=resume)
     state = {key: tensor.numpy() for key, tensor in trainer.lightning_module.state_dict().items()}
     np.savez(folder / f"rank_{rank}", **state)
     os._exit(0)
@@ -117,7 +118,9 @@ def _train(folder: Path, name: str, resume: Path | None, kill_at: float | None, 
     (folder / "progress").write_text("0")
     store = folder / f"store-{os.urandom(4).hex()}"
     one = victim is not None
-    ranks = [FORK.Process(target=_rank, args=(rank, folder, name, store, resume, one)) for rank in range(RANKS)]
+    ranks = [
+        FORK.Process(target=_rank, args=(rank, folder, name, store, resume, one)) for rank in range(ranks_of(name))
+    ]
     for process in ranks:
         process.start()
     deadline = time.monotonic() + 60
@@ -148,13 +151,13 @@ def _last(folder: Path, name: str) -> Path | None:
     for path in folder.glob("step=*.ckpt"):
         step = re.fullmatch(r"step=(\d+)\.ckpt", path.name)
         files = list(Path(f"{path}.sparsecomm").glob("rank_*.pt"))
-        if step is not None and (len(files) == RANKS or name == DDP):
+        if step is not None and (len(files) == ranks_of(name) or name == DDP):
             steps[int(step[1])] = path
     return steps[max(steps)] if steps else None
 
 
-def _weights(folder: Path) -> list[dict[str, np.ndarray]]:
-    return [dict(np.load(folder / f"rank_{rank}.npz")) for rank in range(RANKS)]
+def _weights(folder: Path, name: str) -> list[dict[str, np.ndarray]]:
+    return [dict(np.load(folder / f"rank_{rank}.npz")) for rank in range(ranks_of(name))]
 
 
 def _killed_and_not(tmp_path: Path, name: str, kills: int, one: bool = False) -> None:
@@ -171,7 +174,7 @@ def _killed_and_not(tmp_path: Path, name: str, kills: int, one: bool = False) ->
         resumed += resume is not None
         # Later each time, so that training makes progress.
         at = optimizer_steps * (count + moments.random()) / (kills + 1)
-        victim = moments.randrange(RANKS) if one else None
+        victim = moments.randrange(ranks_of(name)) if one else None
         if _train(broken, name, resume, at + moments.random() / 2, victim):
             # A busy machine may not let us kill them in time.
             assert count > kills / 2, "the ranks ended before most of the moments to kill them"
@@ -179,13 +182,13 @@ def _killed_and_not(tmp_path: Path, name: str, kills: int, one: bool = False) ->
     else:
         assert _train(broken, name, last(broken, name), None)
     assert resumed
-    for ours, theirs in zip(_weights(broken), _weights(whole), strict=True):
+    for ours, theirs in zip(_weights(broken, name), _weights(whole, name), strict=True):
         assert ours.keys() == theirs.keys()
         for key, value in theirs.items():
             assert ours[key].tobytes() == value.tobytes(), key
 
 
-@pytest.mark.parametrize("name", ["dgc", "sbc"])
+@pytest.mark.parametrize("name", ["dgc, summed", "sbc"])
 def test_killed_some_times(name: str, tmp_path: Path) -> None:
     _killed_and_not(tmp_path, name, 2)
 
@@ -201,7 +204,7 @@ def test_killed_at_twenty_steps(name: str, tmp_path: Path) -> None:
     ("name", "kills"),
     [
         pytest.param("dgc", 2, marks=pytest.mark.slow),
-        *(pytest.param(name, 40, marks=pytest.mark.slow) for name in ("dgc", "sbc", "diloco")),
+        *(pytest.param(name, 40, marks=pytest.mark.slow) for name in ("dgc", "dgc, summed", "sbc", "diloco")),
     ],
 )
 @pytest.mark.timeout(900)

@@ -23,6 +23,7 @@ from lightning_sparsecomm import ParameterAveraging, SparsityWarmup, methods
 from lightning_sparsecomm.sharing import Method
 from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
 from tests.distributed.launch import QUIET, run_ranks
+from tests.distributed.summed import summed
 from tests.distributed.test_resume import outside_launcher
 
 WORDS, WIDTH, CLASSES, BATCH, STEPS = 30, 8, 4, 4, 6
@@ -128,6 +129,9 @@ def method_of(drawn: random.Random) -> Method:
         lambda: methods.gradient_dropping(density, local=drawn.choice(["sum", "partial", "error"]), average_every=2),
         lambda: methods.dgc(density, warmup_steps=drawn.choice([0, 4]), clip=drawn.choice([None, None, 0.5])),
         lambda: methods.dgc(density, warmup_steps=0, momentum_correction=drawn.random() < 0.5),
+        lambda: methods.local_adam(density, warmup_steps=drawn.choice([0, 4])),
+        lambda: summed(drawn.choice([methods.dgc, methods.local_adam]), density, warmup_steps=drawn.choice([0, 4])),
+        methods.default,
         lambda: methods.sbc(density, every=every),
         lambda: methods.federated_averaging(every=every),
         lambda: methods.diloco(every=every),

@@ -22,6 +22,7 @@ from lightning_sparsecomm import ParameterAveraging, SparsityWarmup, methods
 from lightning_sparsecomm.sharing import Method
 from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
 from tests.distributed.launch import QUIET, run_ranks
+from tests.distributed.summed import summed
 
 FEATURES, CLASSES, BATCH, BATCHES = 12, 5, 4, 6
 
@@ -179,6 +180,8 @@ CASES: dict[str, tuple[Callable[[], Method], dict[str, Any], Callable[[], tuple[
         lambda: (SparsityWarmup(steps=16),),
     ),
     "local_adam": (lambda: methods.local_adam(0.05, warmup_steps=4, clip=0.5), {"adam": True}, tuple),
+    "dgc, summed": (lambda: summed(methods.dgc, 0.2, warmup_steps=4), {}, tuple),
+    "local_adam, summed": (lambda: summed(methods.local_adam, 0.2, warmup_steps=4), {"adam": True}, tuple),
     "dgc, two optimizers": (lambda: methods.dgc(0.02, warmup_steps=4), {"two": True}, tuple),
     "sbc": (lambda: methods.sbc(0.02, every=4), {"adam": True}, tuple),
     "sbc, two optimizers": (lambda: methods.sbc(0.02, every=5), {"two": True}, tuple),
@@ -232,18 +235,24 @@ QUICK = [
 if not hasattr(lightnings, "EMAWeightAveraging"):
     QUICK.remove("sbc, moving average")
     del CASES["sbc, moving average"]
-ALL = pytest.param([*CASES, *SCALED], marks=pytest.mark.slow)
+ALL = pytest.param(2, [*CASES, *SCALED], marks=pytest.mark.slow)
+SUMMED = [name for name in CASES if name.endswith(", summed")]
+"""Two ranks do not add up pieces."""
 
 
-def _stopped_and_not(rank: int, folder: Path, names: list[str]) -> dict[str, list[str]]:
-    outside_launcher(rank, 2)
+def ranks_of(name: str) -> int:
+    return 3 if name in SUMMED else 2
+
+
+def _stopped_and_not(rank: int, world_size: int, folder: Path, names: list[str]) -> dict[str, list[str]]:
+    outside_launcher(rank, world_size)
     found = {}
     for name in names:
         method, model, callbacks = CASES[SCALED.get(name, name)]
         place, watches = folder / name.replace(" ", "_"), []
         for where, resume in ((place, None), (place / "resumed", place / "epoch=0.ckpt")):
             options = loss_scaler() if name in SCALED else {}
-            _, watch = train(where, 2, method(), 3, Network(**model), resume, callbacks(), **options)
+            _, watch = train(where, world_size, method(), 3, Network(**model), resume, callbacks(), **options)
             watches.append(watch)
         found[name] = differences(watches[0].seen, watches[1].seen)
         if name in SCALED:
@@ -271,7 +280,7 @@ def test_a_run_that_is_resumed_with_nothing_left_to_do_ends_all_the_same(tmp_pat
         assert rank == {name: [] for name in names}
 
 
-@pytest.mark.parametrize("names", [QUICK, ALL], ids=["some", "all"])
-def test_a_resumed_run_is_the_run_that_never_stopped(names: list[str], tmp_path: Path) -> None:
-    for rank in run_ranks(tmp_path, 2, _stopped_and_not, tmp_path, names, timeout=110):
+@pytest.mark.parametrize(("world_size", "names"), [(2, QUICK), (3, SUMMED), ALL], ids=["some", "summed", "all"])
+def test_a_resumed_run_is_the_run_that_never_stopped(world_size: int, names: list[str], tmp_path: Path) -> None:
+    for rank in run_ranks(tmp_path, world_size, _stopped_and_not, world_size, tmp_path, names, timeout=110):
         assert rank == {name: [] for name in names}
