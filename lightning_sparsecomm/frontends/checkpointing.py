@@ -11,7 +11,7 @@ from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.frontends.loading import loading
 from lightning_sparsecomm.frontends.mixin import SynchronizingMixin
 from lightning_sparsecomm.frontends.own_callbacks import DeferredSaves, FirstCallback
-from lightning_sparsecomm.frontends.reporting import forget_actions
+from lightning_sparsecomm.frontends.reporting import forget_actions, say
 from lightning_sparsecomm.frontends.requeue import requeue_at_once, requeue_later
 from lightning_sparsecomm.run.checkpoint import Resumed
 from lightning_sparsecomm.run.contents import State, fingerprint_of, own_entries, with_entries
@@ -110,7 +110,9 @@ class CheckpointingMixin(SynchronizingMixin, DDPStrategy):
         super().load_optimizer_state_dict(checkpoint)
         if self._engine is not None and self._resumed is not None:
             path, resumed, ledger = self._resumed
-            self._load_state(path, resumed)
+            found = self._load_state(path, resumed)
+            if found:
+                say(found, self)
             self._engine.wire.ledger.add_rows(ledger.state_dict())
             self._warn_of_random_numbers()
         self._resumed = None

@@ -15,7 +15,7 @@ from lightning_sparsecomm.basis.parts import parts_in
 from lightning_sparsecomm.basis.schedules import ByLength, Schedule, check_every
 from lightning_sparsecomm.frontends.loading import loading
 from lightning_sparsecomm.frontends.mixin import SynchronizingMixin
-from lightning_sparsecomm.frontends.reporting import get_fabric_ready
+from lightning_sparsecomm.frontends.reporting import get_fabric_ready, say
 from lightning_sparsecomm.frontends.uneven import UnevenLoader
 from lightning_sparsecomm.run.agreement import CHECK_REPLICAS_EVERY
 from lightning_sparsecomm.run.contents import fingerprint_of
@@ -203,7 +203,9 @@ class FabricMixin(SynchronizingMixin, DDPStrategy):
             if self.global_rank == 0:
                 checkpoint = loading(self.checkpoint_io.load_checkpoint, weights_only)(path)
             resumed = self._read_state(path, fingerprint_of(checkpoint), weights_only, self.engine.wire)
-            self._load_state(path, resumed)
+            found = self._load_state(path, resumed)
+            if found:
+                say(found, self)
             self._resumed_from = os.fspath(path)
             return remainder
         if ready and state is None:

@@ -116,8 +116,11 @@ class SavingMixin:
         load = loading(self.checkpoint_io.load_checkpoint, weights_only)
         return read(RankFiles(path, self.checkpoint_io, follow=True), fingerprint, load, wire, self.root_device)
 
-    def _load_state(self, path: Any, resumed: Resumed) -> None:
-        """Loads what was read beside a checkpoint, and warns on rank 0 of what is lost."""
+    def _load_state(self, path: Any, resumed: Resumed) -> str:
+        """Loads what was read beside a checkpoint, and warns on rank 0 of what is lost.
+
+        Returns a line for users where nothing is, and else an empty one.
+        """
         assert self._engine is not None
         engine, lost = self._engine, []
         if resumed.state is not None:
@@ -153,6 +156,9 @@ class SavingMixin:
         alarmed = resumed.state is None and resumed.found
         for words in lost if alarmed or self.global_rank == 0 else []:
             warnings.warn(words, stacklevel=2)
+        if resumed.state is None or lost or self.global_rank:
+            return ""
+        return f"sparsecomm: resumed from {path}, with what ranks had not sent yet"
 
 
 def _on_cpu(state: Any) -> Any:

@@ -50,8 +50,8 @@ class Strategy(SavingMixin):
     def found(self, path: Path) -> int:
         return len(RankFiles(path, self.checkpoint_io).found())
 
-    def resume(self, path: Path) -> None:
-        self._load_state(path, self._read_state(path, fingerprint_of(CHECKPOINT), None, self.wire))
+    def resume(self, path: Path) -> str:
+        return self._load_state(path, self._read_state(path, fingerprint_of(CHECKPOINT), None, self.wire))
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_what_was_written_is_taken_over(make: Make, tmp_path: Path) -> None:
     first = make(gradient_dropping(0.3), steps=3)
     first.write(path)
     resumed = make(gradient_dropping(0.3))
-    resumed.resume(path)
+    assert resumed.resume(path) == f"sparsecomm: resumed from {path}, with what ranks had not sent yet"
     tracked = resumed._engine.registry.optimizers[0]
     assert tracked.steps == 3
     (share,) = tracked.shares.values()
@@ -118,7 +118,7 @@ def test_files_that_no_longer_belong_to_a_checkpoint_are_removed(make: Make, tmp
 
 def test_a_checkpoint_without_files_is_warned_of(make: Make, tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"resuming from .*last.ckpt with empty memories.*there is no .*beside it"):
-        make(gradient_dropping(0.3)).resume(tmp_path / "last.ckpt")
+        assert not make(gradient_dropping(0.3)).resume(tmp_path / "last.ckpt")
     # There is nothing to lose.
     make(dense()).resume(tmp_path / "last.ckpt")
 
