@@ -14,11 +14,15 @@ from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Backend, ProcessGroup, TCPStore, Work
+from torch.torch_version import TorchVersion
 
 from lightning_sparsecomm.basis.wire import PeerError
 from lightning_sparsecomm.elastic.spare_parts import DaemonExecutor, NoTransport
 
 EXTRA = "pip install 'lightning-sparsecomm[elastic]'"
+
+OLDEST_TORCH = "2.8"
+"""torchft's process groups name their ranks by an option that Gloo lacks in older versions."""
 
 # How long replicas wait for each other to connect once a quorum has formed. One that dies meanwhile costs so much.
 _CONNECTING = timedelta(seconds=20)
@@ -37,7 +41,13 @@ def load_torchft() -> ModuleType:
 
     Raises:
         ModuleNotFoundError: It is not installed; says how to install it.
+        ImportError: torch is older than torchft needs.
     """
+    if torch.__version__ < TorchVersion(OLDEST_TORCH):
+        raise ImportError(
+            f"replicas that come and go need torch {OLDEST_TORCH} or newer, for torchft; got {torch.__version__}."
+            f" Run: pip install 'torch>={OLDEST_TORCH}'"
+        )
     # Its servers log each heartbeat and request otherwise.
     os.environ.setdefault("RUST_LOG", "error")
     try:

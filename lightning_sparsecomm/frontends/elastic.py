@@ -75,6 +75,7 @@ class ElasticTrainerMixin(TrainerMixin):
 
         Raises:
             ModuleNotFoundError: torchft is not installed.
+            ImportError: torch is older than 2.8.
             ValueError: The method exchanges gradients, or exchanges in flight (`delay`); no lighthouse is known; or
                 `uneven_inputs` is given, which replicas that come and go need not agree on.
         """

@@ -1,5 +1,6 @@
 """Replicas for tests: processes of this machine, each with a Trainer, and a lighthouse in a process of its own."""
 
+import importlib.util
 import multiprocessing
 import os
 import signal
@@ -10,6 +11,17 @@ from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch.torch_version import TorchVersion
+
+from lightning_sparsecomm.elastic.quorum import OLDEST_TORCH
+
+needs_torchft = pytest.mark.skipif(
+    importlib.util.find_spec("torchft") is None or torch.__version__ < TorchVersion(OLDEST_TORCH),
+    reason=f"torchft is not installed, or torch is older than {OLDEST_TORCH}",
+)
 
 FORK = multiprocessing.get_context("fork")
 

@@ -1,6 +1,5 @@
 """`sparsecomm lighthouse`, the example and its configuration, as a user runs them."""
 
-import importlib.util
 import os
 import re
 import signal
@@ -12,10 +11,10 @@ from typing import Any
 import pytest
 
 from lightning_sparsecomm.commands import main
-from tests.elastic.replicas import lighthouse
+from tests.elastic.replicas import lighthouse, needs_torchft
 
 pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("torchft") is None, reason="torchft is not installed"),
+    needs_torchft,
     pytest.mark.timeout(300),
 ]
 

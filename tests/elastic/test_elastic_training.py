@@ -1,6 +1,5 @@
 """Replicas that come and go: real processes, a real lighthouse, and kills at chosen places."""
 
-import importlib.util
 import os
 import signal
 from collections.abc import Callable
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 
 from lightning_sparsecomm import methods
-from tests.elastic.replicas import Replica, lighthouse, replicas
+from tests.elastic.replicas import Replica, lighthouse, needs_torchft, replicas
 from tests.elastic.training import (
     die_in_round,
     die_while_sending,
@@ -23,7 +22,7 @@ from tests.elastic.training import (
 )
 
 pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("torchft") is None, reason="torchft is not installed"),
+    needs_torchft,
     pytest.mark.timeout(300),
 ]
 

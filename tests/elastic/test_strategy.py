@@ -1,7 +1,6 @@
 """The strategy as an object: what it refuses, by which names it goes, and what it says without torchft."""
 
 import importlib
-import importlib.util
 import pickle
 import sys
 from datetime import timedelta
@@ -9,6 +8,8 @@ from typing import Any
 
 import pytest
 import pytorch_lightning as pl
+import torch
+from torch.torch_version import TorchVersion
 
 import lightning_sparsecomm
 from lightning_sparsecomm import methods
@@ -17,8 +18,8 @@ from lightning_sparsecomm.exchange import DenseAllReduce
 from lightning_sparsecomm.frontends.elastic import LIGHTHOUSE, ElasticTrainerMixin
 from lightning_sparsecomm.sharing import DeltaSync, GradientSync, Method
 from lightning_sparsecomm.strategies.pytorch_lightning import ElasticSparseCommStrategy
+from tests.elastic.replicas import needs_torchft
 
-needs_torchft = pytest.mark.skipif(importlib.util.find_spec("torchft") is None, reason="torchft is not installed")
 TRAINERS = ["pytorch_lightning", "lightning.pytorch"]
 
 
@@ -95,8 +96,16 @@ def test_a_fit_without_a_lighthouse_is_refused_before_it_begins(monkeypatch: pyt
     assert strategy._lighthouse() == "http://host:29510"
 
 
+def test_older_versions_of_torch_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With them, no quorum would ever form: torchft sets an option that their Gloo lacks."""
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.7.1+cpu"))
+    with pytest.raises(ImportError, match=r"need torch 2.8 or newer, for torchft; got 2.7.1"):
+        ElasticSparseCommStrategy()
+
+
 def test_without_torchft_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     # As where it is not installed: importing it raises.
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.8.0"))
     monkeypatch.setitem(sys.modules, "torchft", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'lightning-sparsecomm\[elastic\]'"):
         ElasticSparseCommStrategy()
