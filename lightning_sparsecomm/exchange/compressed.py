@@ -2,19 +2,19 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from lightning_sparsecomm.basis import Layout, Round, SparseVector, Vector, Wire, phase
+from lightning_sparsecomm.basis import Round, SparseVector, Vector, Wire, phase
 from lightning_sparsecomm.basis.layout import add_to_, count_of
 from lightning_sparsecomm.codecs import Compressor, Envelope
 from lightning_sparsecomm.codecs.payload import open_envelope, seal
 from lightning_sparsecomm.codecs.selectors.candidates import Wanted
 from lightning_sparsecomm.exchange.base import Exchange, Exchanged, dense_values
 from lightning_sparsecomm.exchange.gather import Gather, count_clamped, decoded, padded_bytes
+from lightning_sparsecomm.exchange.pieces import Pieces
 from lightning_sparsecomm.exchange.status import masked, read_envelopes
 
 
@@ -58,16 +58,17 @@ class CompressedAllReduce(Exchange):
         if world_size < 3:
             self._elements = -1
             return Gather(self.compressor).exchange(x, context, wire)
-        part = replace(context, layout=_piece_of(context.layout, world_size))
+        pieces = Pieces.of(context.layout, world_size)
+        part = replace(context, layout=pieces.layout)
         with phase("encode"):
-            pieces = _cut(values, context.layout, world_size)
-            messages = [self._message(each, x, part, rank == own) for rank, each in enumerate(pieces)]
+            brought = pieces.cut(values)
+            messages = [self._message(each, x, part, rank == own) for rank, each in enumerate(brought)]
         received = wire.all_to_all(self._padded(messages, part, wire)).cpu()
         with phase("decode"):
             # All are opened before any is used.
             envelopes = [open_envelope(message, part.layout, rank) for rank, message in enumerate(received)]
             present = read_envelopes(envelopes, context)
-            mean = pieces[own].clone()
+            mean = brought[own].clone()
             for rank, envelope in enumerate(envelopes):
                 if rank != own:
                     add_to_(mean, self._vector(envelope, rank, x, part))
@@ -77,14 +78,15 @@ class CompressedAllReduce(Exchange):
         gathered = wire.all_gather(self._padded([message], part, wire)[0]).cpu()
         with phase("decode"):
             opened = [open_envelope(message, part.layout, rank) for rank, message in enumerate(gathered)]
-            shared, self._elements = torch.zeros_like(pieces), 0
-            for rank, (into, envelope) in enumerate(zip(shared, opened)):
-                vector = self._vector(envelope, rank, x, part)
-                add_to_(into, vector)
-                self._elements += count_of(vector) if rank == own else 0
-            self._replace_by_sent_(pieces, messages, mean.sub_(shared[own]), x, part, wire)
-        whole, sent = (masked(_joined(each, context.layout), present, context.layout) for each in (shared, pieces))
-        return Exchanged(whole, sent, present)
+            means = [self._vector(envelope, rank, x, part) for rank, envelope in enumerate(opened)]
+            sent = self._sent(messages, x, part, wire)
+            self._elements = sum(map(count_of, sent.values())) + count_of(means[own])
+            # Of the own piece all was sent, but for what its mean has lost, once per rank.
+            sent[own] = brought[own].sub_(mean.sub_(_dense(means[own])), alpha=world_size)
+            shared = pieces.joined(means)
+            taken = pieces.joined([sent[rank] for rank in range(world_size)])
+        whole, here = (masked(each, present, context.layout) for each in (shared, taken))
+        return Exchanged(whole, here, present)
 
     def elements(self, exchanged: Exchanged) -> int:
         return super().elements(exchanged) if self._elements < 0 else self._elements
@@ -104,39 +106,24 @@ class CompressedAllReduce(Exchange):
 
     def _vector(self, envelope: Envelope, rank: int, x: Vector, part: Round) -> SparseVector | Tensor:
         vector = decoded(self.compressor, envelope.body, part.layout.size, rank, x.values.device)
+        if isinstance(vector, Tensor):
+            vector = vector.to(x.values.dtype)
+        else:
+            vector = vector._replace(values=vector.values.to(x.values.dtype))
         return masked(vector, () if x.carries else envelope.present, part.layout)
 
-    def _replace_by_sent_(
-        self, pieces: Tensor, messages: Sequence[Tensor], lost: Tensor, x: Vector, part: Round, wire: Wire
-    ) -> None:
-        """Of others' pieces, what they decode; of the own piece all, but for what its mean has lost, once per rank."""
-        pieces[wire.rank].sub_(lost, alpha=wire.world_size)
+    def _sent(self, messages: Sequence[Tensor], x: Vector, part: Round, wire: Wire) -> dict[int, SparseVector | Tensor]:
+        """What was sent to each other rank, as it decodes it."""
+        sent = {}
         for rank, message in enumerate(messages):
             if rank != wire.rank:
-                sent = self._vector(open_envelope(message, part.layout, wire.rank), wire.rank, x, part)
-                count_clamped(sent, self.compressor, wire)
-                add_to_(pieces[rank].zero_(), sent)
-                self._elements += count_of(sent)
+                sent[rank] = self._vector(open_envelope(message, part.layout, wire.rank), wire.rank, x, part)
+                count_clamped(sent[rank], self.compressor, wire)
+        return sent
 
     def __repr__(self) -> str:
         return f"CompressedAllReduce({self.compressor!r})"
 
 
-@lru_cache(maxsize=64)
-def _piece_of(layout: Layout, world_size: int) -> Layout:
-    """The layout of every piece: a part of each tensor. The last ones are filled up with zeros, which are not sent."""
-    return Layout((segment.name, (-(-segment.size // world_size),)) for segment in layout.segments)
-
-
-def _cut(vector: Tensor, layout: Layout, world_size: int) -> Tensor:
-    """`[W, p]`: the pieces of `[n]`; in other memory."""
-    filled = [torch.nn.functional.pad(flat, (0, -flat.numel() % world_size)) for flat in layout.flats(vector)]
-    parts = [flat.view(world_size, flat.numel() // world_size) for flat in filled]
-    return torch.cat(parts, 1) if parts else vector.new_empty(world_size, 0)
-
-
-def _joined(pieces: Tensor, layout: Layout) -> Tensor:
-    """`[n]`: what `_cut` has cut."""
-    widths = [segment.size for segment in _piece_of(layout, len(pieces)).segments]
-    flats = [part.reshape(-1) for part in pieces.split(widths, 1)]
-    return torch.cat([flat[: segment.size] for flat, segment in zip(flats, layout.segments)]) if flats else pieces[0]
+def _dense(vector: SparseVector | Tensor) -> Tensor:
+    return vector if isinstance(vector, Tensor) else vector.dense()

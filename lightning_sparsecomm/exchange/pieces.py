@@ -1,0 +1,109 @@
+"""Every tensor of a layout cut into as many pieces as there are ranks; and put together again."""
+
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+
+import torch
+from torch import Tensor
+
+from lightning_sparsecomm.basis import Layout, SparseVector
+from lightning_sparsecomm.basis.layout import count_of
+
+
+class Pieces:
+    """A piece is a part of each tensor; all pieces are equally long. The last parts are filled up with zeros.
+
+    >>> pieces = Pieces(Layout([("weight", (5,)), ("bias", (2,))]), 2)
+    >>> cut = pieces.cut(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]))
+    >>> cut
+    tensor([[1., 2., 3., 6.],
+            [4., 5., 0., 7.]])
+    >>> pieces.joined(list(cut))
+    tensor([1., 2., 3., 4., 5., 6., 7.])
+
+    Args:
+        layout: That of the whole vector.
+        count: How many pieces.
+    """
+
+    def __init__(self, layout: Layout, count: int) -> None:
+        self.whole, self.count = layout, count
+        self.layout = Layout((segment.name, (-(-segment.size // count),)) for segment in layout.segments)
+
+    @staticmethod
+    @lru_cache(maxsize=64)
+    def of(layout: Layout, count: int) -> "Pieces":
+        """The same object for the same arguments."""
+        return Pieces(layout, count)
+
+    def cut(self, vector: Tensor) -> Tensor:
+        """`[count, p]`: the pieces of `[n]`; in other memory."""
+        pieces = vector.new_empty(self.count, self.layout.size)
+        for flat, part in zip(self.whole.flats(vector), self.layout.segments):
+            into = pieces[:, part.offset : part.offset + part.size]
+            full = flat.numel() // part.size if part.size else 0
+            into[:full].copy_(flat[: full * part.size].view(full, part.size))
+            if full < self.count:
+                into[full:].zero_()
+                into[full : full + 1, : flat.numel() - full * part.size].copy_(flat[full * part.size :])
+        return pieces
+
+    def joined(self, pieces: Sequence[SparseVector | Tensor]) -> SparseVector | Tensor:
+        """`[n]`: pieces in the order in which they were cut. The dtype is that of the first one.
+
+        It is sparse if all pieces are, and hold at most an eighth of the elements together.
+        """
+        values = pieces[0].values if isinstance(pieces[0], SparseVector) else pieces[0]
+        sparse = {number: each for number, each in enumerate(pieces) if isinstance(each, SparseVector)}
+        if len(sparse) == self.count and sum(map(count_of, pieces)) <= self.whole.size // 8:
+            return self._merged([self._in_place(number, each) for number, each in sparse.items()])
+        whole = values.new_zeros(self.whole.size)
+        for number, piece in enumerate(pieces):
+            if isinstance(piece, SparseVector) and count_of(piece) <= piece.size // 8:
+                indices, values, _ = self._in_place(number, piece)
+                whole.index_copy_(0, indices, values.to(whole.dtype))
+                continue
+            dense = piece.dense() if isinstance(piece, SparseVector) else piece
+            for into, part in zip(self.whole.flats(whole), self.layout.flats(dense)):
+                into = into[number * len(part) : (number + 1) * len(part)]
+                into.copy_(part[: len(into)])
+        return whole
+
+    @cached_property
+    def _valid(self) -> Tensor:
+        """`[count, segments]` int64: how many elements of a piece's part are elements of the whole."""
+        sizes = self.whole.bounds.diff()
+        widths = self.layout.bounds.diff()
+        return torch.stack([(sizes - number * widths).clamp(min=0).minimum(widths) for number in range(self.count)])
+
+    def _in_place(self, number: int, piece: SparseVector) -> "_Placed":
+        """A piece's elements where they are in the whole vector; without those that it was filled up with."""
+        device = piece.indices.device
+        starts = self.layout.bounds[:-1].to(device)
+        first = torch.searchsorted(piece.indices, starts)
+        counts = torch.searchsorted(piece.indices, starts + self._valid[number].to(device)) - first
+        indices, values = piece.indices, piece.values
+        if int(counts.sum()) < indices.numel():
+            # In the order of segments, so that what is left stays sorted.
+            kept = _ranges(first, counts)
+            indices, values = indices[kept], values[kept]
+        shifts = self.whole.bounds[:-1].to(device) - starts + number * self.layout.bounds.diff().to(device)
+        return indices + shifts.repeat_interleave(counts), values, counts
+
+    def _merged(self, placed: "Sequence[_Placed]") -> SparseVector:
+        """Sorted: for each tensor, its parts in order."""
+        indices, values = torch.cat([each[0] for each in placed]), torch.cat([each[1] for each in placed])
+        counts = torch.stack([each[2] for each in placed])
+        first = (counts.view(-1).cumsum(0) - counts.view(-1)).view_as(counts)
+        order = _ranges(first.t().reshape(-1), counts.t().reshape(-1))
+        return SparseVector(indices[order], values[order], self.whole.size)
+
+
+_Placed = tuple[Tensor, Tensor, Tensor]
+"""Indices and values, each `[k]`, and how many are in each segment."""
+
+
+def _ranges(first: Tensor, counts: Tensor) -> Tensor:
+    """`[sum of counts]`: the numbers from each of `first` on, as many as `counts` says."""
+    begin = counts.cumsum(0) - counts
+    return torch.arange(int(counts.sum()), device=first.device) + (first - begin).repeat_interleave(counts)
