@@ -15,6 +15,7 @@ from tests.elastic.training import (
     die_while_sending,
     doubt_in_round,
     equal,
+    refuse_round,
     stop_at,
     train,
     wait_for_the_start,
@@ -114,6 +115,17 @@ def test_one_that_does_not_know_whether_others_have_committed_commits_too() -> N
     assert results[0]["law"] < 1e-5
     # Nobody has joined anew.
     assert "state for joining replicas" not in {row for each in results[1:] for row in each["handed"]}
+
+
+def test_a_round_that_one_replica_votes_against_is_taken_back_and_made_again() -> None:
+    with lighthouse() as address, replicas() as start:
+        a, b, c = together(start, address, SBC, {"a": altered(watch_the_law, refuse_round(4)), "b": watch_the_law})
+        assert a.hear() == "taken back"
+        results = [a.hear(), b.hear(), c.hear()]
+    assert equal(results)
+    assert [each["steps"] for each in results] == [60] * 3
+    assert all(each["law"] < 1e-5 for each in results[:2])
+    assert all(not change["gone"] for change in results[0]["changes"])
 
 
 def test_what_a_joining_replica_gets_is_little_more_than_the_weights_and_the_outer_momentum() -> None:

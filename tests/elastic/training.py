@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_sparsecomm.channel import Channel
 from lightning_sparsecomm.elastic.quorum import Quorum
+from lightning_sparsecomm.elastic.rounds import Rounds
 from lightning_sparsecomm.elastic.turns import ElasticTurns
 from lightning_sparsecomm.elastic.wire import ElasticWire, LostPeerError
 from lightning_sparsecomm.sharing.delta_share import DeltaShare
@@ -250,6 +251,32 @@ def doubt_in_round(number: int) -> Callable[[], None]:
             return everything
 
         Quorum.vote, ElasticWire.all_gather = voting, gathered  # type: ignore[method-assign]
+
+    return before
+
+
+def refuse_round(number: int) -> Callable[[], None]:
+    """Alters this process: after the exchange of a round it votes against it. Then nobody may commit that round."""
+    votes: list[bool] = []
+
+    def before() -> None:
+        vote, commit, take_back = Quorum.vote, Rounds.commit, Rounds.take_back
+
+        def voting(quorum: Quorum) -> bool:
+            votes.append(vote(quorum) and len(votes) + 1 != number)
+            return votes[-1]
+
+        def committed(rounds: Rounds) -> Any:
+            assert votes[-1] or rounds.made is None, "a round that was voted against is committed"
+            return commit(rounds)
+
+        def taken_back(rounds: Rounds) -> None:
+            if rounds.made is not None:
+                PIPE[0].send(("told", "taken back"))
+            take_back(rounds)
+
+        Quorum.vote, Rounds.commit = voting, committed  # type: ignore[method-assign]
+        Rounds.take_back = taken_back  # type: ignore[method-assign]
 
     return before
 
