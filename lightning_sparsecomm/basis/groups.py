@@ -32,6 +32,9 @@ def new_group(timeout: timedelta, closing: list[Callable[[], None]]) -> dist.Pro
     """Makes a process group, which the last of `closing` destroys from now on. A collective."""
     group = dist.new_group(timeout=timeout)
     assert isinstance(group, dist.ProcessGroup)
+    if dist.get_backend(group) == "gloo":
+        # A rank that is refused right away would close connections that others are still waiting for.
+        dist.barrier(group=group)
 
     def destroy() -> None:
         if dist.is_initialized():
