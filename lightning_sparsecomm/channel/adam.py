@@ -92,7 +92,7 @@ class LocalAdam(Memory):
         self._next = {}
         sign = rules[0].sign if rules else 1.0
         scale = contribution.scale * sign
-        self._sample = self._sampled(contribution.parts, rules, scale, context) if context.world_size > 1 else None
+        self._sample = self._sampled(contribution.parts, rules, scale, context) if self._sums(context) else None
         steps: list[Moments | None] = []
         views = zip(contribution.parts, self._flats(_FIRST, context), self._flats(_SECOND, context))
         for name, rule, (part, first, second) in zip(self._names, rules, views, strict=True):
@@ -103,8 +103,11 @@ class LocalAdam(Memory):
             steps.append(_moments(first, second, step, rule, self._coherence.of(name, context.world_size)))
         return replace(contribution, scale=scale, steps=steps)
 
+    def _sums(self, context: Round) -> bool:
+        return context.world_size > 1 and self._coherence.is_due(context.step)
+
     def aside(self, context: Round) -> Tensor | None:
-        if context.world_size == 1:
+        if not self._sums(context):
             return None
         summed = self._summed = self._coherence.summed(context.layout, self._like.device)
         if self._sample is None:

@@ -13,8 +13,12 @@ SAMPLED = 32
 # Of smaller ones they sum a 32nd, but no fewer than this.
 _LEAST_SAMPLED = 8
 
-# How much of earlier sums stays: together they count as ten steps.
+# How much of earlier sums stays: together they count as ten sampled steps.
 _FADING = 0.9
+
+# Each of the first steps is sampled, and then every eighth: by then, what ranks have in common changes slowly, and
+# samples are a large part of the few bytes that long runs send.
+_FIRST_STEPS, _EVERY = 300, 8
 
 # Multiples of the golden ratio, modulo 1, spread evenly, and meet no stride of a tensor.
 _GOLDEN = 0.6180339887498949
@@ -23,13 +27,19 @@ _GOLDEN = 0.6180339887498949
 class Coherence:
     """For each tensor, the squared mean over ranks of its gradients by their mean square: 1/W for noise, 1 for signal.
 
-    Ranks sum up to 32 elements of each gradient, others in each step, and their squares. Ratios are those of sums that
-    fade by 0.9 in each step; they are limited to [1/W, 1], and equal on all ranks.
+    Ranks sum up to 32 elements of each gradient, others each time, and their squares: in the first 300 steps, and then
+    in every eighth. Ratios are those of sums that fade by 0.9 each time; they are limited to [1/W, 1], and equal on all
+    ranks.
     """
 
     def __init__(self) -> None:
         # By name, the faded sums of squared means, and of mean squares: `[2]`.
         self._sums: dict[str, Tensor] = {}
+
+    @staticmethod
+    def is_due(step: int) -> bool:
+        """Whether ranks sum elements in this step."""
+        return step < _FIRST_STEPS or step % _EVERY == 0
 
     def positions(self, layout: Layout, step: int, device: torch.device) -> Tensor:
         """Which elements are summed in a step: `[segments, 32]` int64, equal on all ranks."""

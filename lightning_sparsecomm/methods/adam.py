@@ -20,7 +20,8 @@ class local_adam(Method):
     stepped. Tensors of one dimension (biases, norms) are sent whole, and left to the optimizer.
 
     Bytes per step and rank: 6 for each element sent (2 of position, 4 of value; 4 with float16), 4 for each element of
-    the tensors that are sent whole, 36 to 132 for each other tensor, and 32 of headers.
+    the tensors that are sent whole, and 32 of headers; 36 to 132 for each other tensor, in every eighth step after the
+    first 300.
 
     Source: Tang et al. 2021, 1-bit Adam, which sends what local moments say, after steps of dense Adam; its second
     moment is frozen then. Here each rank keeps its own from the first step on, corrected for what the mean over ranks

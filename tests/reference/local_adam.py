@@ -13,9 +13,21 @@ Vector = NDArray[np.float64]
 
 
 class LocalAdam:
-    """Each tensor is a vector; `dense` says which of them are sent whole, and left to Adam on the mean gradient."""
+    """Each tensor is a vector; `dense` says which of them are sent whole, and left to Adam on the mean gradient.
 
-    def __init__(self, weights: list[Vector], dense: list[bool], ranks: int, clip: float | None = None) -> None:
+    In the first steps ranks compare their gradients in each, and then in every `every`-th.
+    """
+
+    def __init__(
+        self,
+        weights: list[Vector],
+        dense: list[bool],
+        ranks: int,
+        clip: float | None = None,
+        first_steps: int = 300,
+        every: int = 8,
+    ) -> None:
+        self.first_steps, self.every = first_steps, every
         self.weights = [w.astype(np.float64) for w in weights]
         self.dense, self.ranks, self.clip = dense, ranks, clip
         self.firsts, self.seconds, self.residuals, self.directions = (
@@ -69,7 +81,7 @@ class LocalAdam:
             if decoupled:
                 weight *= 1 - lr * weight_decay
             weight -= change
-            if not self.dense[t]:
+            if not self.dense[t] and (self.number < self.first_steps or self.number % self.every == 0):
                 self._compare(t, np.array(entering))
         self.number += 1
 
