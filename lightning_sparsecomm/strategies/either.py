@@ -30,18 +30,19 @@ class _Strategy(str, metaclass=_Either):
     _arguments: dict[str, Any]
     _made: list[weakref.ref[Any]]
 
-    @classmethod
-    def _named(cls, arguments: dict[str, Any]) -> Any:
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        return super().__new__(cls, f"sparsecomm_strategy_{next(_numbers)}")
+
+    def _register(self, arguments: dict[str, Any]) -> None:
         for option in _READ_EARLY:
             if arguments.get(option) is not None:
                 raise TypeError(
                     f"{option} can only be given to the strategy of one Lightning package, and several are installed;"
-                    f" got {arguments[option]!r}. Give it to the Trainer or Fabric, or take {cls._kind} from one of"
+                    f" got {arguments[option]!r}. Give it to the Trainer or Fabric, or take {self._kind} from one of"
                     f" {_modules}."
                 )
-        self = super().__new__(cls, f"sparsecomm_strategy_{next(_numbers)}")
         self._arguments, self._made = arguments, []
-        box, name, made_by = self._made, str(self), bindings(cls._kind)
+        box, name, made_by = self._made, str(self), bindings(self._kind)
         # Bad arguments are refused here, not where the Trainer is made.
         made_by[0][1](**arguments)
         for registry, strategy in made_by:
@@ -51,9 +52,8 @@ class _Strategy(str, metaclass=_Either):
                 box[:] = [weakref.ref(made)]
                 return made
 
-            registry.register(name, make, description=f"an object of {cls._kind}")
+            registry.register(name, make, description=f"an object of {self._kind}")
             weakref.finalize(self, registry.remove, name)
-        return self
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         if cls.__module__ != __name__:
@@ -100,17 +100,16 @@ class SparseCommStrategy(_Strategy):
         TypeError, ValueError: As the strategies of the packages say; or an option that only an object can carry.
     """
 
-    def __new__(
-        cls,
+    def __init__(
+        self,
         method: Method | None = None,
         seed: int = 0,
         check_replicas_every: int | None = CHECK_REPLICAS_EVERY,
         uneven_inputs: bool = False,
         **kwargs: Any,
-    ) -> "SparseCommStrategy":
+    ) -> None:
         arguments = {"method": method, "seed": seed, "check_replicas_every": check_replicas_every, **kwargs}
-        made: SparseCommStrategy = cls._named(arguments | ({"uneven_inputs": uneven_inputs} if uneven_inputs else {}))
-        return made
+        self._register(arguments | ({"uneven_inputs": uneven_inputs} if uneven_inputs else {}))
 
 
 class ElasticSparseCommStrategy(_Strategy):
@@ -129,6 +128,5 @@ class ElasticSparseCommStrategy(_Strategy):
 
     _kind = "ElasticSparseCommStrategy"
 
-    def __new__(cls, method: Method | None = None, seed: int = 0, **kwargs: Any) -> "ElasticSparseCommStrategy":
-        made: ElasticSparseCommStrategy = cls._named({"method": method, "seed": seed, **kwargs})
-        return made
+    def __init__(self, method: Method | None = None, seed: int = 0, **kwargs: Any) -> None:
+        self._register({"method": method, "seed": seed, **kwargs})
