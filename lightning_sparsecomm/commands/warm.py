@@ -1,6 +1,7 @@
 """`sparsecomm warm`: compiles the kernels of all methods, so that no training waits for it."""
 
 import argparse
+import math
 import time
 from typing import Any
 
@@ -12,6 +13,9 @@ from lightning_sparsecomm import methods
 from lightning_sparsecomm.kernels.numba_jit import announcing
 from lightning_sparsecomm.run.rehearsal import rehearse_method
 from lightning_sparsecomm.sharing import Method
+
+# Runs in which the density that follows from the length, and so the coding, differ.
+_LENGTHS = 300, 1000, math.inf
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -35,7 +39,7 @@ def run(options: argparse.Namespace) -> None:
             for dtype in options.dtypes:
                 for optimizer, parameters in _kinds(DTYPES[dtype]):
                     if _defined(method, optimizer):
-                        rehearse_method(method, [(optimizer, parameters)])
+                        rehearse_method(method, [(optimizer, parameters)], _LENGTHS)
     seconds = time.perf_counter() - begin
     done = f"compiled {compiled()} kernels" if compiled() else "all kernels were compiled already"
     print(f"{done}: {seconds:.1f} s")

@@ -68,13 +68,18 @@ class CompressionReport(Observer):
         if trainer.is_global_zero:
             _check_writable(self._where)
         self._last = self.totals(trainer)
-        self._begin = time.perf_counter()
+        self._begin = 0.0
         self._losses, self._loss, self._batches = 0, torch.zeros(()), 0
         expected = trainer.estimated_stepping_batches * trainer.accumulate_grad_batches
         known = 0 < expected < float("inf")
         self._interval = self.every or (max(1, int(expected) // 100) if known else max(1, trainer.log_every_n_steps))
         name = self._chosen_name(trainer) if trainer.is_global_zero else ""
         self._run = Run(name, type(trainer.strategy).__name__, trainer.world_size)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        # Not before the first batch: kernels may have been compiled until now.
+        self._begin = self._begin or time.perf_counter()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)

@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import math
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -11,7 +10,11 @@ import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lightning_sparsecomm.basis import Layout, SparseVector
 from lightning_sparsecomm.basis.mirror import MirrorWire
+from lightning_sparsecomm.basis.parts import parts_in
+from lightning_sparsecomm.codecs import SparseCodec
+from lightning_sparsecomm.codecs.sparse import decode_sparse, encode_sparse
 from lightning_sparsecomm.run.engine import Engine
 from lightning_sparsecomm.sharing.bucket import BucketSync
 from lightning_sparsecomm.sharing.gradients import NamedParameters
@@ -19,6 +22,12 @@ from lightning_sparsecomm.sharing.method import Method
 
 # The first parameter of each dtype has a stand-in with so many elements a dimension, all others one with fewer.
 _LONG, _SHORT = 160, 6
+
+# Steps of a rehearsal, at its beginning and again after warm-ups; and a step and an epoch after any warm-up.
+_STEPS, _LATE = 3, 10**9
+
+# Elements of a vector that is coded in all ways.
+_ELEMENTS = 20_000
 
 # Optimizers that methods take over: their settings choose kernels. Others have no settings that matter here.
 _KNOWN = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
@@ -59,10 +68,12 @@ def compile_kernels(
 def _rehearse(engine: Engine, methods: Sequence[Method]) -> None:
     kinds = [(each.optimizer, _trained_by(each.optimizer, engine)) for each in engine.registry.optimizers]
     for method in methods:
-        rehearse_method(method, kinds)
+        rehearse_method(method, kinds, [engine.length])
 
 
-def rehearse_method(method: Method, kinds: Sequence[tuple[Optimizer, NamedParameters]]) -> None:
+def rehearse_method(
+    method: Method, kinds: Sequence[tuple[Optimizer, NamedParameters]], lengths: Sequence[float]
+) -> None:
     """Takes steps with a method on stand-ins of parameters, as if with one other rank.
 
     What cannot be rehearsed is compiled in the first step.
@@ -70,11 +81,15 @@ def rehearse_method(method: Method, kinds: Sequence[tuple[Optimizer, NamedParame
     Args:
         method: The method; it stays as it is.
         kinds: Optimizers, with the parameters that each trains.
+        lengths: Optimizer steps of the runs to prepare for: density, and so the coding, may follow from it.
     """
     with own_randomness(kinds), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            _take_steps(method, kinds)
+            for length in lengths:
+                _take_steps(method, kinds, length)
+            for codec in parts_in(list(method.syncs), SparseCodec):
+                _code(codec)
         except Exception:
             # Parts from outside may need what only a real run has. The run itself says what is wrong, if anything is.
             return
@@ -92,7 +107,7 @@ def _trained_by(optimizer: Optimizer, engine: Engine) -> NamedParameters:
     return [known[id(weight)] for weight in weights if id(weight) in known]
 
 
-def _take_steps(method: Method, kinds: Sequence[tuple[Optimizer, NamedParameters]]) -> None:
+def _take_steps(method: Method, kinds: Sequence[tuple[Optimizer, NamedParameters]], length: float) -> None:
     engine = Engine(copy.deepcopy(method), MirrorWire())
     optimizers = []
     for optimizer, parameters in kinds:
@@ -100,8 +115,15 @@ def _take_steps(method: Method, kinds: Sequence[tuple[Optimizer, NamedParameters
         engine.registry.known |= {id(parameter): (name, parameter) for name, parameter in stand_ins}
         weights = [parameter for _, parameter in stand_ins]
         optimizers.append(alike(optimizer, weights))
-    engine.expect(math.inf)
-    for _ in range(3):
+    # The run that is rehearsed does not end in these steps.
+    engine.expect(max(length, _STEPS + 1))
+    for step in range(2 * _STEPS):
+        if step == _STEPS:
+            # After any warm-up, methods may send so few elements that they code them otherwise.
+            engine.epoch = _LATE
+            for tracked in engine.registry.optimizers:
+                tracked.steps += _LATE
+            engine.expect(max(length, _STEPS + 1))
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 for weight in group["params"]:
@@ -121,6 +143,16 @@ def alike(optimizer: Optimizer, weights: list[Parameter]) -> Optimizer:
     # AdamW's defaults hold an argument of Adam's that its own constructor does not take.
     known = inspect.signature(kind).parameters
     return kind(weights, **{name: value for name, value in optimizer.defaults.items() if name in known})
+
+
+def _code(codec: SparseCodec) -> None:
+    """Encodes and decodes with all codecs that a compressor chooses among: which one it is depends on the data."""
+    for share in (0.01, 0.5):
+        indices = (torch.rand(_ELEMENTS) < share).nonzero().view(-1)
+        for positions in codec.indices.codecs():
+            for values in codec.values.codecs():
+                vector = SparseVector(indices, torch.randn(len(indices)), _ELEMENTS)
+                decode_sparse(encode_sparse(vector, Layout([("", (_ELEMENTS,))]), values, positions), _ELEMENTS)
 
 
 def _stand_ins(parameters: NamedParameters) -> list[tuple[str, Parameter]]:
