@@ -1,5 +1,6 @@
 """What torch's own DDP sends, counted from outside: the training is what it is without us."""
 
+import time
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -30,6 +31,7 @@ class PlainDDP:
         self._model: DistributedDataParallel | None = None
         self._sizes: list[tuple[int, int]] = []
         self._passes = self._timed = 0
+        self._looked = time.perf_counter()
         self._power_sgd = 0
 
     @classmethod
@@ -84,8 +86,11 @@ class PlainDDP:
             data = self._model._get_ddp_logging_data()
             # Nanoseconds of a backward pass, by DDP's latest sample: its first ten passes, then one of each hundred.
             waited = data.get("backward_comm_time", 0) - data.get("backward_compute_comm_overlap_time", 0)
-            self.ledger.clock.seconds["wait"] += max(0, waited) / 1e9 * (self._passes - self._timed)
-            self._timed = self._passes
+            # A sample may be of a slow pass, and stands for all since: they did not take longer than there was time.
+            now = time.perf_counter()
+            seconds = min(max(0, waited) / 1e9 * (self._passes - self._timed), now - self._looked)
+            self.ledger.clock.seconds["wait"] += seconds
+            self._timed, self._looked = self._passes, now
 
     def _before_forward(self, model: DistributedDataParallel, arguments: object) -> None:
         if model.will_sync_module_buffers():

@@ -35,7 +35,7 @@ _ELEMENTS = 1_000_000
 # In the first step buffers are touched for the first time; only from the second on does a residual hold something.
 _WARM_UP_STEPS, _STEPS = 2, 3
 
-# Finished steps at which methods are rehearsed: no warm-up takes so long.
+# Finished steps and epochs at which methods are rehearsed: no warm-up takes so long.
 _LATE = 10**7
 
 
@@ -165,6 +165,7 @@ class _Stage:
             clock = self.wire.ledger.clock
             clock.seconds = dict.fromkeys(PHASES, 0.0)
             self.wire.calls.clear()
+            self.engine.epoch = _LATE
             for weight, gradient in zip(self.weights, next(self._gradients)):
                 weight.grad = gradient.clone()
             for optimizer in self.optimizers:

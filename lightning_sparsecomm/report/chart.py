@@ -106,6 +106,9 @@ class _Scale:
         factors = (1, 2, 5) if self._high - self._low < 2.2 else (1,)
         found = [factor * 10.0**power for power in powers for factor in factors]
         inside = [each for each in found if self._low - 1e-9 <= math.log10(each) <= self._high + 1e-9]
+        if len(inside) < 3:
+            # Less than a decade: round numbers lie densely enough.
+            return [each for each in _round_numbers(10**self._low, 10**self._high) if each > 0]
         return inside[:: max(1, len(inside) // 6)]
 
     def _of(self, value: float) -> float:

@@ -1,11 +1,12 @@
 """What a run says at its start: which method each optimizer has, and the density that follows from the run's length."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from lightning_sparsecomm.basis.parts import parts_in
-from lightning_sparsecomm.basis.schedules import ByLength
+from lightning_sparsecomm.basis.schedules import ByLength, Schedule
 from lightning_sparsecomm.run.registry import Registry
+from lightning_sparsecomm.sharing.method import Method
 
 
 def announcement(
@@ -28,16 +29,30 @@ def announcement(
         if tracked.method is not None:
             following = dict.fromkeys(parts_in(list(tracked.method.syncs), ByLength))
             densities = "".join(f"; {each.for_length(length):.2%} of the elements {run}" for each in following)
-            bytes_sent = _words(fewer[number]) if fewer else ""
+            warmups = list(dict.fromkeys(filter(None, map(_warmup, _schedules(tracked.method)))))
+            densities += "".join(f"; {words}" for words in warmups)
+            bytes_sent = _words(fewer[number], bool(warmups)) if fewer else ""
             by = f"{tracked.name} by {tracked.method!r}"
             ranks = f"{world_size} ranks" if world_size > 1 else "1 rank, so nothing crosses a network"
             lines.append(f"sparsecomm: {ranks}, {by}{densities}{bytes_sent}")
     return lines
 
 
-def _words(times: float) -> str:
+def _schedules(method: Method) -> Iterator[Schedule]:
+    return parts_in(list(method.syncs), Schedule)  # type: ignore[type-abstract]
+
+
+def _warmup(schedule: Schedule) -> str:
+    """Its warm-up in words; empty if there is none."""
+    warmup = schedule.warmup
+    if warmup is None or not (warmup.steps or warmup.epochs):
+        return ""
+    return f"warm-up of {warmup.steps:,} steps" if warmup.steps else f"warm-up of {warmup.epochs} epochs"
+
+
+def _words(times: float, warms_up: bool) -> str:
     """Nothing where the number is unknown, or too close to 1 to speak of."""
     if not times > 1.1:
         return ""
     number = f"{times:,.0f}" if times >= 10 else f"{times:.2g}"
-    return f"; about {number} times fewer bytes than ddp"
+    return f"; about {number} times fewer bytes than ddp{', after the warm-up' if warms_up else ''}"

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from lightning_sparsecomm import CompressionReport, methods
 from lightning_sparsecomm.commands import main
 from lightning_sparsecomm.report import Point, Run, page, write_report
-from lightning_sparsecomm.report.chart import Axis, Line, chart, plain, size
+from lightning_sparsecomm.report.chart import Axis, Line, _Scale, chart, plain, size
 from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
 
 VOID = {"meta", "br"}
@@ -282,3 +282,11 @@ def test_a_browser_draws_it(tmp_path: Path) -> None:
     for color in ((0x25, 0x63, 0xEB), (0xDC, 0x68, 0x03)):
         wanted = torch.tensor(color) / 255
         assert int(((torch.tensor(pixels) - wanted).abs().amax(-1) < 0.02).sum()) > 500
+
+
+@pytest.mark.parametrize("ends", [(0.58, 1.0), (31e3, 52e3), (0.001, 1.0), (3.0, 3.0)])
+def test_a_logarithmic_axis_has_at_least_three_numbers(ends: tuple[float, float]) -> None:
+    scale = _Scale(Axis("density", plain, logarithmic=True), ends, 0, 100)
+    ticks = scale.ticks()
+    assert 3 <= len(ticks) <= 12
+    assert all(-1e-6 <= scale(tick) <= 100 + 1e-6 for tick in ticks)
