@@ -118,7 +118,8 @@ class CompressionReport(Observer):
         run, ledger = self._run, self.ledger_of(trainer)
         if run is None or ledger is None or not trainer.is_global_zero:
             return None
-        run.strategy = "; ".join(getattr(trainer.strategy, "announced", ())) or run.strategy
+        said = getattr(trainer.strategy, "announced", ())
+        run.strategy = "; ".join(line.removeprefix("sparsecomm: ") for line in said) or run.strategy
         for row in sorted(ledger.rows, key=lambda row: row not in OURS):
             calls = sum(traffic.calls for traffic in ledger.rows[row].values())
             run.rows[row] = calls, ledger.handed_bytes(row), ledger.link_bytes(row)

@@ -31,7 +31,7 @@ def announce(lines: Sequence[str], trainer: "pl.Trainer", name: str = "sparsecom
     for line in lines:
         say(line, trainer)
     for logger in trainer.loggers:
-        logger.log_hyperparams({name: "; ".join(lines)})
+        logger.log_hyperparams({name: "; ".join(line.removeprefix("sparsecomm: ") for line in lines)})
 
 
 def get_ready(strategy: Any, trainer: "pl.Trainer") -> None:
