@@ -179,7 +179,7 @@ def test_the_method_is_a_hyperparameter_and_in_the_table(
     (file,) = tmp_path.rglob("hparams.yaml")
     found = yaml.safe_load(file.read_text())
     assert found.keys() == {"sparsecomm", "sparsecomm_model"}
-    assert f"sparsecomm: {found["'sparsecomm'"]}" == line
+    assert f"sparsecomm: {found['sparsecomm']}" == line
     assert found["sparsecomm_model"].startswith(f"{PARAMETERS:,} parameters in ")
     out = capfd.readouterr().out
     assert out.index(line) < out.index("sent by one rank of 2")
