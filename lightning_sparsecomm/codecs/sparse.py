@@ -62,7 +62,7 @@ class SparseCodec(Compressor):
                 indices = self.selector.select_hinted(x.values, context, x.hints)
             else:
                 indices = self.selector.select(x.values, context)
-        values = x.values if indices.numel() == size else x.values[indices]
+        values = x.values if indices.numel() == size else x.values.index_select(0, indices)
         return encode_sparse(SparseVector(indices, values, size), context.layout, self._codec(context), self.indices)
 
     @property

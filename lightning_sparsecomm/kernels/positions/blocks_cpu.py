@@ -132,7 +132,15 @@ def _choose(indices: Positions, codes: Bytes) -> None:
         least = _bits(runs, count, before)
         for i in range(candidates + 2):
             code = near[i]
-            bits = _bits(runs, count, code) + (CODE_BITS if code != before else 0)
+            if code == before:
+                continue
+            # Without a shift the sums are there already.
+            if code == EXPONENTIAL:
+                bits = 2 * logs + count + CODE_BITS
+            elif code == GOLOMB:
+                bits = int(np.int64(total)) + count + CODE_BITS
+            else:
+                bits = _bits(runs, count, code) + CODE_BITS
             if bits < least or (bits == least and code < best):
                 best = code
                 least = bits

@@ -90,6 +90,30 @@ def read_suffixes(words: Words, total: int, size: int, codes: Bytes, suffix: int
         shift = code // 3
         factor = 3 if kind == THIRDS else 1
         mask = (_ONE << np.uint64(shift)) - _ONE
+        # Far from the section's end nothing can be missing. Prefixes are shorter than a section of 2^35 bits, and
+        # shifts at most 21, so no sum overflows.
+        count = last - first
+        if kind == GOLOMB and suffix + count * shift <= total:
+            for i in range(first, last):
+                position += 1 + (found[i] << shift) + int(np.int64(_get(words, suffix) & mask))
+                suffix += shift
+                found[i] = position
+            if position >= size:
+                return _first_beyond(found, first, size), 0
+            continue
+        if kind == THIRDS and suffix + count * (shift + 1) <= total and third + count <= total:
+            for i in range(first, last):
+                window = _get(words, suffix)
+                rest = int(np.int64(window >> np.uint64(shift) & _ONE))
+                # Read in any case: a branch on data would be mispredicted.
+                bit = int(np.int64(words[np.uint64(third >> 6)] >> np.uint64(third & 63) & _ONE))
+                third += rest
+                position += 1 + ((3 * found[i] + rest + (rest & bit)) << shift) + int(np.int64(window & mask))
+                suffix += shift + 1
+                found[i] = position
+            if position >= size:
+                return _first_beyond(found, first, size), 0
+            continue
         for i in range(first, last):
             prefix = found[i]
             width = shift
@@ -126,8 +150,17 @@ def read_suffixes(words: Words, total: int, size: int, codes: Bytes, suffix: int
 
 
 @compiled
+def _first_beyond(found: Positions, first: int, size: int) -> int:
+    """The first of a block's positions, which rise, that is not below `size`; there is one."""
+    while found[first] < size:
+        first += 1
+    return first
+
+
+@compiled
 def _get(words: Words, bit: int) -> np.uint64:
     """The 64 bits from `bit` on."""
-    low = np.uint64(bit & 63)
-    window: np.uint64 = (words[bit >> 6] >> low) | (words[(bit >> 6) + 1] << _ONE << (np.uint64(63) - low))
+    # Unsigned, so that numba need not ask whether an index counts from the end.
+    place, low = np.uint64(bit >> 6), np.uint64(bit & 63)
+    window: np.uint64 = (words[place] >> low) | (words[place + _ONE] << _ONE << (np.uint64(63) - low))
     return window

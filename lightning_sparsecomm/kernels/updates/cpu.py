@@ -66,11 +66,11 @@ class Cpu(Reference):
     def kth_largest(self, magnitudes: Tensor, k: int) -> float:
         values = magnitudes.numpy()
         bits = values.view(f"u{values.itemsize}")
-        return float(np.array([kth_largest_key(bits, k)], bits.dtype).view(values.dtype)[0])
+        return float(np.array([kth_largest_key(bits, k)[0]], bits.dtype).view(values.dtype)[0])
 
     def largest(self, x: Tensor, k: int, seed: int) -> Tensor:
         values = x.numpy()
-        found = np.empty(min(k, values.size), np.int64)
+        found = np.empty(min(k, values.size) + 1, np.int64)
         count = find_largest(values.view(f"u{values.itemsize}"), k, seed, found)
         return torch.from_numpy(found[:count])
 

@@ -17,13 +17,31 @@ _TINY = float(np.finfo(np.float64).tiny)
 
 
 @compiled
-def kth_largest_key(bits: Bits, k: int) -> int:
-    """Returns the k-th largest of `bits` (`[n]`), all without their sign bit."""
+def kth_largest_key(bits: Bits, k: int) -> tuple[int, int, int]:
+    """Returns the k-th largest of `bits` (`[n]`), less their sign bit; how many exceed it, and how many equal it."""
     width = 8 * bits.itemsize
-    histogram = np.empty(1 << _DIGIT, np.int64)
-    prefix = np.uint64(0)
+    wanted = k
     unsigned = np.uint64((1 << (width - 1)) - 1)
-    remaining = width - 1
+    remaining = width - 1 - _DIGIT
+    shift = np.uint64(remaining)
+    mask = np.uint64((1 << _DIGIT) - 1)
+    # Four histograms, because neighbours are often alike, and an addition would wait for the one before it.
+    four = np.zeros((4, 1 << _DIGIT), np.int64)
+    quads = bits.size // 4
+    for quad in range(quads):
+        i = 4 * quad
+        four[0, (np.uint64(bits[i]) >> shift) & mask] += 1
+        four[1, (np.uint64(bits[i + 1]) >> shift) & mask] += 1
+        four[2, (np.uint64(bits[i + 2]) >> shift) & mask] += 1
+        four[3, (np.uint64(bits[i + 3]) >> shift) & mask] += 1
+    for i in range(4 * quads, bits.size):
+        four[0, (np.uint64(bits[i]) >> shift) & mask] += 1
+    histogram = four[0] + four[1] + four[2] + four[3]
+    bucket = (1 << _DIGIT) - 1
+    while histogram[bucket] < k:
+        k -= histogram[bucket]
+        bucket -= 1
+    prefix = np.uint64(bucket)
     while remaining > 0:
         digit = min(_DIGIT, remaining)
         shift = np.uint64(remaining - digit)
@@ -33,46 +51,49 @@ def kth_largest_key(bits: Bits, k: int) -> int:
         for i in range(bits.size):
             key = np.uint64(bits[i]) & unsigned
             if key >> above == prefix:
-                histogram[np.int64((key >> shift) & mask)] += 1
+                histogram[(key >> shift) & mask] += 1
         bucket = (1 << digit) - 1
         while histogram[bucket] < k:
             k -= histogram[bucket]
             bucket -= 1
         prefix = (prefix << np.uint64(digit)) | np.uint64(bucket)
         remaining -= digit
-    return int(prefix)
+    return int(prefix), wanted - k, histogram[bucket]
 
 
 @compiled
 def find_largest(bits: Bits, k: int, seed: int, found: Positions) -> int:
-    """Writes the positions of `Reference.largest` to `found` (`[min(k, n)]`), and returns how many there are."""
+    """Writes the positions of `Reference.largest` to `found`, and returns how many there are.
+
+    `found` has room for one more than `min(k, n)`: each position is written, and kept if it counts, since a branch on
+    data would be mispredicted.
+    """
     unsigned = np.uint64((1 << (8 * bits.itemsize - 1)) - 1)
     threshold = np.uint64(0)
+    above = ties = 0
     if k < bits.size:
-        threshold = np.uint64(kth_largest_key(bits, k))
-    above = 0
-    ties = 0
-    for i in range(bits.size):
-        key = np.uint64(bits[i]) & unsigned
-        above += int(key > threshold)
-        ties += int(key == threshold)
-    # A threshold of zero means at most k non-zeros: take them all, and no zero.
-    places = k - above if threshold > 0 else 0
-    first = seed % max(ties, 1)
+        key, above, ties = kth_largest_key(bits, k)
+        threshold = np.uint64(key)
     count = 0
+    # A threshold of zero means at most k non-zeros: take them all, and no zero.
+    if threshold == 0 or above + ties == k:
+        least = max(threshold, np.uint64(1))
+        for i in range(bits.size):
+            found[count] = i
+            count += int(np.int64(np.uint64(bits[i]) & unsigned >= least))
+        return count
+    places = k - above
+    first = seed % ties
     tie = 0
     for i in range(bits.size):
-        key = np.uint64(bits[i]) & unsigned
-        if key > threshold:
-            found[count] = i
-            count += 1
-        elif key == threshold and places > 0:
+        magnitude = np.uint64(bits[i]) & unsigned
+        found[count] = i
+        count += int(np.int64(magnitude > threshold))
+        if magnitude == threshold:
             # Take the tie if its distance from the first is ⌊j·ties/places⌋ for some j < places.
             distance = np.uint64((tie - first) % ties)
             j = (distance * np.uint64(places) + np.uint64(ties - 1)) // np.uint64(ties)
-            if j < np.uint64(places) and j * np.uint64(ties) // np.uint64(places) == distance:
-                found[count] = i
-                count += 1
+            count += int(np.int64(j < np.uint64(places) and j * np.uint64(ties) // np.uint64(places) == distance))
             tie += 1
     return count
 

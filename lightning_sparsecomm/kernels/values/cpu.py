@@ -17,6 +17,8 @@ from lightning_sparsecomm.kernels.values.reference import (
     ValueKernels,
 )
 
+_ONE = np.uint64(1)
+
 
 class CpuValueKernels(ValueKernels):
     """Numba kernels on the CPU, for float32 and float64."""
@@ -29,14 +31,14 @@ class CpuValueKernels(ValueKernels):
         heads = np.empty((-(-count // group), 2), np.float64)
         _heads(array, group, heads)
         rounded = torch.from_numpy(heads).to(torch.bfloat16)
-        packed = np.zeros(3 * (-(-count // 8)), np.uint8)
+        packed = np.empty(3 * (-(-count // 8)), np.uint8)
         _write(array, group, rounded.to(torch.float32).numpy(), packed)
         return torch.cat([rounded.view(-1).view(torch.uint8), torch.from_numpy(packed[: (3 * count + 7) // 8])])
 
     def read_three_bits(self, section: Tensor, count: int, group: int) -> Tensor:
         heads_end = 4 * -(-count // group)
         heads = section[:heads_end].clone().view(torch.bfloat16).view(-1, 2).to(torch.float32)
-        packed = np.zeros(3 * (-(-count // 8)), np.uint8)
+        packed = np.zeros(3 * (-(-count // 8)) + 1, np.uint8)
         packed[: section.numel() - heads_end] = section[heads_end:].contiguous().numpy()
         values = np.empty(count, np.float32)
         _read(packed, group, heads.numpy(), values)
@@ -147,6 +149,8 @@ def _fill(levels: Floats, least: np.float32, ratio: np.float32) -> None:
 @compiled
 def _write(values: Floats, group: int, heads: Floats, packed: Bytes) -> None:
     levels = np.empty(4, np.float32)
+    # Eight codes are three bytes.
+    pending = np.uint64(0)
     for at in range(heads.shape[0]):
         _fill(levels, heads[at, 0], heads[at, 1])
         low = (np.float64(levels[0]) + np.float64(levels[1])) / 2
@@ -157,24 +161,25 @@ def _write(values: Floats, group: int, heads: Floats, packed: Bytes) -> None:
             magnitude = abs(value)
             level = np.int64(magnitude >= low) + np.int64(magnitude >= middle) + np.int64(magnitude >= high)
             code = level << 1 | np.int64(value < 0)
-            byte, shift = 3 * i >> 3, 3 * i & 7
-            packed[byte] |= np.uint8(code << shift & 0xFF)
-            if shift > 5:
-                packed[byte + 1] |= np.uint8(code >> (8 - shift))
+            pending |= np.uint64(code) << np.uint64(3 * (i & 7))
+            if i & 7 == 7 or i + 1 == values.size:
+                for byte in range(3):
+                    packed[3 * (i >> 3) + byte] = np.uint8(pending >> np.uint64(8 * byte) & np.uint64(0xFF))
+                pending = np.uint64(0)
 
 
 @compiled
 def _read(packed: Bytes, group: int, heads: Floats, values: Floats) -> None:
     levels = np.empty(4, np.float32)
+    signed = np.empty(8, np.float32)
     for at in range(heads.shape[0]):
         _fill(levels, heads[at, 0], heads[at, 1])
+        for i in range(8):
+            signed[i] = -levels[i >> 1] if i & 1 else levels[i >> 1]
         for i in range(at * group, min((at + 1) * group, values.size)):
-            byte, shift = 3 * i >> 3, 3 * i & 7
-            code = np.int64(packed[byte]) >> shift
-            if shift > 5:
-                code |= np.int64(packed[byte + 1]) << (8 - shift)
-            magnitude = levels[code >> 1 & 3]
-            values[i] = -magnitude if code & 1 else magnitude
+            byte, shift = np.uint64(3 * i >> 3), np.uint64(3 * i & 7)
+            window = np.uint64(packed[byte]) | np.uint64(packed[byte + _ONE]) << np.uint64(8)
+            values[i] = signed[window >> shift & np.uint64(7)]
 
 
 @compiled
