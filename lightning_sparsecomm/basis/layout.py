@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_sparsecomm.basis.allocation import zeros
 from lightning_sparsecomm.kernels import kernels_for
 
 # Positions travel as unsigned 32-bit integers.
@@ -141,7 +142,7 @@ class SparseVector(NamedTuple):
 
     def dense(self) -> Tensor:
         """The whole vector, `[size]`, in the values' dtype."""
-        return self.values.new_zeros(self.size).index_copy_(0, self.indices, self.values)
+        return zeros(self.size, self.values).index_copy_(0, self.indices, self.values)
 
 
 def mean(vectors: Iterable[SparseVector | Tensor], dtype: torch.dtype) -> SparseVector | Tensor:
@@ -162,7 +163,7 @@ def mean(vectors: Iterable[SparseVector | Tensor], dtype: torch.dtype) -> Sparse
                 continue
         if total is None:
             values, size = vector[1:] if isinstance(vector, SparseVector) else (vector, vector.numel())
-            total = values.new_zeros(size, dtype=dtype)
+            total = zeros(size, values, dtype)
             for earlier in sparse:
                 add_to_(total, earlier)
             sparse.clear()
@@ -175,13 +176,12 @@ def mean(vectors: Iterable[SparseVector | Tensor], dtype: torch.dtype) -> Sparse
     return SparseVector(indices, sums.div_(count), sparse[0].size)
 
 
-def add_to_(total: Tensor, vector: SparseVector | Tensor) -> None:
-    """Adds a vector to `total`, `[n]`, in its dtype."""
+def add_to_(total: Tensor, vector: SparseVector | Tensor, factor: float = 1) -> Tensor:
+    """Adds a vector, times a factor, to `total`, `[n]`, in its dtype. Returns `total`."""
     if isinstance(vector, SparseVector):
         # A vector's indices are distinct, so each element is touched once and the order of sums is fixed.
-        total.index_add_(0, vector.indices, vector.values.to(total.dtype))
-    else:
-        total.add_(vector)
+        return total.index_add_(0, vector.indices, vector.values.to(total.dtype), alpha=factor)
+    return total.add_(vector, alpha=factor)
 
 
 def count_of(vector: SparseVector | Tensor) -> int:

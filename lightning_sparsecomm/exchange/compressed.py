@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparsecomm.basis import Round, SparseVector, Vector, Wire, phase
+from lightning_sparsecomm.basis.allocation import copied
 from lightning_sparsecomm.basis.layout import add_to_, count_of
 from lightning_sparsecomm.codecs import Compressor, Envelope
 from lightning_sparsecomm.codecs.payload import open_envelope, seal
@@ -68,7 +69,7 @@ class CompressedAllReduce(Exchange):
             # All are opened before any is used.
             envelopes = [open_envelope(message, part.layout, rank) for rank, message in enumerate(received)]
             present = read_envelopes(envelopes, context)
-            mean = brought[own].clone()
+            mean = copied(brought[own])
             for rank, envelope in enumerate(envelopes):
                 if rank != own:
                     add_to_(mean, self._vector(envelope, rank, x, part))
@@ -82,7 +83,7 @@ class CompressedAllReduce(Exchange):
             sent = self._sent(messages, x, part, wire)
             self._elements = sum(map(count_of, sent.values())) + count_of(means[own])
             # Of the own piece all was sent, but for what its mean has lost, once per rank.
-            sent[own] = brought[own].sub_(mean.sub_(_dense(means[own])), alpha=world_size)
+            sent[own] = brought[own].sub_(add_to_(mean, means[own], -1), alpha=world_size)
             shared = pieces.joined(means)
             taken = pieces.joined([sent[rank] for rank in range(world_size)])
         whole, here = (masked(each, present, context.layout) for each in (shared, taken))
@@ -123,7 +124,3 @@ class CompressedAllReduce(Exchange):
 
     def __repr__(self) -> str:
         return f"CompressedAllReduce({self.compressor!r})"
-
-
-def _dense(vector: SparseVector | Tensor) -> Tensor:
-    return vector if isinstance(vector, Tensor) else vector.dense()

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparsecomm.basis import Layout, SparseVector
+from lightning_sparsecomm.basis.allocation import empty, zeros
 from lightning_sparsecomm.basis.layout import count_of
 
 
@@ -38,7 +39,7 @@ class Pieces:
 
     def cut(self, vector: Tensor) -> Tensor:
         """`[count, p]`: the pieces of `[n]`; in other memory."""
-        pieces = vector.new_empty(self.count, self.layout.size)
+        pieces = empty(self.count * self.layout.size, vector).view(self.count, self.layout.size)
         for flat, part in zip(self.whole.flats(vector), self.layout.segments):
             into = pieces[:, part.offset : part.offset + part.size]
             full = flat.numel() // part.size if part.size else 0
@@ -57,13 +58,18 @@ class Pieces:
         sparse = {number: each for number, each in enumerate(pieces) if isinstance(each, SparseVector)}
         if len(sparse) == self.count and sum(map(count_of, pieces)) <= self.whole.size // 8:
             return self._merged([self._in_place(number, each) for number, each in sparse.items()])
-        whole = values.new_zeros(self.whole.size)
+        whole = zeros(self.whole.size, values)
+        scratch: Tensor | None = None
         for number, piece in enumerate(pieces):
             if isinstance(piece, SparseVector) and count_of(piece) <= piece.size // 8:
                 indices, values, _ = self._in_place(number, piece)
                 whole.index_copy_(0, indices, values.to(whole.dtype))
                 continue
-            dense = piece.dense() if isinstance(piece, SparseVector) else piece
+            if isinstance(piece, SparseVector):
+                scratch = zeros(piece.size, values) if scratch is None else scratch.zero_()
+                dense = scratch.index_copy_(0, piece.indices, piece.values.to(whole.dtype))
+            else:
+                dense = piece
             for into, part in zip(self.whole.flats(whole), self.layout.flats(dense)):
                 into = into[number * len(part) : (number + 1) * len(part)]
                 into.copy_(part[: len(into)])

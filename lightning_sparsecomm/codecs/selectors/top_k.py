@@ -103,9 +103,9 @@ def _largest(x: Tensor, stretch: Wanted, seed: int, candidates: Tensor | None) -
     start, stop, k = stretch
     kernels = kernels_for(x.device, x.dtype)
     if candidates is not None:
-        return candidates[kernels.largest(x[candidates], k, seed)]
+        return candidates.index_select(0, kernels.largest(x.index_select(0, candidates), k, seed))
     values = x[start:stop]
     candidates = candidates_of(values, k)
     if candidates is None:
         return kernels.largest(values, k, seed).add_(start)
-    return candidates[kernels.largest(values[candidates], k, seed)].add_(start)
+    return candidates.index_select(0, kernels.largest(values.index_select(0, candidates), k, seed)).add_(start)
