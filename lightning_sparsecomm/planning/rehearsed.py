@@ -29,8 +29,8 @@ from lightning_sparsecomm.sharing.delta_share import DeltaShare
 from lightning_sparsecomm.sharing.gradients import NamedParameters
 from lightning_sparsecomm.sharing.method import Method
 
-# Elements of the small model: enough that fixed costs do not count, and a few milliseconds for each method.
-_ELEMENTS = 1_000_000
+# Elements of the small model, and by how many times fewer a second one has, which tells what does not grow with it.
+_ELEMENTS, _FEWER = 4_000_000, 4
 
 # In the first step buffers are touched for the first time; only from the second on does a residual hold something.
 _WARM_UP_STEPS, _STEPS = 2, 3
@@ -104,17 +104,21 @@ def rehearse(
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
         result, played = _play(method, kinds, ranks, length, fraction)
-        scale = total / played
-        # Lengths and statuses do not grow with the model.
-        sizes = [size * scale if size > 256 else size for _, size, _ in result.calls]
-        if fraction < 1 and any(parts_in(method, PowerSGD)):
-            # Stand-ins have fewer rows, but as many columns, which are also sent: half as many rows tell how much.
-            fewer, half = _play(method, kinds, ranks, length, fraction / 2)
-            slopes = [(call[1] - less[1]) / (played - half) for call, less in zip(result.calls, fewer.calls)]
-            sizes = [call[1] + slope * (total - played) for call, slope in zip(result.calls, slopes)]
+        seconds, sizes = result.seconds, [size for _, size, _ in result.calls]
+        if fraction < 1:
+            # A part of what a step takes does not grow with the model.
+            fewer, less = _play(method, kinds, ranks, length, fraction / _FEWER)
+            more = (total - played) / (played - less)
+            seconds = {name: value + more * max(0.0, value - fewer.seconds[name]) for name, value in seconds.items()}
+            # Lengths and statuses do not grow with the model.
+            sizes = [size * total / played if size > 256 else size for size in sizes]
+            if any(parts_in(method, PowerSGD)):
+                # Stand-ins have fewer rows, but as many columns, which are also sent.
+                pairs = zip(result.calls, fewer.calls)
+                sizes = [call[1] + more * (call[1] - smaller[1]) for call, smaller in pairs]
     calls = tuple((kind, size, often) for (kind, _, often), size in zip(result.calls, sizes))
-    seconds = {name: value * scale for name, value in result.seconds.items()}
-    return replace(result, name=repr(method), seconds=seconds, calls=calls, held_bytes=result.held_bytes * scale)
+    held_bytes = result.held_bytes * total / played
+    return replace(result, name=repr(method), seconds=seconds, calls=calls, held_bytes=held_bytes)
 
 
 def _play(method: Method, kinds: Kinds, ranks: int, length: float, fraction: float) -> tuple[Rehearsed, int]:
