@@ -1,5 +1,7 @@
 """Memory for vectors as long as the model, which a round needs for a moment."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -25,3 +27,15 @@ def zeros(size: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 def copied(vector: Tensor) -> Tensor:
     """A copy of `[n]`."""
     return empty(vector.numel(), vector).copy_(vector)
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """`[n]`: one or more vectors, one after the other. A single one is returned as it is."""
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(list(parts), out=empty(sum(part.numel() for part in parts), parts[0]))
+
+
+def picked(vector: Tensor, indices: Tensor) -> Tensor:
+    """`[k]`: the elements of `[n]` at `indices`, `[k]` int64."""
+    return torch.index_select(vector, 0, indices, out=empty(indices.numel(), vector))

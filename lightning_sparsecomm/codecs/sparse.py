@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_sparsecomm.basis.allocation import picked
 from lightning_sparsecomm.basis.layout import MAX_SIZE, Layout, SparseVector, Vector
 from lightning_sparsecomm.basis.phases import phase
 from lightning_sparsecomm.basis.rounds import Round
@@ -62,7 +63,7 @@ class SparseCodec(Compressor):
                 indices = self.selector.select_hinted(x.values, context, x.hints)
             else:
                 indices = self.selector.select(x.values, context)
-        values = x.values if indices.numel() == size else x.values.index_select(0, indices)
+        values = x.values if indices.numel() == size else picked(x.values, indices)
         return encode_sparse(SparseVector(indices, values, size), context.layout, self._codec(context), self.indices)
 
     @property

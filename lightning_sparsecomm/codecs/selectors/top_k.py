@@ -9,6 +9,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from lightning_sparsecomm.basis.allocation import joined, picked
 from lightning_sparsecomm.basis.layout import Layout
 from lightning_sparsecomm.basis.rounds import Round
 from lightning_sparsecomm.basis.schedules import Density, check_density
@@ -79,7 +80,7 @@ class TopK(HintedSelector):
     def select_hinted(self, x: Tensor, context: Round, hints: Hints) -> Tensor:
         seed = context.shared_seed()
         parts = [_largest(x, stretch, seed, hints.get(stretch)) for stretch in self.wanted(context)]
-        return torch.cat(parts) if parts else x.new_empty(0, dtype=torch.int64)
+        return joined(parts) if parts else x.new_empty(0, dtype=torch.int64)
 
     def count(self, context: Round) -> int:
         return sum(stretch.k for stretch in self.wanted(context))
@@ -103,9 +104,9 @@ def _largest(x: Tensor, stretch: Wanted, seed: int, candidates: Tensor | None) -
     start, stop, k = stretch
     kernels = kernels_for(x.device, x.dtype)
     if candidates is not None:
-        return candidates.index_select(0, kernels.largest(x.index_select(0, candidates), k, seed))
+        return picked(candidates, kernels.largest(picked(x, candidates), k, seed))
     values = x[start:stop]
     candidates = candidates_of(values, k)
     if candidates is None:
         return kernels.largest(values, k, seed).add_(start)
-    return candidates.index_select(0, kernels.largest(values.index_select(0, candidates), k, seed)).add_(start)
+    return picked(candidates, kernels.largest(picked(values, candidates), k, seed)).add_(start)
