@@ -37,8 +37,12 @@ def enter(megabits: int, processes: int) -> str | None:
     for unshare in (["unshare", "--user", "--map-root-user", "--net"], ["unshare", "--net"]):
         tried = subprocess.run([*unshare, "sh", "-c", set_up], capture_output=True, text=True)
         if tried.returncode == 0:
-            os.environ |= {_INSIDE: "1", "GLOO_SOCKET_IFNAME": "lo"}
+            # torch warns that hosts in there have no names.
+            quiet = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")
+            os.environ |= {_INSIDE: "1", "GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": quiet}
             os.execvp("unshare", [*unshare, "sh", "-c", f'{set_up} && exec "$@"', "sh", sys.executable, *sys.argv])
         refused = refused or tried.stderr.strip().splitlines()[-1]
-    # unshare's own words, such as "No space left on device", are those of the limit on namespaces.
-    return f"network namespaces are not allowed here ({refused}). As root: sysctl -w user.max_user_namespaces=10000"
+    # unshare's own words; these are what it says of a limit on their number.
+    number = "No space left on device" in refused
+    remedy = "sysctl -w user.max_user_namespaces=10000, as root" if number else "run it as root, outside of a container"
+    return f"network namespaces are not allowed here ({refused}). To allow them: {remedy}"

@@ -55,7 +55,8 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name in (registration.PLAIN, registration.ELASTIC):
         return registration.trainer_strategy(name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}.{did_you_mean(name, __all__)}")
+    known = *__all__, registration.PLAIN, registration.ELASTIC
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}.{did_you_mean(name, known)}")
 
 
 # Modules that had another name before the package had rooms.

@@ -3,8 +3,8 @@
 import argparse
 import json
 import math
-import os
 import sys
+import time
 from typing import Any, get_args
 
 from lightning_sparsecomm.methods.auto import Quality
@@ -12,8 +12,8 @@ from lightning_sparsecomm.planning import Network, Work, plan, square_layers
 from lightning_sparsecomm.planning.planner import optimizer_for
 from lightning_sparsecomm.planning.quantities import bits_per_second, count, seconds
 
-# Besides the rehearsal itself, for each core.
-_MOST_LOAD = 0.5
+# Of a core, for rehearsals that compute all the time.
+_LEAST_SHARE = 0.9
 
 _LEGEND = """
 *: the fastest that --quality allows. Faster ones let ranks drift between exchanges, or need tuning.
@@ -49,6 +49,9 @@ def run(options: argparse.Namespace) -> None:
     work = Work(seconds("--compute", options.compute), straggler=options.straggler)
     length = math.inf if options.steps is None else float(count("--steps", options.steps))
     optimizer = optimizer_for(options.optimizer, parameters)
+    if options.ranks < 1:
+        raise ValueError(f"--ranks must be at least 1; got {options.ranks}.")
+    begin, used = time.perf_counter(), time.process_time()
     print("sparsecomm: rehearsing each method on this processor", file=sys.stderr)
     result = plan([(optimizer, parameters)], options.ranks, network, work, length, options.quality)
     print(json.dumps(result.as_dict(), indent=1) if options.json else result.table())
@@ -56,16 +59,10 @@ def run(options: argparse.Namespace) -> None:
         print(_LEGEND)
         for name, reason in result.refused.items():
             print(f"Left out: {name}. {reason}")
-    if busy := _busy():
-        print(busy, file=sys.stderr)
-
-
-def _busy() -> str | None:
-    """A warning where other work has shared this processor, which makes coding look slower than it is."""
-    load, cores = os.getloadavg()[0], os.cpu_count() or 1
-    if load < _MOST_LOAD * cores + 1:
-        return None
-    return (
-        f"sparsecomm: this processor is busy (load {load:.1f} on {cores} cores), so coding may seem far too slow:"
-        " plan again when it is idle."
-    )
+    share = (time.process_time() - used) / (time.perf_counter() - begin)
+    if share < _LEAST_SHARE:
+        print(
+            f"sparsecomm: other work has taken the processor ({share:.0%} was left for rehearsals), so coding seems"
+            " slower than it is: plan again when this machine is idle.",
+            file=sys.stderr,
+        )

@@ -10,6 +10,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_sparsecomm import methods
+from lightning_sparsecomm.basis.arguments import did_you_mean
 from lightning_sparsecomm.kernels.numba_jit import announcing
 from lightning_sparsecomm.run.rehearsal import rehearse_method
 from lightning_sparsecomm.sharing import Method
@@ -25,9 +26,17 @@ def add_to(subparsers: Any) -> None:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "warm", help="compile the kernels, so that no training waits for it", description=__doc__
     )
-    parser.add_argument("--methods", nargs="+", choices=sorted(methods.RECIPES), help="the default and these alone")
+    parser.add_argument("--methods", nargs="+", type=_recipe, metavar="NAME", help="the default and these alone")
     parser.add_argument("--dtypes", nargs="+", choices=sorted(DTYPES), default=["float32"], help="of the parameters")
     parser.set_defaults(run=run)
+
+
+def _recipe(name: str) -> str:
+    if name not in methods.RECIPES:
+        known = ", ".join(sorted(methods.RECIPES))
+        hint = did_you_mean(name, methods.RECIPES)
+        raise argparse.ArgumentTypeError(f"{name!r} is no method.{hint} Methods: {known}.")
+    return name
 
 
 def run(options: argparse.Namespace) -> None:

@@ -2,6 +2,7 @@
 
 import difflib
 import inspect
+import multiprocessing
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -14,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_sparsecomm import methods
-from lightning_sparsecomm.basis.arguments import check_options, options_of, plain_for_command_lines
+from lightning_sparsecomm.basis.arguments import check_options, did_you_mean, options_of, plain_for_command_lines
 from lightning_sparsecomm.basis.ledger import Ledger
 from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.frontends.data_parallel import CountedDataParallel, LocalDataParallel, SwitchedDataParallel
@@ -61,14 +62,15 @@ class SynchronizingMixin(SavingMixin):
 
         Raises:
             TypeError: `method` is not a Method, `seed` not a whole number, or `uneven_inputs` not a bool.
-            ValueError: A communication hook is given besides a method, or `check_replicas_every` is not a whole number
-                of at least 1.
+            ValueError: A communication hook is given besides a method, `start_method` is unknown, or
+                `check_replicas_every` is not a whole number of at least 1.
         """
         super().__init__(**kwargs)
         with plain_for_command_lines():
             _refuse_misplaced(self._ddp_kwargs)
             check_options(type(self).__name__, self._ddp_kwargs, _known_options(type(self)))
             _check_method(method)
+            _check_start_method(getattr(self, "_start_method", "popen"))
         for option in COMM_HOOK_OPTIONS:
             if getattr(self, f"_{option}", None) is not None:
                 raise ValueError(
@@ -231,6 +233,16 @@ def _check_method(method: object) -> None:
     raise TypeError(
         f"method must be a Method, such as lightning_sparsecomm.methods.dgc(density=0.001); got {method!r}.{hint}"
     )
+
+
+def _check_start_method(name: object) -> None:
+    """Raises `ValueError` for one that multiprocessing does not know, before it asks the operating system."""
+    known = "popen", *multiprocessing.get_all_start_methods()
+    if name not in known:
+        raise ValueError(
+            f"start_method must be one of {', '.join(known)}; got {name!r}.{did_you_mean(str(name), known)}"
+            " Leave it out for popen, which starts the script again."
+        )
 
 
 def _refuse_misplaced(given: Mapping[str, object]) -> None:

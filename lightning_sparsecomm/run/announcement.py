@@ -32,7 +32,10 @@ def announcement(
             warmups = list(dict.fromkeys(filter(None, map(_warmup, _schedules(tracked.method)))))
             densities += "".join(f"; {words}" for words in warmups)
             bytes_sent = _words(fewer[number], bool(warmups)) if fewer else ""
-            by = f"{tracked.name} by {tracked.method!r}"
+            call = repr(tracked.method)
+            for each in following:
+                call = call.replace(repr(each), f"{each.for_length(length):.3g}")
+            by = f"{tracked.name} by {call}"
             ranks = f"{world_size} ranks" if world_size > 1 else "1 rank, so nothing crosses a network"
             lines.append(f"sparsecomm: {ranks}, {by}{densities}{bytes_sent}")
     return lines

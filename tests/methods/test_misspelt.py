@@ -22,6 +22,16 @@ MISSPELT: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         AttributeError,
         "has no attribute 'CompressionMonitr'. Did you mean 'CompressionMonitor'?",
     ),
+    "strategy": (
+        lambda: lightning_sparsecomm.SparseComStrategy,  # type: ignore[attr-defined]
+        AttributeError,
+        "has no attribute 'SparseComStrategy'. Did you mean 'SparseCommStrategy'?",
+    ),
+    "way to start processes": (
+        lambda: SparseCommStrategy(start_method="forkk"),
+        ValueError,
+        "start_method must be one of popen, fork, spawn, forkserver; got 'forkk'. Did you mean 'fork'?",
+    ),
     "option of a method": (
         lambda: methods.sbc(densty=0.1),  # type: ignore[call-arg]
         TypeError,

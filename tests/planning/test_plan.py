@@ -113,6 +113,14 @@ def test_the_command_refuses(option: str, value: str, words: str, capsys: pytest
         main([*COMMAND, option, value])
     error = capsys.readouterr().err
     assert re.search(words, error)
+    if option == "--ranks":
+        assert "rehearsing" not in error
+
+
+def test_a_busy_processor_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("time.process_time", lambda: 0.0)
+    main(COMMAND)
+    assert "other work has taken the processor (0% was left for rehearsals)" in capsys.readouterr().err
 
 
 def test_the_table_is_narrow_and_aligned() -> None:

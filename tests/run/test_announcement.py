@@ -19,8 +19,8 @@ from tests.run.training import chain
         (
             default(),
             300,
-            "SGD by dgc(density=ByLength(density=0.23, exponent=0.88, least=0.002, most=0.58, unknown=0.01),"
-            " scope='balanced', values='three_bit', positions='short', exchange='all_reduce', rest_bits=8);"
+            "SGD by dgc(density=0.58, scope='balanced', values='three_bit', positions='short', exchange='all_reduce',"
+            " rest_bits=8);"
             " 58.00% of the elements in each of 300 steps",
         ),
         (default(), math.inf, "; 1.00% of the elements in each step of a run of unknown length"),

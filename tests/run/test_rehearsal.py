@@ -115,7 +115,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     main(["warm", "--methods", "sbc"])
     assert capsys.readouterr().out.splitlines()[-1].startswith("all kernels were compiled already: ")
     with pytest.raises(SystemExit):
-        main(["warm", "--methods", "sbcc"])
+        main(["warm", "--methods", "dcg"])
+    assert "'dcg' is no method. Did you mean 'dgc'? Methods: aligned_topk, " in capsys.readouterr().err
 
 
 _FIRST_STEP = """
