@@ -44,12 +44,14 @@ class Corner(NamedTuple):
         python: The version of Python, without the patch.
         pins: What pip must install besides the package. All else is the newest that fits.
         constrained: Whether constraints.txt holds, as in the README's command.
+        extra: Of the package, with what its tests need.
     """
 
     name: str
     python: str
     pins: tuple[str, ...] = ()
     constrained: bool = False
+    extra: str = "test"
 
 
 def pins(torch: str, lightning: str, numpy: str, numba: str) -> tuple[str, ...]:
@@ -64,8 +66,8 @@ def pins(torch: str, lightning: str, numpy: str, numba: str) -> tuple[str, ...]:
 
 
 CORNERS = [
-    Corner("oldest", "3.10", pins("2.6.0", "2.5.0.post0", "1.26.4", "0.60.0")),
-    Corner("torch-2.6", "3.11", pins("2.6.0", "2.5.0.post0", "1.26.4", "0.60.0")),
+    Corner("oldest", "3.10", pins("2.6.0", "2.5.0.post0", "1.26.4", "0.60.0"), extra="test_without_elastic"),
+    Corner("torch-2.6", "3.11", pins("2.6.0", "2.5.0.post0", "1.26.4", "0.60.0"), extra="test_without_elastic"),
     Corner("torch-2.7", "3.11", pins("2.7.1", "2.5.2", "2.0.2", "0.61.2")),
     Corner("torch-2.8", "3.11", pins("2.8.0", "2.5.5", "2.1.3", "0.61.2")),
     Corner("torch-2.9", "3.12", pins("2.9.1", "2.6.0", "2.3.5", "0.63.1")),
@@ -167,7 +169,7 @@ def run(corner: Corner, python: str, folder: Path) -> dict[str, Any]:
     must(python, "-m", "venv", str(folder / "venv"))
     own = str(folder / "venv" / "bin" / "python")
     constraints = ["-c", "constraints.txt"] if corner.constrained else []
-    must(own, "-m", "pip", "install", "--quiet", *constraints, "-e", ".[test]", *corner.pins)
+    must(own, "-m", "pip", "install", "--quiet", *constraints, "-e", f".[{corner.extra}]", *corner.pins)
     frozen = json.loads(must(own, "-m", "pip", "list", "--format=json"))
     (version,) = must(own, "-c", "import platform; print(platform.python_version())").splitlines()
     counted = _tests(call, folder / "tests.xml", [own, "-m", "pytest", "-q"])
