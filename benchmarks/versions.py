@@ -66,8 +66,8 @@ def pins(torch: str, lightning: str, numpy: str, numba: str) -> tuple[str, ...]:
 
 
 CORNERS = [
-    Corner("oldest", "3.10", pins("2.6.0", "2.5.0.post0", "1.26.4", "0.60.0"), extra="test_without_elastic"),
-    Corner("torch-2.6", "3.11", pins("2.6.0", "2.5.0.post0", "1.26.4", "0.60.0"), extra="test_without_elastic"),
+    Corner("oldest", "3.10", pins("2.6.0", "2.5.0.post0", "1.26.4", "0.60.0"), extra="testbase"),
+    Corner("torch-2.6", "3.11", pins("2.6.0", "2.5.0.post0", "1.26.4", "0.60.0"), extra="testbase"),
     Corner("torch-2.7", "3.11", pins("2.7.1", "2.5.2", "2.0.2", "0.61.2")),
     Corner("torch-2.8", "3.11", pins("2.8.0", "2.5.5", "2.1.3", "0.61.2")),
     Corner("torch-2.9", "3.12", pins("2.9.1", "2.6.0", "2.3.5", "0.63.1")),
