@@ -7,5 +7,7 @@ from classifier import Classifier
 from images import Images
 from pytorch_lightning.cli import LightningCLI
 
+import lightning_sparsecomm  # noqa: F401  (registers the names of strategies, such as strategy: sparsecomm)
+
 if __name__ == "__main__":
     LightningCLI(Classifier, Images)
