@@ -195,10 +195,16 @@ def examine(data: bytes, layout: Layout, sealed: bool, measured: bool) -> Outcom
     for kernels in KERNELS:
         outcome, allocated, seconds = received(kernels, decode, measured)
         count = 0 if outcome.indices is None else outcome.indices.numel()
-        assert seconds < SECONDS + SECONDS_PER_BYTE * (len(data) + (layout.size if layout is not HUGE else count))
         # Few elements of the longest vector are sent, so an allocation for the whole vector would be noticed.
         elements = layout.size if layout is not HUGE else count
-        assert allocated <= BYTES_PER_BYTE * len(data) + BYTES_PER_ELEMENT * elements + BYTES_BESIDES
+        most_seconds = SECONDS + SECONDS_PER_BYTE * (len(data) + elements)
+        most_allocated = BYTES_PER_BYTE * len(data) + BYTES_PER_ELEMENT * elements + BYTES_BESIDES
+        if seconds >= most_seconds or allocated > most_allocated:
+            # A kernel is compiled, or loaded from disk, when it is first called. A payload that costs too much does
+            # so again.
+            outcome, allocated, seconds = received(kernels, decode, measured)
+        assert seconds < most_seconds
+        assert allocated <= most_allocated
         outcomes.append(outcome)
     ours, reference = outcomes
     assert ours.message == reference.message
