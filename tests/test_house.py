@@ -30,7 +30,7 @@ ROOMS = [
     "frontends",
     "strategies",
 ]
-ABOVE = ["commands", "testing", "versions", "__init__"]
+ABOVE = ["commands", "testing", "versions", "__init__", "__main__"]
 
 LONGEST_MODULE, LONGEST_CLASS = 300, 200
 

@@ -38,6 +38,15 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {nearest[0]!r}?" if nearest else ""
 
 
+def check_one_of(name: str, value: object, known: Iterable[str], remedy: str) -> None:
+    """Raises `ValueError` unless `value` is a known name, with the nearest of them; `remedy` says what to use."""
+    known = list(known)
+    if value not in known:
+        raise ValueError(
+            f"{name} must be one of {', '.join(known)}; got {value!r}.{did_you_mean(str(value), known)} {remedy}"
+        )
+
+
 def options_of(function: Callable[..., object]) -> list[str] | None:
     """The names of a function's parameters, but `self`; None if it takes any."""
     parameters = inspect.signature(function).parameters.values()

@@ -1,8 +1,10 @@
 """The command `sparsecomm`."""
 
 import argparse
+import sys
 from collections.abc import Sequence
 
+from lightning_sparsecomm.basis.arguments import did_you_mean
 from lightning_sparsecomm.commands import doctor, lighthouse, plan, probe, report, warm
 
 
@@ -12,6 +14,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for command in (plan, probe, doctor, report, warm, lighthouse):
         command.add_to(subparsers)
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in subparsers.choices:
+        hint = did_you_mean(arguments[0], subparsers.choices)
+        parser.error(f"{arguments[0]!r} is no command.{hint} Commands: {', '.join(subparsers.choices)}.")
     options = parser.parse_args(arguments)
     try:
         options.run(options)

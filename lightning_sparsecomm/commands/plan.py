@@ -15,8 +15,12 @@ from lightning_sparsecomm.planning.quantities import bits_per_second, count, sec
 # Of a core, for rehearsals that compute all the time.
 _LEAST_SHARE = 0.9
 
+# The line's beginning, and all that follows removed.
+_CLEAR = "\r\x1b[K"
+
 _LEGEND = """
-*: the fastest that --quality allows. Faster ones let ranks drift between exchanges, or need tuning.
+*: the fastest of those that --quality allows; the others are marked +. Rows without a mark are for you to choose: they
+let ranks drift between exchanges, or need a density or a learning rate of your own (docs/choosing.md).
 by ddp's: the step as a multiple of ddp's. coding: what the method computes. waiting: what is left of the network after
 overlap. kept: memory of residuals and the like."""
 
@@ -53,10 +57,16 @@ def run(options: argparse.Namespace) -> None:
         raise ValueError(f"--ranks must be at least 1; got {options.ranks}.")
     begin, used = time.perf_counter(), time.process_time()
     print("sparsecomm: rehearsing each method on this processor", file=sys.stderr)
-    result = plan([(optimizer, parameters)], options.ranks, network, work, length, options.quality)
+    on_terminal = sys.stderr.isatty()
+    progress = _show if on_terminal else None
+    result = plan([(optimizer, parameters)], options.ranks, network, work, length, options.quality, progress=progress)
+    if on_terminal:
+        print(_CLEAR, end="", file=sys.stderr, flush=True)
     print(json.dumps(result.as_dict(), indent=1) if options.json else result.table())
     if not options.json:
         print(_LEGEND)
+        if length == math.inf:
+            print("Without --steps, sparsecomm is planned for a run of unknown length: it sends 1% of the elements.")
         for name, reason in result.refused.items():
             print(f"Left out: {name}. {reason}")
     share = (time.process_time() - used) / (time.perf_counter() - begin)
@@ -66,3 +76,7 @@ def run(options: argparse.Namespace) -> None:
             " slower than it is: plan again when this machine is idle.",
             file=sys.stderr,
         )
+
+
+def _show(name: str, number: int, of: int) -> None:
+    print(f"{_CLEAR}{number} of {of}: {name}", end="", file=sys.stderr, flush=True)

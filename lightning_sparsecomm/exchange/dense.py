@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparsecomm.basis import Round, Vector, Wire, phase
+from lightning_sparsecomm.basis.arguments import check_one_of
 from lightning_sparsecomm.exchange.base import Exchange, Exchanged, dense_values
 from lightning_sparsecomm.exchange.status import read_counts, write_counts_
 
@@ -21,11 +22,7 @@ WIRE_DTYPES: dict[str, torch.dtype | None] = {
 
 def check_wire_dtype(wire_dtype: str, known: Iterable[str] = WIRE_DTYPES) -> None:
     """Raises `ValueError` for an unknown name."""
-    if wire_dtype not in known:
-        raise ValueError(
-            f"wire_dtype must be one of {', '.join(known)}; got {wire_dtype!r}."
-            " Use 'same' to send each vector in its own dtype."
-        )
+    check_one_of("wire_dtype", wire_dtype, known, "Use 'same' to send each vector in its own dtype.")
 
 
 def addend_limit(dtype: torch.dtype, addends: int) -> float:

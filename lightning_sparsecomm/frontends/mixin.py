@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_sparsecomm import methods
-from lightning_sparsecomm.basis.arguments import check_options, did_you_mean, options_of, plain_for_command_lines
+from lightning_sparsecomm.basis.arguments import check_one_of, check_options, options_of, plain_for_command_lines
 from lightning_sparsecomm.basis.ledger import Ledger
 from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.frontends.data_parallel import CountedDataParallel, LocalDataParallel, SwitchedDataParallel
@@ -238,11 +238,7 @@ def _check_method(method: object) -> None:
 def _check_start_method(name: object) -> None:
     """Raises `ValueError` for one that multiprocessing does not know, before it asks the operating system."""
     known = "popen", *multiprocessing.get_all_start_methods()
-    if name not in known:
-        raise ValueError(
-            f"start_method must be one of {', '.join(known)}; got {name!r}.{did_you_mean(str(name), known)}"
-            " Leave it out for popen, which starts the script again."
-        )
+    check_one_of("start_method", name, known, "Leave it out for popen, which starts the script again.")
 
 
 def _refuse_misplaced(given: Mapping[str, object]) -> None:

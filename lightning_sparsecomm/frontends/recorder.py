@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lightning_sparsecomm.basis.ledger import OURS
+from lightning_sparsecomm.basis.ledger import OURS, Ledger
 from lightning_sparsecomm.frontends.monitor import Observer, Totals
 from lightning_sparsecomm.report import Point, Run, write_report
 
@@ -23,6 +23,7 @@ class CompressionReport(Observer):
     Rank 0 writes `NAME.run.json` and `report.html` to the folder after each epoch. The page shows all
     runs in the folder. So for a comparison, train twice into one folder: with ddp, and with sparsecomm. Adds no
     collective, but a broadcast at the start where `folder` is None. `sparsecomm report FOLDER` makes the page anew.
+    A run that was resumed is one of its own: its steps go on from the checkpoint's, bytes and time begin with it.
 
     >>> import pytorch_lightning as pl
     >>> trainer = pl.Trainer(accelerator="cpu", callbacks=[CompressionReport("reports", name="ddp")], logger=False)
@@ -30,7 +31,8 @@ class CompressionReport(Observer):
     Args:
         folder: Where to write; None for the Trainer's log_dir, or its default_root_dir.
         name: Names the run, in the folder and on the page, and replaces an earlier one of that name, with a warning.
-            None for the method, such as `dgc(density=0.01)`, or `ddp`, with a number where the folder has one already.
+            None for the method, such as `dgc(density=0.01)`, or `ddp`; `from step 1200` where it was resumed; and a
+            number where the folder has one already.
         every: Batches between two points; None for about 100 points, or the Trainer's log_every_n_steps where the
             number of batches is unknown.
 
@@ -54,6 +56,9 @@ class CompressionReport(Observer):
         # Known on all ranks once training begins: finding it may take all of them.
         self._where = Path()
         self._run: Run | None = None
+        # As training began; with a resumed run, both hold what the earlier one has sent.
+        self._start: Totals | None = None
+        self._start_rows: dict[str, tuple[int, float, float]] = {}
         self._last: Totals | None = None
         self._begin = 0.0
         self._losses = 0
@@ -67,14 +72,17 @@ class CompressionReport(Observer):
         self._where = self.folder or Path(trainer.log_dir or trainer.default_root_dir)
         if trainer.is_global_zero:
             _check_writable(self._where)
-        self._last = self.totals(trainer)
+        self._start = self._last = self.totals(trainer)
+        ledger, resumed_at = self.ledger_of(trainer), trainer.global_step
+        # What a new run has sent before its first step, to set up, is its own.
+        self._start_rows = _rows(ledger) if ledger is not None and resumed_at else {}
         self._begin = 0.0
         self._losses, self._loss, self._batches = 0, torch.zeros(()), 0
         expected = trainer.estimated_stepping_batches * trainer.accumulate_grad_batches
         known = 0 < expected < float("inf")
         self._interval = self.every or (max(1, int(expected) // 100) if known else max(1, trainer.log_every_n_steps))
         name = self._chosen_name(trainer) if trainer.is_global_zero else ""
-        self._run = Run(name, type(trainer.strategy).__name__, trainer.world_size)
+        self._run = Run(name, type(trainer.strategy).__name__, trainer.world_size, resumed_at=resumed_at)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
@@ -93,7 +101,7 @@ class CompressionReport(Observer):
             self._record(trainer)
 
     def _record(self, trainer: Any) -> None:
-        assert self._run is not None and self._last is not None
+        assert self._run is not None and self._last is not None and self._start is not None
         totals = self.totals(trainer)
         new = totals.since(self._last)
         if new.empty:
@@ -103,8 +111,9 @@ class CompressionReport(Observer):
         values: dict[str, float | None] = {**new.values(), "residual_norm": self.residual_norm(trainer)}
         loss = float(self._loss) / self._losses if self._losses else None
         self._losses, self._loss = 0, torch.zeros_like(self._loss)
-        seconds, sent = time.perf_counter() - self._begin, totals.counts["sent_link_bytes"]
-        self._run.points.append(Point(int(totals.counts["steps"]), seconds, loss, sent, values))
+        here = totals.since(self._start).counts
+        seconds, step = time.perf_counter() - self._begin, self._run.resumed_at + int(here["steps"])
+        self._run.points.append(Point(step, seconds, loss, here["sent_link_bytes"], values))
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         self._write(trainer)
@@ -115,15 +124,16 @@ class CompressionReport(Observer):
             print(f"{path}: loss by bytes and time, phases, bytes by purpose")
 
     def _write(self, trainer: Any) -> Path | None:
-        run, ledger = self._run, self.ledger_of(trainer)
-        if run is None or ledger is None or not trainer.is_global_zero:
+        run, ledger, start = self._run, self.ledger_of(trainer), self._start
+        if run is None or ledger is None or start is None or not trainer.is_global_zero:
             return None
         said = getattr(trainer.strategy, "announced", ())
         run.strategy = "; ".join(line.removeprefix("sparsecomm: ") for line in said) or run.strategy
-        for row in sorted(ledger.rows, key=lambda row: row not in OURS):
-            calls = sum(traffic.calls for traffic in ledger.rows[row].values())
-            run.rows[row] = calls, ledger.handed_bytes(row), ledger.link_bytes(row)
-        run.ddp_link_bytes = ledger.ddp_link_bytes
+        for row, (calls, handed, link) in _rows(ledger).items():
+            earlier_calls, earlier_handed, earlier_link = self._start_rows.get(row, (0, 0.0, 0.0))
+            if calls > earlier_calls:
+                run.rows[row] = calls - earlier_calls, handed - earlier_handed, link - earlier_link
+        run.ddp_link_bytes = ledger.ddp_link_bytes - start.counts["ddp_link_bytes"]
         ours = ("sparsecomm/", "loss", "train_loss")
         run.metrics = {
             name: float(value) for name, value in trainer.callback_metrics.items() if not name.startswith(ours)
@@ -140,6 +150,8 @@ class CompressionReport(Observer):
         """The user's name for the run, or one that the folder does not have yet."""
         if self.name is None:
             name = _name_of(trainer.strategy)
+            if trainer.global_step:
+                name = f"{name} from step {trainer.global_step}"
             names = itertools.chain([name], (f"{name} {number}" for number in itertools.count(2)))
             return next(each for each in names if not Run.path(self._where, each).exists())
         if Run.path(self._where, self.name).exists():
@@ -161,6 +173,14 @@ def _check_writable(folder: Path) -> None:
         raise OSError(
             f"folder must be one that CompressionReport can write to; got {str(folder)!r}: {error}. Give another."
         ) from error
+
+
+def _rows(ledger: Ledger) -> dict[str, tuple[int, float, float]]:
+    """By purpose, the method's own first: calls, bytes handed over, and bytes on the link."""
+    return {
+        row: (sum(each.calls for each in ledger.rows[row].values()), ledger.handed_bytes(row), ledger.link_bytes(row))
+        for row in sorted(ledger.rows, key=lambda row: row not in OURS)
+    }
 
 
 def _name_of(strategy: Any) -> str:

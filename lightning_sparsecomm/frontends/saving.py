@@ -21,6 +21,8 @@ from lightning_sparsecomm.run.saves import Ranks, Saves, save_alone
 from lightning_sparsecomm.sharing.bucket import BucketSync
 from lightning_sparsecomm.sharing.method import Method
 
+_FALLBACK = ".with_fallback("
+
 
 class SavingMixin:
     """Writes and reads the files beside checkpoints, for a strategy that holds a method and its engine."""
@@ -137,9 +139,13 @@ class SavingMixin:
                     " step is lost. Resume from an earlier checkpoint to lose nothing."
                 )
             if unused:
+                # The first few words of two methods tell them apart, if their optimizers are the same.
+                old, new = resumed.method, plain_repr(self.method)
+                if old.split(_FALLBACK)[0] != new.split(_FALLBACK)[0]:
+                    old, new = old.split(_FALLBACK)[0], new.split(_FALLBACK)[0]
                 lost.append(
                     f"of what was saved beside {path}, this run has no place for {'; '.join(unused)}. It was saved"
-                    f" with {resumed.method}, and the method is {plain_repr(self.method)} now."
+                    f" with {old}, and the method is {new} now."
                 )
             if not as_many_ranks:
                 lost.append(

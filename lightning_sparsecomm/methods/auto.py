@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Literal, get_args
 
+from lightning_sparsecomm.basis.arguments import check_one_of
 from lightning_sparsecomm.methods.defaults import default
 from lightning_sparsecomm.methods.sums import dense
 from lightning_sparsecomm.sharing import BucketSync, Method
@@ -21,11 +22,9 @@ def allowed(quality: Quality) -> dict[str, Method]:
         ValueError: Unknown quality.
     """
     known = get_args(Quality)
-    if quality not in known:
-        raise ValueError(
-            f"quality must be one of {', '.join(known)}; got {quality!r}. Leave it out for trained, which allows all"
-            " that trains nearly as well as ddp."
-        )
+    check_one_of(
+        "quality", quality, known, "Leave it out for trained, which allows all that trains nearly as well as ddp."
+    )
     chosen = {BASELINE: dense(), ROUNDED: dense("bfloat16"), DEFAULT: default()}
     return {name: chosen[name] for name in list(chosen)[: 1 + known.index(quality)]}
 

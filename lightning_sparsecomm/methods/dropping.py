@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Literal
 
-from lightning_sparsecomm.basis.arguments import check_booleans, did_you_mean, renamed
+from lightning_sparsecomm.basis.arguments import check_booleans, check_one_of, renamed
 from lightning_sparsecomm.basis.schedules import Density, warmed
 from lightning_sparsecomm.channel import Channel, ErrorFeedback
 from lightning_sparsecomm.codecs import (
@@ -104,11 +104,12 @@ class gradient_dropping(Method):
             momentum_masking=momentum_masking,
             follow_rate=follow_rate,
         )
-        if local not in (*LOCAL_MODES, "error"):
-            raise ValueError(
-                f"local must be one of {', '.join(LOCAL_MODES)}, error; got {local!r}."
-                " Use 'partial' with parameter averaging, which worked best in the paper."
-            )
+        check_one_of(
+            "local",
+            local,
+            (*LOCAL_MODES, "error"),
+            "Use 'partial' with parameter averaging, which worked best in the paper.",
+        )
         if local == "none" and (average_buffers or average_optimizer_state):
             raise ValueError(
                 "average_buffers and average_optimizer_state need a local mode, with which ranks' parameters are"
@@ -229,17 +230,14 @@ def sparse(
         "short_three_bit": ShortThreeBit(),
         "few_bits": FewBits(),
     }
-    if values not in codecs:
-        raise ValueError(
-            f"values must be one of {', '.join(codecs)}; got {values!r}.{did_you_mean(str(values), codecs)} Use"
-            " 'float32' to send them exactly."
-        )
-    if positions not in ("fast", "short"):
-        raise ValueError(f"positions must be 'fast' or 'short'; got {positions!r}. Use 'short' for a slow network.")
-    if exchange not in ("gather", "all_reduce"):
-        raise ValueError(
-            f"exchange must be 'gather' (each rank's selection goes to all) or 'all_reduce' (ranks each add up a piece,"
-            f" and send the largest elements of its mean); got {exchange!r}. Use 'all_reduce' for three ranks or more."
-        )
+    check_one_of("values", values, codecs, "Use 'float32' to send them exactly.")
+    check_one_of("positions", positions, ("fast", "short"), "Use 'short' for a slow network.")
+    check_one_of(
+        "exchange",
+        exchange,
+        ("gather", "all_reduce"),
+        "'gather' sends each rank's selection to all; 'all_reduce', for three ranks or more, lets each add up a piece"
+        " and send the largest elements of its mean.",
+    )
     codec = SparseCodec(TopK(density, scope), codecs[values], RunLength16() if positions == "fast" else Auto())
     return Gather(codec) if exchange == "gather" else CompressedAllReduce(codec)

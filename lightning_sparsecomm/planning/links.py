@@ -39,6 +39,10 @@ class Link(ABC):
 class Network(Link):
     """A network of equal cables between ranks and a switch, by its figures. Collectives work in rings, as Gloo's do.
 
+    >>> network = Network(100e6, rtt=0.02)
+    >>> round(network.seconds("all_reduce", 4_000_000, ranks=4), 2)
+    0.65
+
     Args:
         bandwidth: Bits per second that each rank sends, and receives at the same time; infinite for no limit.
         rtt: Round-trip time between two ranks, in seconds.

@@ -1,7 +1,7 @@
 """Plans a training: what each method's step would take, and which one to use."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -32,11 +32,13 @@ class Plan:
         rows: By name, in the order of their steps' seconds.
         refused: Methods that are not defined for the optimizer, with the reason.
         choice: The fastest of those that may be chosen.
+        choosable: Those that may be chosen.
     """
 
     rows: dict[str, Predicted]
     refused: dict[str, str]
     choice: str
+    choosable: tuple[str, ...] = ()
 
     def table(self) -> str:
         """The rows as text."""
@@ -45,7 +47,7 @@ class Plan:
         for name, row in self.rows.items():
             lines.append(
                 (
-                    f"{'*' if name == self.choice else ' '} {name}",
+                    f"{self._mark(name)} {name}",
                     as_time(row.seconds),
                     f"{row.seconds / baseline:.2g}" if baseline else "",
                     as_time(row.compute),
@@ -57,6 +59,9 @@ class Plan:
                 )
             )
         return "\n".join([*aligned(lines), "", self.reason()])
+
+    def _mark(self, name: str) -> str:
+        return "*" if name == self.choice else "+" if name in self.choosable else " "
 
     def reason(self) -> str:
         """The choice in a sentence."""
@@ -86,6 +91,7 @@ def plan(
     length: float = math.inf,
     quality: Quality = "trained",
     candidates: Mapping[str, Method] | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
 ) -> Plan:
     """Rehearses methods on this processor, and predicts a step with each.
 
@@ -104,6 +110,10 @@ def plan(
         length: Optimizer steps of the run, which the default method's density follows; infinite where unknown.
         quality: What may be chosen.
         candidates: Further methods to predict, by name; all recipes by default.
+        progress: Called before each rehearsal, with the method's name, its number from 1 on, and how many there are.
+
+    Returns:
+        What each method's step takes, in `rows`, and the `choice`; `table()` shows both.
 
     Raises:
         ValueError: `ranks` below 1, an unknown quality, or no parameter that requires a gradient.
@@ -119,14 +129,16 @@ def plan(
         raise ValueError("kinds must hold a parameter that requires a gradient; got none. Unfreeze some.")
     rows: dict[str, Predicted] = {}
     refused: dict[str, str] = {}
-    for name, method in everything.items():
+    for number, (name, method) in enumerate(everything.items(), start=1):
+        if progress is not None:
+            progress(name, number, len(everything))
         try:
             rows[name] = predict(rehearse(method, kinds, ranks, length), link, work)
         except TypeError as error:
             refused[name] = str(error)
     rows = dict(sorted(rows.items(), key=lambda pair: pair[1].seconds))
     choice = min((name for name in choosable if name in rows), key=lambda name: rows[name].seconds)
-    return Plan(rows, refused, choice)
+    return Plan(rows, refused, choice, tuple(choosable))
 
 
 def square_layers(elements: int, dtype: torch.dtype = torch.float32) -> list[tuple[str, Parameter]]:

@@ -127,7 +127,9 @@ def _play(method: Method, kinds: Kinds, ranks: int, length: float, fraction: flo
     stage = _Stage(method, kinds, ranks, length, fraction)
     between = stage.play(0) if every > 1 else None
     due = stage.play(every - 1)
-    result = due if between is None else _mixed(between, due, every)
+    # A run whose last step is no exchange's ends with one more.
+    share = math.ceil(length / every) / length if 0 < length < math.inf else 1 / every
+    result = due if between is None else _mixed(between, due, share)
     result = replace(result, held_bytes=stage.held_bytes())
     stage.close()
     return result, stage.elements
@@ -206,9 +208,8 @@ def _every(method: Method) -> int:
     return max(periods, default=1)
 
 
-def _mixed(between: Rehearsed, due: Rehearsed, every: int) -> Rehearsed:
-    """Means per step, of `every` - 1 steps without exchange and one with it."""
-    share = 1 / every
+def _mixed(between: Rehearsed, due: Rehearsed, share: float) -> Rehearsed:
+    """Means per step, where this share of the steps has an exchange."""
     seconds = {name: (1 - share) * between.seconds[name] + share * due.seconds[name] for name in PHASES}
     calls = tuple((kind, size, often * (1 - share)) for kind, size, often in between.calls)
     calls += tuple((kind, size, often * share) for kind, size, often in due.calls)

@@ -90,7 +90,7 @@ def _summary(runs: Sequence[Run], colors: Sequence[str]) -> str:
             [
                 _named(run, color),
                 str(run.world_size),
-                f"{last.step:,}" if last is not None else "0",
+                _steps(run),
                 plain(last.loss) if last is not None and last.loss is not None else "–",
                 *(plain(run.metrics[name]) if name in run.metrics else "–" for name in metrics),
                 size(sent),
@@ -100,6 +100,12 @@ def _summary(runs: Sequence[Run], colors: Sequence[str]) -> str:
         )
     head = ["run", "ranks", "steps", "last loss", *metrics, "sent by a rank", "fewer bytes than ddp", "time"]
     return _table(head, rows)
+
+
+def _steps(run: Run) -> str:
+    """The last step; of a run that was resumed, also the one that it went on from."""
+    last = run.points[-1].step if run.points else run.resumed_at
+    return f"{run.resumed_at:,} to {last:,}" if run.resumed_at else f"{last:,}"
 
 
 def _charts(runs: Sequence[Run], colors: Sequence[str]) -> str:
@@ -171,10 +177,15 @@ def _purposes(runs: Sequence[Run], colors: Sequence[str]) -> str:
 
 
 def _notes(runs: Sequence[Run]) -> str:
-    said = "".join(f"<li>{escape(run.name)}: <code>{escape(run.strategy)}</code></li>" for run in runs)
+    said = "".join(f"<li>{escape(run.name)}: <code>{escape(run.strategy)}</code>{_resumed(run)}</li>" for run in runs)
     return (
         f"<h2>Notes</h2><ul class=small>{said}<li>Bytes on the link follow from the bytes handed over, by the"
         " collectives' published algorithms.</li><li>Losses are rank 0's, and means since the point before. Times are"
         " rank 0's, validation included. The first point of a run is left out of the phases where there are others."
         "</li><li>With ddp, only the time waited after the backward pass is known, from DDP's own samples.</li></ul>"
     )
+
+
+def _resumed(run: Run) -> str:
+    """Where a run has begun, if not at step 0."""
+    return f", resumed after step {run.resumed_at:,}; its bytes and time begin there" if run.resumed_at else ""

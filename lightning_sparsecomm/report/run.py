@@ -20,7 +20,7 @@ class Point:
         step: Optimizer steps so far.
         seconds: Since training began.
         loss: Mean of the training loss on rank 0; None where it was not finite, or unknown.
-        sent_bytes: On the link so far, by rank 0 for the method.
+        sent_bytes: On the link so far in this run, by rank 0 for the method.
         values: Means per optimizer step, as CompressionMonitor logs them, and the residual's norm.
     """
 
@@ -43,6 +43,8 @@ class Run:
         rows: By purpose: calls, bytes handed over, and bytes on the link.
         ddp_link_bytes: What ddp would have sent.
         metrics: The Trainer's last metrics, by name.
+        resumed_at: The step after which it goes on with an earlier run; 0 for a new one. Bytes, calls and time are
+            those since then.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Run:
     rows: dict[str, tuple[int, float, float]] = field(default_factory=dict)
     ddp_link_bytes: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
+    resumed_at: int = 0
 
     @staticmethod
     def path(folder: Path, name: str) -> Path:

@@ -8,7 +8,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_sparsecomm.basis import Wire
-from lightning_sparsecomm.basis.arguments import check_booleans
+from lightning_sparsecomm.basis.arguments import check_booleans, check_one_of
 from lightning_sparsecomm.basis.schedules import Every, check_every, least_every
 from lightning_sparsecomm.basis.stream import Stream
 from lightning_sparsecomm.channel import Channel, ClipLocalNorm, LocalAdam
@@ -95,11 +95,7 @@ class DeltaSync(Sync):
         super().__init__(parameters, exclude, min_dimensions, rest)
         check_every("every", every)
         check_booleans(mask_momentum=mask_momentum)
-        if buffers not in get_args(Buffers):
-            raise ValueError(
-                f"buffers must be one of {', '.join(get_args(Buffers))}; got {buffers!r}. Use 'average', which sends"
-                " them with each exchange."
-            )
+        check_one_of("buffers", buffers, get_args(Buffers), "Use 'average', which sends them with each exchange.")
         check_fragments(fragments, fragment_order, least_every(every))
         check_delay(delay, mix, least_every(every))
         check_outer(outer)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_sparsecomm.basis import Wire
-from lightning_sparsecomm.basis.arguments import check_whole_number
+from lightning_sparsecomm.basis.arguments import check_one_of, check_whole_number
 from lightning_sparsecomm.channel.saved import Saved
 from lightning_sparsecomm.sharing.gradients import NamedParameters
 from lightning_sparsecomm.sharing.share import Share, Turn
@@ -25,10 +25,7 @@ def check_fragments(count: int, order: FragmentOrder, least_every: int) -> None:
             f"fragments must be at most every, {least_every} steps, so that each has a step of its own; got {count}."
             f" Use fragments={least_every}."
         )
-    if order not in get_args(FragmentOrder):
-        raise ValueError(
-            f"fragment_order must be one of {', '.join(get_args(FragmentOrder))}; got {order!r}. Use 'strided'."
-        )
+    check_one_of("fragment_order", order, get_args(FragmentOrder), "Use 'strided'.")
 
 
 def layer_of(name: str) -> str:

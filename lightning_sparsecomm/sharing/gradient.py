@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import LBFGS, SGD, Optimizer
 
 from lightning_sparsecomm.basis import Layout, Wire
-from lightning_sparsecomm.basis.arguments import check_booleans
+from lightning_sparsecomm.basis.arguments import check_booleans, check_one_of
 from lightning_sparsecomm.basis.parts import parts_in
 from lightning_sparsecomm.channel import Channel, ClipLocalNorm, LocalAdam, Momentum, StepSettings
 from lightning_sparsecomm.channel.momentum import Velocity
@@ -69,11 +69,9 @@ class GradientSync(Sync):
         check_booleans(mask_momentum=mask_momentum, sparse=sparse, finish=finish)
         if not isinstance(channel, Channel):
             raise TypeError(f"channel must be a Channel; got {channel!r}. Use Channel(DenseAllReduce()), for example.")
-        if local not in LOCAL_MODES:
-            raise ValueError(
-                f"local must be one of {', '.join(LOCAL_MODES)}; got {local!r}."
-                " The paper's 'error' is 'partial' in a channel without ErrorFeedback."
-            )
+        check_one_of(
+            "local", local, LOCAL_MODES, "The paper's 'error' is 'partial' in a channel without ErrorFeedback."
+        )
         if sparse and (channel.memories or not isinstance(channel.exchange, SparseExchange) or local != "none"):
             raise ValueError(
                 "sparse=True needs a channel without memories, which are dense, an exchange that takes sparse vectors,"

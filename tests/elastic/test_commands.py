@@ -22,7 +22,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def test_the_lighthouse_serves_until_it_is_interrupted() -> None:
-    command = [sys.executable, "-c", "from lightning_sparsecomm.commands import main; main()", "lighthouse"]
+    command = [sys.executable, "-m", "lightning_sparsecomm", "lighthouse"]
     # Where these tests run in the background, interrupts are ignored, and a child inherits that.
     options: dict[str, Any] = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
     with subprocess.Popen([*command, "--bind=127.0.0.1:0"], stdout=subprocess.PIPE, text=True, **options) as process:

@@ -105,7 +105,7 @@ def test_density(make: Callable[..., object], density: Any, error: type[Exceptio
         (
             lambda: gradient_dropping(scope="layer"),
             ValueError,
-            "scope must be 'model' (rank all elements together), 'tensor'",
+            "scope must be one of model, tensor, balanced; got",
         ),
         (
             lambda: gradient_dropping(values="int8"),

@@ -32,6 +32,21 @@ MISSPELT: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "start_method must be one of popen, fork, spawn, forkserver; got 'forkk'. Did you mean 'fork'?",
     ),
+    "value of an option": (
+        lambda: methods.dgc(positions="shrt"),  # type: ignore[arg-type]
+        ValueError,
+        "positions must be one of fast, short; got 'shrt'. Did you mean 'short'?",
+    ),
+    "ranking": (
+        lambda: methods.dgc(scope="ballanced"),  # type: ignore[arg-type]
+        ValueError,
+        "scope must be one of model, tensor, balanced; got 'ballanced'. Did you mean 'balanced'?",
+    ),
+    "dtype": (
+        lambda: methods.dense("bfloat"),  # type: ignore[arg-type]
+        ValueError,
+        "wire_dtype must be one of same, float32, float16, bfloat16; got 'bfloat'. Did you mean 'bfloat16'?",
+    ),
     "option of a method": (
         lambda: methods.sbc(densty=0.1),  # type: ignore[call-arg]
         TypeError,

@@ -86,6 +86,28 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "* sparsecomm" in shown
     assert "Use sparsecomm: a step of" in shown
     assert "Left out: local_adam" in shown
+    # Others that may be chosen, and those that may not.
+    assert "+ ddp " in shown
+    assert "  dgc " in shown
+    assert "Without --steps" not in shown
+
+
+def test_on_a_terminal_the_command_says_what_it_rehearses(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    main([*COMMAND, "--quality", "exact"])
+    shown, said = capsys.readouterr()
+    counts = re.findall(r"\r\x1b\[K(\d+) of (\d+): \w", said)
+    assert [int(number) for number, _ in counts] == list(range(1, int(counts[0][1]) + 1))
+    assert "+ " not in shown.partition("\n\n")[0]
+    assert "Without --steps, sparsecomm is planned for a run of unknown length" in shown
+
+
+def test_a_command_that_is_misspelt_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["reprot", "reports"])
+    assert "'reprot' is no command. Did you mean 'report'? Commands: plan, probe," in capsys.readouterr().err
 
 
 def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:

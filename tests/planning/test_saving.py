@@ -27,7 +27,15 @@ def _said(rank: int, folder: str, method: Method) -> Any:
 
 
 @pytest.mark.parametrize(
-    "method", [methods.gradient_dropping(0.1), methods.sbc(0.2, every=5), methods.dgc(0.1, warmup_steps=0)], ids=repr
+    "method",
+    [
+        methods.gradient_dropping(0.1),
+        methods.sbc(0.2, every=5),
+        methods.dgc(0.1, warmup_steps=0),
+        # It exchanges once amid the run, and once at its end.
+        methods.diloco(every=60),
+    ],
+    ids=repr,
 )
 def test_the_line_at_the_start_says_what_the_ledger_counts_in_the_end(tmp_path: Path, method: Method) -> None:
     (said, ratio), (nothing, _) = run_ranks(tmp_path, 2, _said, str(tmp_path), method)

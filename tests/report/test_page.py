@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_sparsecomm import CompressionReport, methods
+from lightning_sparsecomm.basis.ledger import OURS
 from lightning_sparsecomm.commands import main
 from lightning_sparsecomm.report import Point, Run, page, write_report
 from lightning_sparsecomm.report.chart import Axis, Line, _Scale, chart, plain, size
@@ -169,20 +170,21 @@ class Model(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def train(strategy: Any, report: CompressionReport, epochs: int = 2, **options: Any) -> None:
+def train(
+    strategy: Any, report: CompressionReport, epochs: int = 2, resume: Path | None = None, **options: Any
+) -> None:
     trainer = pl.Trainer(
         strategy=strategy,
         accelerator="cpu",
         devices=2,
         max_epochs=epochs,
         callbacks=[report],
-        enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **{"logger": False, **options},
+        **{"logger": False, "enable_checkpointing": False, **options},
     )
     batches = torch.randn(4 * 2 * 10, 6, generator=torch.Generator().manual_seed(3))
-    trainer.fit(Model(), DataLoader(batches, batch_size=4), DataLoader(batches, batch_size=8))
+    trainer.fit(Model(), DataLoader(batches, batch_size=4), DataLoader(batches, batch_size=8), ckpt_path=resume)
 
 
 def test_two_trainings_in_one_folder(tmp_path: Path) -> None:
@@ -213,6 +215,31 @@ def test_by_default_it_writes_where_lightning_does(tmp_path: Path, strategy: str
     folder = tmp_path / "run" / "version_0" if logs else tmp_path
     checked((folder / "report.html").read_text())
     assert Run.load(folder / f"{strategy.removesuffix('_fork')}.run.json").world_size == 2
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+@pytest.mark.parametrize("later", ["sparsecomm_fork", "ddp_fork"])
+def test_a_run_that_was_resumed_is_one_of_its_own(tmp_path: Path, later: str) -> None:
+    """Its steps go on; its bytes, calls and time are those since it was resumed, whatever the earlier run was."""
+    options = {"enable_checkpointing": True, "default_root_dir": tmp_path / "saved"}
+    train("sparsecomm_fork", CompressionReport(tmp_path, every=5), **options)
+    (saved,) = (tmp_path / "saved").rglob("*.ckpt")
+    train(later, CompressionReport(tmp_path, every=5), epochs=5, resume=saved, **options)
+    name = f"{later.removesuffix('_fork')} from step 20"
+    first, second = Run.load(tmp_path / "sparsecomm.run.json"), Run.load(tmp_path / f"{name}.run.json")
+    assert (first.resumed_at, second.resumed_at) == (0, 20)
+    assert [point.step for point in second.points] == list(range(25, 51, 5))
+    # It makes 30 steps, and the earlier one made 20.
+    assert second.ddp_link_bytes == 1.5 * first.ddp_link_bytes
+    sent = sum(link for row, (_, _, link) in second.rows.items() if row in OURS)
+    assert second.points[-1].sent_bytes == pytest.approx(sent)
+    if later == "ddp_fork":
+        assert sent == second.ddp_link_bytes
+    else:
+        assert sent < 2.5 * first.rows["gradients"][2]
+    page = (tmp_path / "report.html").read_text()
+    assert "<td>20 to 50</td>" in page
+    assert "resumed after step 20; its bytes and time begin there" in page
 
 
 def test_runs_of_one_method_stand_side_by_side(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparsecomm.basis.allocation import joined, picked
+from lightning_sparsecomm.basis.arguments import check_one_of
 from lightning_sparsecomm.basis.layout import Layout
 from lightning_sparsecomm.basis.rounds import Round
 from lightning_sparsecomm.basis.schedules import Density, check_density
@@ -60,11 +61,12 @@ class TopK(HintedSelector):
 
     def __post_init__(self) -> None:
         check_density("density", self.density)
-        if self.scope not in get_args(Scope):
-            raise ValueError(
-                "scope must be 'model' (rank all elements together), 'tensor' (each tensor by itself) or 'balanced'"
-                f" (each by itself, small ones more densely); got {self.scope!r}. Use 'model', for example."
-            )
+        check_one_of(
+            "scope",
+            self.scope,
+            get_args(Scope),
+            "'model' ranks all elements together, 'tensor' each tensor by itself, 'balanced' small ones more densely.",
+        )
 
     def wanted(self, context: Round) -> list[Wanted]:
         density, layout = context.density(self.density), context.layout
