@@ -36,7 +36,7 @@ def test_a_group_ends_right_after_its_last_call(tmp_path: Path) -> None:
 def _made_and_left(rank: int) -> int:
     """Ranks come at different times, and leave at once, as where a method is refused."""
     chance = random.Random(rank)
-    for _ in range(100):
+    for _ in range(40):
         time.sleep(chance.random() * 0.004)
         Wire.apart().close()
     return rank

@@ -182,7 +182,7 @@ def test_selection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
 
 def test_gpu_tried_out_without_one(tmp_path: Path) -> None:
-    arguments = ["--device=cpu", "--elements=100000", "--rounds=1", "--output=out.json"]
+    arguments = ["--device=cpu", "--elements=20000", "--rounds=1", "--output=out.json"]
     output = run("gpu.py", *arguments, folder=tmp_path)
     written = json.loads((tmp_path / "out.json").read_text())
     # A copy, two ways to select in two shapes, a sketch's two, and four codecs in two directions.

@@ -198,7 +198,7 @@ class Configured(Classifier):
             optimizer.state[parameter].update(step=torch.tensor(7.0), **moments)
 
 
-@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("begun", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_alone_at_full_density_it_is_torchs_optimizer(tmp_path: Path, begun: bool) -> None:
     state = [(torch.randn(p.shape) * 0.1, torch.rand(p.shape) + 0.1) for p in Classifier().parameters()]
     trainings, scenarios = {}, {}

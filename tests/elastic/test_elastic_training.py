@@ -67,7 +67,7 @@ def together(
     return started
 
 
-@pytest.mark.parametrize("method", [DILOCO, LOCO], ids=["diloco", "sparse_loco"])
+@pytest.mark.parametrize("method", [pytest.param(DILOCO, marks=pytest.mark.slow), LOCO], ids=["diloco", "sparse_loco"])
 def test_one_is_killed_and_started_again(method: Any) -> None:
     with lighthouse() as address, replicas() as start:
         a, b, c = together(start, address, method, {}, stops=(12, 22))
@@ -86,8 +86,16 @@ def test_one_is_killed_and_started_again(method: Any) -> None:
     assert results[2]["handed"]["weight updates"] < results[0]["handed"]["weight updates"]
 
 
-@pytest.mark.parametrize("place", ["exchange", "vote"])
-@pytest.mark.parametrize("method", [SBC, DILOCO], ids=["sbc", "diloco"])
+@pytest.mark.parametrize(
+    ("method", "place"),
+    [
+        (DILOCO, "exchange"),
+        (SBC, "vote"),
+        pytest.param(DILOCO, "vote", marks=pytest.mark.slow),
+        pytest.param(SBC, "exchange", marks=pytest.mark.slow),
+    ],
+    ids=lambda value: value if isinstance(value, str) else repr(value).partition("(")[0],
+)
 def test_one_is_killed_amid_an_exchange(method: Any, place: str) -> None:
     """The others take the exchange back, and make it without it: what they sent and hold is what they took in."""
     watch = {"a": watch_the_law, "c": watch_the_law} if method is SBC else {}

@@ -142,13 +142,11 @@ trainer.fit(Model(), DataLoader(torch.randn(200, 300), batch_size=4))
 """
 
 
+# Each compiles all kernels anew.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "optimizer"),
-    [
-        ("sparsecomm", "SGD"),
-        pytest.param("sparsecomm", "AdamW", marks=pytest.mark.slow),
-        pytest.param("sparsecomm_sketched_sgd", "SGD", marks=pytest.mark.slow),
-    ],
+    [("sparsecomm", "SGD"), ("sparsecomm", "AdamW"), ("sparsecomm_sketched_sgd", "SGD")],
 )
 def test_no_step_compiles(name: str, optimizer: str, tmp_path: Path) -> None:
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
