@@ -103,7 +103,9 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "scaled_values" else ()) for name in METHODS]
+)
 def test_a_method_from_yaml_trains_and_resumes(name: str) -> None:
     """To the bit, with parts that jsonargparse has made: these are copied for each optimizer, and compared by repr."""
     parser = jsonargparse.ArgumentParser(exit_on_error=False)

@@ -123,7 +123,13 @@ EXCHANGES: dict[str, tuple[Callable[[], Exchange], float | None]] = {
 }
 
 
-@pytest.mark.parametrize("name", EXCHANGES)
+# One of each kind; the others run with the slow tests.
+QUICK = ("gather", "blocks", "sketch", "compressed", "quantized", "power sgd, in groups")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in EXCHANGES]
+)
 def test_our_exchanges(name: str) -> None:
     factory, tolerance = EXCHANGES[name]
     # The sketch's kernels may have to be compiled.

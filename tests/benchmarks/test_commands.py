@@ -181,6 +181,7 @@ def test_selection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert "| one tensor, momentum and residual: fused |" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_gpu_tried_out_without_one(tmp_path: Path) -> None:
     arguments = ["--device=cpu", "--elements=20000", "--rounds=1", "--output=out.json"]
     output = run("gpu.py", *arguments, folder=tmp_path)

@@ -282,7 +282,7 @@ CHANGED: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CHANGED)
+@pytest.mark.parametrize("name", ["dgc", pytest.param("sbc", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("before", "after"), WORLDS)
 def test_another_world_size(before: int, after: int, name: str, tmp_path: Path) -> None:
     run_ranks(tmp_path, before, _train_and_save, before, tmp_path, name)

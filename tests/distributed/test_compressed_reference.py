@@ -32,9 +32,9 @@ def _in_groups_of_64(values: np.ndarray) -> np.ndarray:
     ("density", "values", "world_size"),
     [
         (0.1, Float32(), 4),
-        (0.6, Float32(), 5),
+        pytest.param(0.6, Float32(), 5, marks=pytest.mark.slow),
         (1.0, Float32(), 3),
-        (0.3, TwoBit(), 5),
+        pytest.param(0.3, TwoBit(), 5, marks=pytest.mark.slow),
         (0.8, TwoBit(), 3),
     ],
 )

@@ -188,7 +188,7 @@ def _killed_and_not(tmp_path: Path, name: str, kills: int, one: bool = False) ->
             assert ours[key].tobytes() == value.tobytes(), key
 
 
-@pytest.mark.parametrize("name", ["dgc, summed", "sbc"])
+@pytest.mark.parametrize("name", [pytest.param("dgc, summed", marks=pytest.mark.slow), "sbc"])
 def test_killed_some_times(name: str, tmp_path: Path) -> None:
     _killed_and_not(tmp_path, name, 2)
 

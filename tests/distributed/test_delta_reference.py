@@ -258,7 +258,21 @@ class InFlight(NamedTuple):
     arrives: int
 
 
-@pytest.mark.parametrize("name", FRAGMENTED)
+# The others are parts of these.
+_SLOW = (
+    "sbc_late",
+    "sbc_late_dropping",
+    "federated_averaging",
+    "diloco",
+    "diloco_late",
+    "streaming_diloco_8",
+    "muloco",
+)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in _SLOW else ()) for name in FRAGMENTED]
+)
 def test_fragments_and_delays_step_by_step(tmp_path: Path, name: str) -> None:
     """Each fragment is a model of its own to its exchanges; the optimizer trains all of them.
 

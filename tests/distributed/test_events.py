@@ -169,7 +169,8 @@ def test_replicas_stay_equal(tmp_path: Path, name: str, event: str) -> None:
 # With federated averaging a rank without a gradient takes no step of its own, so the first event is not one of ddp's.
 @pytest.mark.parametrize(
     ("name", "event"),
-    [(name, event) for name in ("dense", "dgc", "gradient_dropping") for event in EVENTS]
+    [(name, event) for name in ("dense", "dgc") for event in EVENTS]
+    + [pytest.param("gradient_dropping", event, marks=pytest.mark.slow) for event in EVENTS]
     + [("federated_averaging", event) for event in EVENTS[1:]],
 )
 def test_at_full_density_it_is_ddp(tmp_path: Path, name: str, event: str) -> None:

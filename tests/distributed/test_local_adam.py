@@ -103,7 +103,11 @@ CASES = [
 
 @pytest.mark.parametrize(
     ("kind", "method", "options", "scheduled", "gaps", "first_steps"),
-    [*((*case, 300) for case in CASES), *((*case, 3) for case in CASES[2:4])],
+    [
+        *((*case, 300) for case in CASES[:1] + CASES[4:]),
+        *((*case, 3) for case in CASES[2:4]),
+        *(pytest.param(*case, 300, marks=pytest.mark.slow) for case in CASES[1:4]),
+    ],
 )
 def test_each_step_equals_the_reference(
     tmp_path: Path,

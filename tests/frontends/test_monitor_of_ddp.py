@@ -88,8 +88,16 @@ def train(
     return trainer, model
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-@pytest.mark.parametrize(("by_hand", "accumulated"), [(False, 1), (True, 1), (False, 3)])
+@pytest.mark.parametrize(
+    ("package", "by_hand", "accumulated"),
+    [
+        (package, *case)
+        if (package == PACKAGES[0]) == (case == (True, 1))
+        else pytest.param(package, *case, marks=pytest.mark.slow)
+        for package in PACKAGES
+        for case in ((False, 1), (True, 1), (False, 3))
+    ],
+)
 def test_ddp_is_counted_as_dense_is(
     package: str, by_hand: bool, accumulated: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

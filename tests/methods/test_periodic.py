@@ -145,8 +145,8 @@ def _whole_run(rank: int, shapes: Shapes, method: Method, steps: int) -> tuple[i
         (lenet5_caffe(), 4, sbc2(), 30, 3_600),
         (lenet5_caffe(), 4, sbc3(), 100, 36_000),
         (ten_million(), 2, sbc1(), 2, 2_700),
-        (ten_million(), 2, sbc2(), 10, 3_850),
-        (ten_million(), 2, sbc3(), 100, 38_500),
+        pytest.param(ten_million(), 2, sbc2(), 10, 3_850, marks=pytest.mark.slow),
+        pytest.param(ten_million(), 2, sbc3(), 100, 38_500, marks=pytest.mark.slow),
     ],
     ids=["lenet5-1", "lenet5-2", "lenet5-3", "ten_million-1", "ten_million-2", "ten_million-3"],
 )

@@ -197,7 +197,7 @@ def test_when_the_network_recovers_it_returns_to_ddp(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
-@pytest.mark.parametrize("epochs", [1, 2])
+@pytest.mark.parametrize("epochs", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_resumed_run_goes_on_with_its_choice_to_the_bit(tmp_path: Path, epochs: int) -> None:
     saves = tmp_path / "saves"
 

@@ -48,13 +48,21 @@ class Fails(pl.Callback):
     ("method", "model", "limits", "words"),
     [
         (dgc(warmup_steps=10), Classifier, {"max_steps": 10}, "10 steps of warm-up in a run of 10"),
-        (dgc(warmup_steps=10), Classifier, {"max_steps": 11}, None),
+        pytest.param(dgc(warmup_steps=10), Classifier, {"max_steps": 11}, None, marks=pytest.mark.slow),
         (dgc(warmup_steps=20), Classifier, {"max_steps": -1, "max_epochs": 2}, "20 steps of warm-up in a run of 20"),
-        (dgc(warmup_steps=19), Classifier, {"max_steps": -1, "max_epochs": 2}, None),
+        pytest.param(
+            dgc(warmup_steps=19), Classifier, {"max_steps": -1, "max_epochs": 2}, None, marks=pytest.mark.slow
+        ),
         (dgc(warmup_epochs=2), Classifier, {"max_steps": 20}, "2 epochs of warm-up in a run of 2"),
-        (dgc(warmup_epochs=2), Classifier, {"max_steps": 25}, None),
+        pytest.param(dgc(warmup_epochs=2), Classifier, {"max_steps": 25}, None, marks=pytest.mark.slow),
         (gradient_dropping(warmup_steps=9), Classifier, {"max_steps": 9}, "9 steps of warm-up in a run of 9"),
-        (dgc(DensityWarmup(0.1, steps=9)), Classifier, {"max_steps": 9}, "9 steps of warm-up in a run of 9"),
+        pytest.param(
+            dgc(DensityWarmup(0.1, steps=9)),
+            Classifier,
+            {"max_steps": 9},
+            "9 steps of warm-up in a run of 9",
+            marks=pytest.mark.slow,
+        ),
         (dgc(), Classifier, {"max_steps": 3}, "1,000 steps of warm-up in a run of 3"),
         (dgc(warmup_steps=10), ByHand, {"max_steps": 10}, "10 steps of warm-up in a run of 10"),
         # Another method, which has none.
