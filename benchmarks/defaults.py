@@ -4,8 +4,9 @@ All strategies of a seed start from the same weights and see the same batches. E
 measures those of `tasks.py` on held-out training data, and nothing else is tuned. Each run is written to a JSON file as
 it ends; `--resume` skips the runs in that file. Prints a Markdown table, and plots it with `--plot`.
 
-A strategy is `ddp`, `bf16`, `powersgd RANK` (torch's hooks), `sparsecomm`, `sparsecomm_powersgd RANK`, or
-`sbc DENSITY EVERY`. Torch's PowerSGD sends its first two steps whole; ours the first one, and in the end what waits.
+A strategy is `ddp`, `bf16`, `powersgd RANK` (torch's hooks), `sparsecomm`, `sparsecomm_late` (with delay=1),
+`sparsecomm_powersgd RANK`, or `sbc DENSITY EVERY`. Torch's PowerSGD sends its first two steps whole; ours the first
+one, and in the end what waits.
 """
 
 import argparse
@@ -109,6 +110,8 @@ def strategy_of(name: str) -> Any:
         return "ddp_fork"
     if kind == "sparsecomm":
         return SparseCommStrategy(start_method="fork")
+    if kind == "sparsecomm_late":
+        return SparseCommStrategy(methods.default(delay=1), start_method="fork")
     if kind == "sparsecomm_powersgd":
         return SparseCommStrategy(methods.powersgd(int(numbers[0]), DENSE_STEPS - 1), start_method="fork")
     if kind == "sbc":
@@ -126,7 +129,8 @@ def known_strategy(text: str) -> str:
         strategy_of(text)
     except (ValueError, IndexError):
         raise argparse.ArgumentTypeError(
-            f"must be one of {', '.join(STRATEGIES)}, 'sparsecomm_powersgd 1', 'sbc 0.01 10'; got {text!r}"
+            f"must be one of {', '.join(STRATEGIES)}, sparsecomm_late, 'sparsecomm_powersgd 1', 'sbc 0.01 10';"
+            f" got {text!r}"
         ) from None
     return text
 

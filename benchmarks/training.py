@@ -144,6 +144,7 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "diloco(every=10)": ours(lambda methods: methods.diloco(every=10)),
     "sparse_loco(every=10)": ours(lambda methods: methods.sparse_loco(every=10)),
     "sparsecomm": ours(lambda methods: methods.default()),
+    "default(delay=1)": ours(lambda methods: methods.default(delay=1)),
     "auto()": ours(lambda methods: methods.auto()),
 }
 """The rows. Methods that exchange every 30 to 500 steps by default do so every 10 here, to be measured at all."""

@@ -65,12 +65,12 @@ class Stream:
         self._beside: Wire | None = None
         self._pool: ThreadPoolExecutor | None = None
 
-    def start(self, work: Callable[[Wire], T], row: str | None = None) -> Flight[T]:
-        """Starts `work`. A collective when called for the first time.
+    def wire(self, row: str | None = None) -> Wire:
+        """A wire for one work, and for what comes before it, while no other work runs.
+
+        A collective when called for the first time.
 
         Args:
-            work: Called with a wire, in the stream's thread and without gradients. What it reads must not change until
-                it is done.
             row: Row of the ledger for calls that name none; that of the stream's wire by default.
         """
         if self._beside is None or self._pool is None:
@@ -79,6 +79,19 @@ class Stream:
             self._wire.closing.append(self._pool.shutdown)
         wire = copy.copy(self._beside)
         wire.ledger, wire.step, wire.row = Ledger(wire.world_size), self._wire.step, row or self._wire.row
+        return wire
+
+    def start(self, work: Callable[[Wire], T], row: str | None = None, wire: Wire | None = None) -> Flight[T]:
+        """Starts `work`. A collective when neither this nor `wire` was called before.
+
+        Args:
+            work: Called with a wire, in the stream's thread and without gradients. What it reads must not change until
+                it is done.
+            row: As for `wire`.
+            wire: What `wire` has returned, to go on with it; None for another.
+        """
+        wire = wire or self.wire(row)
+        assert self._pool is not None
         return Flight(self._pool.submit(_without_gradients, work, wire), wire.ledger, self._wire.ledger)
 
 

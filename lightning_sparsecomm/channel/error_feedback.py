@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_sparsecomm.basis import Layout, Round, SparseVector
 from lightning_sparsecomm.basis.arguments import check_booleans, is_number
-from lightning_sparsecomm.channel.contribution import Contribution
+from lightning_sparsecomm.channel.contribution import Contribution, Step
 from lightning_sparsecomm.channel.memory import Memory
 from lightning_sparsecomm.exchange import Exchanged
 from lightning_sparsecomm.kernels import Moments, direction
@@ -69,9 +69,12 @@ class ErrorFeedback(Memory):
         self._keeps: list[float] = []
         self._applied: list[float] = []
         self._taken_in: Contribution | None = None
+        # As `_taken_in`, whether or not the residual follows the learning rate.
+        self._given: Contribution | None = None
 
     def prepare(self, contribution: Contribution, context: Round) -> Contribution:
         rates = contribution.settings.rates
+        self._given = contribution
         self._next_units, self._keeps, self._applied = {}, [], []
         if not (self.follow_rate and rates):
             return contribution.added_to_(self.held["residual"].flat, context.layout, self.decay)
@@ -97,30 +100,34 @@ class ErrorFeedback(Memory):
                 if (part is None or not here) and keep != 1:
                     view.mul_(keep)
             if any(applied != 1 for applied in self._applied):
-                sent = _times(sent, self._applied, context.layout)
+                sent = times(sent, self._applied, context.layout)
                 self._take_out_unapplied(taken_in, exchanged.present)
-        self._taken_in = None
+        self._taken_in = self._given = None
         residual.subtract_(sent)
         return exchanged
 
     def abort(self, contribution: Contribution, context: Round) -> None:
-        self._taken_in = None
+        self._taken_in = self._given = None
+
+    def entering(self) -> list[Tensor | None]:
+        """What this round's gradients have added to the residual, by segment, until `commit`; None where nothing.
+
+        With momentum, or moments, that is a velocity, or a direction. Tensors may be a memory's own. Empty where this
+        rank's gradients are not finite.
+        """
+        given = self._given
+        if given is None:
+            return []
+        steps = given.steps or [None] * len(given.parts)
+        return [None if part is None else _entering(part, step, given.scale) for part, step in zip(given.parts, steps)]
 
     def _take_out_unapplied(self, taken_in: Contribution, present: Sequence[bool]) -> None:
         """Where the unit is above the learning rate, E has taken in the gradient as if at the unit."""
         steps = taken_in.steps or [None] * len(taken_in.parts)
         views = self.held["residual"].parts
         for part, here, step, view, applied in zip(taken_in.parts, present, steps, views, self._applied):
-            if part is None or not here or applied == 1:
-                continue
-            if isinstance(step, Moments):
-                view.sub_(direction(step).view(view.shape), alpha=1 - applied)
-                continue
-            if step is None or step.lookahead is not None:
-                view.sub_(part.to(view.dtype), alpha=taken_in.scale * (1 - applied))
-            if step is not None:
-                lookahead = 1.0 if step.lookahead is None else step.lookahead
-                view.sub_(step.velocity, alpha=lookahead * (1 - applied))
+            if part is not None and here and applied != 1:
+                view.sub_(_entering(part, step, taken_in.scale), alpha=1 - applied)
 
     def waiting(self, layout: Layout) -> Tensor:
         """What has not been sent yet, times its learning rates: the change of weights that it stands for, `[n]`.
@@ -128,7 +135,7 @@ class ErrorFeedback(Memory):
         Where no learning rate is known, it counts as 0.
         """
         rates = [self._units[each.name].rate if each.name in self._units else 0.0 for each in layout.segments]
-        waiting = _times(self.held["residual"].flat, rates, layout)
+        waiting = times(self.held["residual"].flat, rates, layout)
         assert isinstance(waiting, Tensor)
         return waiting
 
@@ -149,7 +156,17 @@ class ErrorFeedback(Memory):
         self._units |= {name: _Unit(*unit.tolist()) for name, unit in state.get("unit", {}).items()}
 
 
-def _times(vector: SparseVector | Tensor, factors: list[float], layout: Layout) -> SparseVector | Tensor:
+def _entering(part: Tensor, step: Step | Moments | None, scale: float) -> Tensor:
+    """What a gradient, or the velocity or direction that follows from it, adds to the residual, in the same shape."""
+    if isinstance(step, Moments):
+        return direction(step).view(part.shape)
+    if step is None:
+        return part * scale
+    velocity = step.velocity.view(part.shape)
+    return velocity if step.lookahead is None else velocity * step.lookahead + part.to(velocity.dtype) * scale
+
+
+def times(vector: SparseVector | Tensor, factors: Sequence[float], layout: Layout) -> SparseVector | Tensor:
     """The vector, each segment times its factor; in other memory."""
     if isinstance(vector, SparseVector):
         counts = torch.tensor(layout.counts(vector.indices), device=vector.values.device)

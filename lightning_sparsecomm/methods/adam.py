@@ -51,6 +51,8 @@ class local_adam(Method):
             ranks, and with 4 ranks are half as many.
         rest_bits: Bits for each element of biases and norms, which are sent whole: 32, 8 or 4. What fewer than 32 round
             off is sent later.
+        delay: 1 exchanges while the next step computes, for which this rank's own gradient stands in for the mean. So
+            no step waits for the network, unless that takes longer than a step computes. 0 waits.
 
     Raises:
         ValueError: A density outside (0, 1], a clip that is not positive, or an unknown scope, dtype, code or exchange.
@@ -68,18 +70,17 @@ class local_adam(Method):
         positions: PositionName = "fast",
         exchange: ExchangeName = "gather",
         rest_bits: RestBits = 32,
+        delay: int = 0,
     ) -> None:
         density = warmed(density, warmup_steps, warmup_epochs, "exponential")
         how = sparse(density, scope, values, positions, exchange)
         with renamed(max_norm="clip"):
             before, after = ClipLocalNorm(clip), ClipLocalNorm(clip)
-        super().__init__(
-            [
-                GradientSync(
-                    Channel(how, [before, LocalAdam(), ErrorFeedback()]),
-                    exclude=exclude,
-                    min_dimensions=2,
-                ),
-                rest(rest_bits, [after], [after, ErrorFeedback()]),
-            ]
-        )
+        whole = [after, LocalAdam(), ErrorFeedback()]
+        weights = Channel(how, [before, LocalAdam(), ErrorFeedback()])
+        syncs = [
+            GradientSync(weights, exclude=exclude, min_dimensions=2),
+            # What is in flight must be in units of the learning rate, also for biases and norms.
+            rest(rest_bits, *([whole, whole] if delay else [[after], [after, ErrorFeedback()]])),
+        ]
+        super().__init__([sync.delayed(delay) for sync in syncs])

@@ -6,7 +6,7 @@ from lightning_sparsecomm.basis.arguments import renamed
 from lightning_sparsecomm.channel import Channel, ClipLocalNorm, ErrorFeedback, Momentum, MomentumCorrection
 from lightning_sparsecomm.exchange import Exchange
 from lightning_sparsecomm.methods.weights import RestBits, rest
-from lightning_sparsecomm.sharing import GradientSync, Sync
+from lightning_sparsecomm.sharing import GradientSync
 
 
 def corrected(
@@ -17,7 +17,8 @@ def corrected(
     exclude: Sequence[str],
     follow_rate: bool,
     rest_bits: RestBits = 32,
-) -> list[Sync]:
+    delay: int = 0,
+) -> list[GradientSync]:
     """Sends weights through `exchange`, after momentum and residual; sends all else whole, before momentum."""
     with renamed(max_norm="clip"):
         clipping = ClipLocalNorm(clip)
@@ -27,12 +28,11 @@ def corrected(
     after = [Momentum()] if correction else []
     feedback = ErrorFeedback(follow_rate=follow_rate)
     masks_own = masking and not correction
-    return [
-        GradientSync(
-            Channel(exchange, [clipping, *before, feedback]),
-            exclude=exclude,
-            min_dimensions=2,
-            mask_momentum=masks_own,
-        ),
-        rest(rest_bits, [clipping, *after], [clipping, *unmasked, feedback]),
+    weights = Channel(exchange, [clipping, *before, feedback])
+    rounded = [clipping, *unmasked, feedback]
+    syncs = [
+        GradientSync(weights, exclude=exclude, min_dimensions=2, mask_momentum=masks_own),
+        # In flight, momentum must be before the exchange.
+        rest(rest_bits, rounded if delay else [clipping, *after], rounded),
     ]
+    return [sync.delayed(delay) for sync in syncs]

@@ -6,7 +6,7 @@ from lightning_sparsecomm.methods.dropping import dgc, gradient_dropping
 from lightning_sparsecomm.sharing import Method
 
 
-def default() -> Method:
+def default(delay: int = 0) -> Method:
     """The method of `strategy="sparsecomm"`: dgc for SGD, local_adam for Adam and AdamW, else gradient dropping.
 
     The density follows from the run's length, and small tensors are sent more densely. Values take one to three bits,
@@ -18,6 +18,12 @@ def default() -> Method:
 
     >>> default().fallback.fallback
     gradient_dropping(density=ByLength(...), scope='balanced', values='bfloat16', positions='short')
+
+    Args:
+        delay: 1 exchanges while the next step computes, as `dgc` and `local_adam` say; other optimizers wait. 0 waits.
+
+    Raises:
+        ValueError: `delay` is neither 0 nor 1.
     """
     others = gradient_dropping(ByLength(), scope="balanced", values="bfloat16", positions="short")
     adam = local_adam(
@@ -27,6 +33,7 @@ def default() -> Method:
         positions="short",
         exchange="all_reduce",
         rest_bits=8,
+        delay=delay,
     )
     sgd = dgc(
         ByLength(0.23, exponent=0.88, least=0.002, most=0.58),
@@ -35,5 +42,6 @@ def default() -> Method:
         positions="short",
         exchange="all_reduce",
         rest_bits=8,
+        delay=delay,
     )
     return sgd.with_fallback(adam.with_fallback(others))

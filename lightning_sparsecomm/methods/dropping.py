@@ -180,10 +180,12 @@ class dgc(Method):
             the number of ranks, and with 4 ranks are half as many.
         rest_bits: Bits for each element of biases and norms, which are sent whole: 32, 8 or 4. What fewer than 32 round
             off is sent later.
+        delay: 1 exchanges while the next step computes, for which this rank's own gradient stands in for the mean. So
+            no step waits for the network, unless that takes longer than a step computes. 0 waits.
 
     Raises:
         ValueError: A density outside (0, 1], a clip that is not positive, an unknown scope, dtype, code or exchange,
-            or momentum masking with exchange="all_reduce".
+            momentum masking with exchange="all_reduce", or a `delay` other than 0 and 1.
         TypeError: A switch is neither True nor False.
     """
 
@@ -202,6 +204,7 @@ class dgc(Method):
         positions: PositionName = "fast",
         exchange: ExchangeName = "gather",
         rest_bits: RestBits = 32,
+        delay: int = 0,
     ) -> None:
         check_booleans(
             momentum_correction=momentum_correction, momentum_masking=momentum_masking, follow_rate=follow_rate
@@ -213,7 +216,8 @@ class dgc(Method):
             )
         density = warmed(density, warmup_steps, warmup_epochs, "exponential", 1000)
         how = sparse(density, scope, values, positions, exchange)
-        super().__init__(corrected(how, clip, momentum_correction, momentum_masking, exclude, follow_rate, rest_bits))
+        syncs = corrected(how, clip, momentum_correction, momentum_masking, exclude, follow_rate, rest_bits, delay)
+        super().__init__(syncs)
 
 
 def sparse(

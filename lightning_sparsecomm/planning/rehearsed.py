@@ -26,6 +26,7 @@ from lightning_sparsecomm.run.rehearsal import alike, own_randomness
 from lightning_sparsecomm.sharing.bucket import BucketSync
 from lightning_sparsecomm.sharing.delta import DeltaSync
 from lightning_sparsecomm.sharing.delta_share import DeltaShare
+from lightning_sparsecomm.sharing.gradient import GradientSync
 from lightning_sparsecomm.sharing.gradients import NamedParameters
 from lightning_sparsecomm.sharing.method import Method
 
@@ -152,6 +153,8 @@ class _Stage:
         for sync in parts_in(method, DeltaSync):
             # On average over steps, fragments send and compute what one exchange of all does, and so does a late one.
             sync.fragments, sync.delay = 1, 0
+        for late in parts_in(method, GradientSync):
+            late.delay = 0
         self.engine = Engine(method, self.wire)
         self.optimizers: list[Optimizer] = []
         for optimizer, parameters in kinds:

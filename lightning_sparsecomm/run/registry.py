@@ -94,6 +94,9 @@ class Registry:
             return
         optimizer = tracked.optimizer
         method = method_for(optimizer, self.methods, held)
+        if any(sync.drifts or not sync.shares_gradients for sync in method.syncs):
+            # Before a takeover, which may move weights itself.
+            tracked.watch_updates()
         takeover = takeover_for(optimizer, method, held, tracked.members)
         ignored = any(id(parameter) in self.ignored for parameter in parameters_of(optimizer))
         if isinstance(takeover, MomentumTakeover) and ignored:
@@ -105,8 +108,6 @@ class Registry:
             )
         # Only now: whoever catches a refusal and steps is refused again.
         tracked.method, tracked.takeover = method, takeover
-        if not all(sync.shares_gradients for sync in method.syncs):
-            tracked.watch_updates()
 
     def admit(self, tracked: TrackedOptimizer) -> None:
         """Takes the optimizer's parameters as they are now: adds those that have begun to require a gradient.

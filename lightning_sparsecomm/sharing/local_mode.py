@@ -3,6 +3,7 @@
 from typing import Literal, NamedTuple
 
 LocalName = Literal["none", "sum", "partial", "error"]
+SharedName = Literal["none", "sum", "partial"]
 
 
 class LocalMode(NamedTuple):

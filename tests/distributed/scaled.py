@@ -35,7 +35,7 @@ from lightning_sparsecomm.methods import (
 from lightning_sparsecomm.sharing import Method
 from lightning_sparsecomm.sharing.delta_share import DeltaShare
 from lightning_sparsecomm.sharing.fragments import FragmentedShare
-from lightning_sparsecomm.sharing.gradient import GradientShare
+from lightning_sparsecomm.sharing.gradient_share import GradientShare
 from tests import laws
 from tests.distributed.scenarios import Classifier
 from tests.distributed.summed import summed
@@ -47,6 +47,8 @@ METHODS: dict[str, Method] = {
     "dgc": dgc(density=0.05, warmup_steps=0),
     "local_adam": local_adam(density=0.05),
     "dgc, summed": summed(dgc, 0.05, warmup_steps=0),
+    "dgc, late": dgc(density=0.05, warmup_steps=0, delay=1),
+    "local_adam, late": local_adam(density=0.05, delay=1),
     "sketched_sgd": sketched_sgd(0.05, columns=40, candidates=4),
     "s2_reducer": s2_reducer(block_density=0.2, block_size=8),
     "powersgd": powersgd(rank=1),

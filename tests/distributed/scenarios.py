@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_sparsecomm.run.registry import Registry
 from lightning_sparsecomm.sharing import Method
 from lightning_sparsecomm.sharing.delta_share import DeltaShare
-from lightning_sparsecomm.sharing.gradient import GradientShare
+from lightning_sparsecomm.sharing.gradient_share import GradientShare
 from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
 from tests.distributed.launch import QUIET, run_ranks
 

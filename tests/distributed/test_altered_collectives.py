@@ -48,6 +48,7 @@ METHODS: dict[str, Callable[[], Method]] = {
     "gradient_dropping": lambda: gradient_dropping(0.3),
     "local_adam": lambda: local_adam(0.3),
     "dgc, summed": lambda: summed(dgc, 0.5, warmup_steps=0),
+    "dgc, late": lambda: dgc(0.3, warmup_steps=0, delay=1),
     "local_adam, summed": lambda: summed(local_adam, 0.5),
     "federated_averaging": lambda: federated_averaging(every=2),
     "diloco": lambda: diloco(every=2),

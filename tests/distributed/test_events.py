@@ -142,6 +142,7 @@ METHODS: dict[str, tuple[Method, str]] = {
     "powersgd": (powersgd(1), "SGD"),
     "quantized": (quantized(4), "SGD"),
     "local_adam": (local_adam(0.1), "Adam"),
+    "dgc, late": (dgc(0.1, delay=1), "SGD"),
     "sbc": (sbc(0.1, every=3), "SGD"),
     "federated_averaging": (federated_averaging(every=3), "SGD"),
     "diloco": (diloco(every=3), "Adam"),

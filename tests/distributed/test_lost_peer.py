@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_sparsecomm import PeerError
 from lightning_sparsecomm.basis import wire as wires
 from lightning_sparsecomm.basis.wire import Wire
-from lightning_sparsecomm.methods import dense, federated_averaging, gradient_dropping, sbc
+from lightning_sparsecomm.methods import dense, dgc, federated_averaging, gradient_dropping, sbc
 from lightning_sparsecomm.run.engine import Engine
 from lightning_sparsecomm.sharing import Method
 from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
@@ -215,6 +215,7 @@ METHODS: dict[str, Callable[[], Method]] = {
     "federated_averaging": lambda: federated_averaging(every=2),
     "local mode": lambda: gradient_dropping(0.1, local="partial", average_every=2),
     "sbc": lambda: sbc(0.1, every=1),
+    "dgc, late": lambda: dgc(0.1, delay=1),
 }
 POINTS = ("forward", "backward", "step", "batch_end", "saving", "validation")
 QUICK = [("gradient_dropping", "backward", kill), ("dense", "backward", kill), ("federated_averaging", "step", kill)]

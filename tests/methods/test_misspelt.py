@@ -30,7 +30,8 @@ MISSPELT: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "way to start processes": (
         lambda: SparseCommStrategy(start_method="forkk"),
         ValueError,
-        "start_method must be one of popen, fork, spawn, forkserver; got 'forkk'. Did you mean 'fork'?",
+        # Python 3.14 lists them in another order.
+        "; got 'forkk'. Did you mean 'fork'? Leave it out for popen, which starts the script again.",
     ),
     "value of an option": (
         lambda: methods.dgc(positions="shrt"),  # type: ignore[arg-type]

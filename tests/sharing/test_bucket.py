@@ -14,7 +14,7 @@ from lightning_sparsecomm.exchange import DenseAllReduce
 from lightning_sparsecomm.exchange.dense import WIRE_DTYPES
 from lightning_sparsecomm.sharing import BucketSync, GradientSync
 from lightning_sparsecomm.sharing.bucket import BucketHook
-from lightning_sparsecomm.sharing.gradient import GradientShare
+from lightning_sparsecomm.sharing.gradient_share import GradientShare
 
 
 class Bucket:

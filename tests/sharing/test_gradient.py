@@ -14,7 +14,7 @@ from lightning_sparsecomm.channel import Channel, ClipLocalNorm, ErrorFeedback, 
 from lightning_sparsecomm.codecs import SparseCodec, TopK
 from lightning_sparsecomm.exchange import BlockReduce, DenseAllReduce, Gather, NonFiniteGradientError, SketchedTopK
 from lightning_sparsecomm.sharing import GradientSync, Turn
-from lightning_sparsecomm.sharing.gradient import GradientShare
+from lightning_sparsecomm.sharing.gradient_share import GradientShare
 from lightning_sparsecomm.sharing.gradients import note_sparse_gradient
 
 TURN = Turn("gradients", step=0)

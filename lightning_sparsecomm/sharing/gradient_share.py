@@ -1,0 +1,178 @@
+"""What runs an exchange of gradients for one optimizer."""
+
+import warnings
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+
+from lightning_sparsecomm.basis import Wire
+from lightning_sparsecomm.basis.parts import parts_in
+from lightning_sparsecomm.channel import Channel, LocalAdam, StepSettings
+from lightning_sparsecomm.channel.momentum import Velocity
+from lightning_sparsecomm.channel.saved import Saved, add_prefix, strip_prefix
+from lightning_sparsecomm.exchange import Exchanged
+from lightning_sparsecomm.sharing.adam import adam_rules, show_moments
+from lightning_sparsecomm.sharing.averaging import average_
+from lightning_sparsecomm.sharing.gradients import NamedParameters, gradient_of, write_gradients, write_sparse_gradients
+from lightning_sparsecomm.sharing.hand_back import averaged_residuals, hand_back
+from lightning_sparsecomm.sharing.local_mode import LOCAL_MODES, SharedName
+from lightning_sparsecomm.sharing.share import Share, Turn
+from lightning_sparsecomm.sharing.takeover import learning_rates, mask_momentum_, momentum_rules
+
+
+class SharesGradients(Protocol):
+    """What a share reads of its `GradientSync`, which says what each means."""
+
+    channel: Channel
+    local: SharedName
+    mask_momentum: bool
+    takes_sparse: bool | None
+    finish: bool
+    drifts: bool
+
+
+class GradientShare(Share):
+    """Runs a `GradientSync` for one optimizer."""
+
+    def __init__(self, sync: SharesGradients, optimizer: Optimizer, parameters: NamedParameters, wire: Wire) -> None:
+        self.sync = sync
+        self.channel = sync.channel.fresh()
+        self._applies_momentum = any(isinstance(memory, Velocity) for memory in self.channel.memories)
+        self._adam = next(parts_in(self.channel, LocalAdam), None)
+        # Whether a step is the learning rate times what is shared.
+        self._proportional = isinstance(optimizer, SGD) or self._adam is not None
+        self._follows_rate = self._proportional and any(each.follow_rate for each in self.channel.residuals)
+        self._gradients: list[Tensor | None] = []
+        # What waits at the end, then its mean over ranks; None in all other turns.
+        self._waiting: Tensor | None = None
+        self._finishes = sync.finish and self._follows_rate and not sync.drifts
+        self._unfinished = False
+        super().__init__(optimizer, parameters, wire)
+
+    def due(self, turn: Turn) -> bool:
+        return turn.moment == "gradients" or (turn.moment == "end" and self._unfinished)
+
+    def skip(self) -> None:
+        # ddp sends gradients before it finds that they are not finite.
+        self._gradients = self._read()
+        self._count_ddp()
+
+    def prepare(self, turn: Turn) -> None:
+        self._bind()
+        if turn.moment == "end":
+            # Unknown learning rates, before the first step after resuming from an old checkpoint, count as 0.
+            self._waiting = sum((each.waiting(self.layout) for each in self.channel.residuals), torch.zeros(()))
+            return
+        settings = self._settings(turn)
+        self._gradients = self._read()
+        sparse = bool(self.sync.takes_sparse)
+        with self.wire.ledger.exchanging():
+            self.channel.prepare(self._gradients, self._context(turn), self.wire, settings, sparse)
+
+    def _settings(self, turn: Turn) -> StepSettings:
+        """What the optimizer prescribes for this step."""
+        rules = momentum_rules(self.optimizer, self.parameters) if self._applies_momentum else ()
+        rates = learning_rates(self.optimizer, self.parameters) if self._follows_rate else ()
+        adam = adam_rules(self.optimizer, self.parameters) if self._adam is not None else ()
+        return StepSettings(rules, turn.gradient_norm, turn.max_norm, rates, adam)
+
+    def exchange(self) -> None:
+        if self._waiting is None:
+            super().exchange()
+            return
+        with self.wire.ledger.exchanging():
+            average_([self._waiting], self.wire)
+
+    def commit(self) -> None:
+        if self._waiting is not None:
+            self._move(self._waiting)
+            self._forget_waiting()
+            return
+        with self.wire.ledger.exchanging():
+            exchanged = self.channel.commit()
+        if self._adam is not None:
+            show_moments(self.optimizer, self.parameters, self._adam)
+        self._unfinished = self._finishes
+        self._count_ddp()
+        self._count_sent(exchanged)
+        self._write(exchanged)
+
+    def abort(self) -> None:
+        self.channel.abort()
+        self._gradients = []
+        self._waiting = None
+
+    def hand_back(self) -> dict[int, Tensor]:
+        if self._bound is None:
+            return {}
+        hand_back(self.optimizer, self.parameters, self.channel, self.wire)
+        # What follows the learning rate was delivered in the turn at the end.
+        return {} if self._finishes else averaged_residuals(self.parameters, self.channel, self.wire)
+
+    def _forget_waiting(self) -> None:
+        for residual in self.channel.residuals:
+            residual.forget()
+        self._waiting = None
+        self._unfinished = False
+
+    def _move(self, change: Tensor) -> None:
+        """Moves the weights by a change over the layout that is equal on all ranks, as SGD would by its step."""
+        signs, dropped = self._signs(), []
+        for (name, weight), part in zip(self.parameters, self.layout.views(change)):
+            if weight.requires_grad:
+                weight.detach().sub_(part, alpha=signs[name])
+            elif bool(part.any()):
+                dropped.append(name)
+        if dropped and self.wire.rank == 0:
+            warnings.warn(
+                f"{dropped[0]!r} and {len(dropped) - 1} other parameter(s) were frozen in training, and what still"
+                " waited for them is dropped: with ddp they would have moved by it before. Freeze parameters from the"
+                " start, or give them to a sync that sends them whole (exclude=[...]).",
+                stacklevel=2,
+            )
+
+    def _signs(self) -> dict[str, int]:
+        """By name, -1 where the optimizer maximizes, else 1."""
+        rising = {
+            id(weight)
+            for group in self.optimizer.param_groups
+            # Local moments have the sign in them already.
+            if group.get("maximize") and self._adam is None
+            for weight in group["params"]
+        }
+        return {name: -1 if id(weight) in rising else 1 for name, weight in self.parameters}
+
+    def _write(self, exchanged: Exchanged) -> None:
+        sync = self.sync
+        if sync.mask_momentum:
+            # Replicas that stay equal mask where any rank has sent; those that drift, where this one has.
+            sent = exchanged.sent if sync.drifts else exchanged.shared
+            mask_momentum_(self.optimizer, self.parameters, sent, self.layout)
+        if sync.takes_sparse:
+            write_sparse_gradients(self.parameters, exchanged, self.layout)
+        else:
+            local = LOCAL_MODES[sync.local]
+            write_gradients(self.parameters, exchanged, self.layout, local, self.wire.world_size)
+
+    def _count_ddp(self) -> None:
+        if self.sync.takes_sparse:
+            ledger, gradients = self.wire.ledger, [each for each in self._gradients if each is not None]
+            # DDP hands indices and values to an all-gather.
+            ledger.ddp_gathered_bytes += sum(t.nbytes for each in gradients for t in (each.indices(), each.values()))
+            ledger.elements += self.layout.size
+        else:
+            super()._count_ddp()
+        self._gradients = []
+
+    def _read(self) -> list[Tensor | None]:
+        return [gradient_of(name, parameter) for name, parameter in self.parameters]
+
+    def state_dict(self) -> Saved:
+        return add_prefix(type(self.sync).__name__, self.channel.state_dict())
+
+    def load_state_dict(self, saved: Saved) -> None:
+        saved = strip_prefix(type(self.sync).__name__, saved)
+        self.channel.load_state_dict(saved, [name for name, _ in self.parameters])
+        self._unfinished = self._finishes

@@ -1,0 +1,207 @@
+"""Gradients whose exchange takes place while the next ones are computed."""
+
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_sparsecomm.basis import GRADIENTS, Wire
+from lightning_sparsecomm.basis.stream import Flight, Stream
+from lightning_sparsecomm.channel.saved import Saved, add_prefix, pop_named, strip_prefix
+from lightning_sparsecomm.sharing.adam import show_moments
+from lightning_sparsecomm.sharing.anchors import Anchors
+from lightning_sparsecomm.sharing.arrived import Arrived, Leftovers
+from lightning_sparsecomm.sharing.gradient_share import GradientShare, SharesGradients
+from lightning_sparsecomm.sharing.gradients import NamedParameters, write_gradients
+from lightning_sparsecomm.sharing.local_mode import LOCAL_MODES
+from lightning_sparsecomm.sharing.share import Turn
+from lightning_sparsecomm.sharing.takeover import learning_rates
+
+
+class LateShare(GradientShare):
+    """A `GradientShare` whose exchange starts in one step, and which the next step uses.
+
+        step t:   the exchange of the gradient of t starts;   w ← anchor − η · what that of t − 1 has shared
+                  anchor ← w;   w ← w − η · this rank's own gradient of t
+
+    So the next forward and backward pass, during which the exchange takes place, find weights to which this rank's own
+    gradient stands in for the mean. Without that, training at a rate that suits ddp may diverge, since all weights lag
+    a step behind. Gradients here are what enters the residual: with momentum a velocity, with `LocalAdam` a direction.
+
+    The anchors are equal on all ranks, and are the model that is validated and saved. Selection, coding and collectives
+    run in the stream's thread; who needs the memories meanwhile, such as a save, waits for it. What was shared counts
+    at the learning rate of the step that computed it. A step whose rate is below a thousandth of that leaves it to
+    later ones, and what none has used moves the weights when training ends.
+
+    Source: Kale et al. 2025, Eager Updates for Overlapped Communication and Computation in DiLoCo, there for changes of
+    weights. For gradients, with a residual, it is ours.
+    """
+
+    def __init__(self, sync: SharesGradients, optimizer: Optimizer, parameters: NamedParameters, wire: Wire) -> None:
+        self._stream = Stream(wire)
+        self._flight: Flight[None] | None = None
+        self._prepared: Wire | None = None
+        self._arrived: Arrived | None = None
+        self._left = Leftovers()
+        self._rates: tuple[float, ...] = ()
+        self._anchors = Anchors()
+        # What weights will be ahead of the anchors by when the next step has been made, by name.
+        self._own: dict[str, Tensor] = {}
+        self._ending = False
+        self._norm = 0.0
+        super().__init__(sync, optimizer, parameters, wire)
+        self._finishes = sync.finish and self._follows_rate
+
+    def extend(self, parameters: NamedParameters) -> None:
+        self._finish()
+        names = {name for name, _ in parameters}
+        if self._anchors.lack(names):
+            # They leave with the shared weights, and without what has arrived for them.
+            self._anchors.restore(self.parameters)
+            self._arrived = self._arrived and self._arrived.of(names)
+            self._left.keep(names)
+            self._anchors.keep(names)
+        super().extend(parameters)
+
+    @property
+    def overlaps(self) -> bool:
+        return False
+
+    def due(self, turn: Turn) -> bool:
+        if turn.moment == "end":
+            return self._unfinished or self._anchors.apart or self._arrived is not None or bool(self._left)
+        return super().due(turn)
+
+    def prepare(self, turn: Turn) -> None:
+        self._finish()
+        self._ending = turn.moment == "end"
+        if self._ending:
+            if self._finishes:
+                super().prepare(turn)
+            return
+        self._anchors.check(self.parameters)
+        self._bind()
+        gradients, wire = self._read(), self._stream.wire(GRADIENTS)
+        self._rates = tuple(learning_rates(self.optimizer, self.parameters))
+        with self.wire.ledger.exchanging():
+            self.channel.prepare(gradients, self._context(turn), wire, self._settings(turn))
+            names = (name for name, _ in self.parameters)
+            entering = zip(names, self.channel.residuals[-1].entering())
+            self._own = {name: part for name, part in entering if part is not None}
+        self._prepared = wire
+
+    def exchange(self) -> None:
+        if self._waiting is not None:
+            super().exchange()
+        elif self._prepared is not None:
+            wire, self._prepared = self._prepared, None
+            self._flight = self._stream.start(lambda _: self.channel.run(), wire=wire)
+
+    def commit(self) -> None:
+        if self._ending:
+            self._settle()
+            return
+        self._unfinished = self._finishes
+        self._count_ddp()
+        self._use()
+
+    def before_update(self) -> None:
+        self._anchors.restore(self.parameters)
+
+    def after_update(self) -> None:
+        with self.wire.ledger.exchanging(), torch.no_grad():
+            signs = self._signs()
+            self._anchors.take(self.parameters)
+            for (name, weight), rate in zip(self.parameters, self._rates):
+                if name in self._own:
+                    weight.detach().sub_(self._own[name].to(weight.dtype), alpha=rate * signs[name])
+            self._own = {}
+            self._anchors.note(self.parameters)
+
+    def abort(self) -> None:
+        """Sets the weights to the anchors. What is in flight is waited for, and void.
+
+        What has arrived before is left to the next step.
+        """
+        if self._flight is not None:
+            # The first error is known already.
+            with suppress(Exception):
+                self._flight.wait()
+        self._flight, self._prepared, self._own = None, None, {}
+        super().abort()
+        self._anchors.restore(self.parameters)
+
+    def shared_weights(self) -> list[tuple[Tensor, Tensor]]:
+        return self._anchors.pairs(self.parameters)
+
+    def residual_norm(self) -> float:
+        """As of the last exchange that has arrived, while another is in flight."""
+        if self._flight is None:
+            self._norm = super().residual_norm()
+        return self._norm
+
+    def state_dict(self) -> Saved:
+        self._finish()
+        ours = {**self._left.state_dict(), **self._anchors.state_dict()}
+        if self._arrived is not None:
+            ours |= self._arrived.state_dict()
+        kinds = {f"late, {kind}": parts for kind, parts in ours.items() if parts}
+        return super().state_dict() | add_prefix(type(self.sync).__name__, kinds)
+
+    def load_state_dict(self, saved: Saved) -> None:
+        ours, weights = strip_prefix(type(self.sync).__name__, saved), dict(self.parameters)
+
+        def taken(kind: str) -> dict[str, Tensor]:
+            parts = pop_named(ours, f"late, {kind}", list(weights))
+            return {name: part.to(weights[name].device, copy=True) for name, part in parts.items()}
+
+        self._arrived = Arrived.loaded(taken("shared"), taken("present"), taken("rate"))
+        self._left.load_state_dict(taken("left"), taken("rate of what is left"))
+        self._anchors.load_state_dict(taken, self.parameters)
+        super().load_state_dict(saved)
+
+    def _finish(self) -> None:
+        """Waits for what is in flight, and lets memories forget what was sent. Nothing is used yet."""
+        if self._flight is None:
+            return
+        flight, self._flight = self._flight, None
+        with self.wire.ledger.exchanging(), torch.no_grad():
+            try:
+                flight.wait()
+                exchanged = self.channel.commit()
+            except BaseException:
+                self.channel.abort()
+                raise
+            if self._adam is not None:
+                show_moments(self.optimizer, self.parameters, self._adam)
+            self._count_sent(exchanged)
+            self._arrived = Arrived(exchanged, self.layout, self._rates)
+
+    def _use(self) -> None:
+        """Writes what has arrived to `.grad`, in other memory than the gradients that are in flight."""
+        for _, parameter in self.parameters:
+            parameter.grad = None
+        if self._arrived is None:
+            return
+        with self.wire.ledger.exchanging():
+            arrived, self._arrived = self._arrived, None
+            here = dict(self.parameters)
+            exchanged = arrived.at(dict(zip(here, self._rates)), self._left)
+            known = [(name, here[name]) for name in arrived.names]
+            write_gradients(known, exchanged, arrived.layout, LOCAL_MODES["none"], self.wire.world_size)
+
+    def _settle(self) -> None:
+        """Moves the weights by what no step has used, and by the mean of what waits in residuals."""
+        waiting, self._ending = self._waiting, False
+        if waiting is not None:
+            self._forget_waiting()
+        self._anchors.restore(self.parameters)
+        arrived, self._arrived = self._arrived, None
+        if waiting is None:
+            waiting = torch.zeros(self.layout.size, dtype=self.channel.dtype, device=self.channel.device)
+        parts = dict(zip((name for name, _ in self.parameters), self.layout.views(waiting)))
+        for changes in (arrived.changes() if arrived is not None else {}, self._left.changes()):
+            for name, change in changes.items():
+                parts[name].add_(change)
+        self._move(waiting)

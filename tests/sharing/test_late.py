@@ -1,0 +1,315 @@
+"""Gradients whose exchange takes place while the next ones are computed; here of one rank."""
+
+import copy
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, RMSprop
+
+from lightning_sparsecomm.basis import Wire
+from lightning_sparsecomm.basis.stream import Stream
+from lightning_sparsecomm.channel import Channel, ErrorFeedback, LocalAdam, Momentum, MomentumCorrection
+from lightning_sparsecomm.codecs import SparseCodec, TopK
+from lightning_sparsecomm.exchange import BlockReduce, DenseAllReduce, Gather, NonFiniteGradientError
+from lightning_sparsecomm.methods import dgc, local_adam
+from lightning_sparsecomm.run.engine import Engine
+from lightning_sparsecomm.sharing import GradientSync, Method, Sync
+from lightning_sparsecomm.sharing.late import LateShare
+
+RATES = [[0.1] * 6, [0.1, 0.2, 0.05, 0.0, 0.0, 0.3], [0.3, 0.3, 1e-6, 1e-6, 1e-6, 0.0]]
+
+
+def late(*memories: Any, density: float = 1.0, **options: Any) -> Method:
+    channel = Channel(Gather(SparseCodec(TopK(density))), memories or [ErrorFeedback()])
+    return Method([GradientSync(channel, delay=1, **options)])
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(5)
+        self.weight = nn.Parameter(torch.randn(4, 5, generator=generator))
+        self.bias = nn.Parameter(torch.randn(4, generator=generator))
+
+
+class Training:
+    """One rank's training with gradients that are given."""
+
+    def __init__(self, method: Method, kind: Any = SGD, **options: Any) -> None:
+        self.module = Layers()
+        self.engine = Engine(method, Wire())
+        self.engine.registry.add_module(self.module)
+        self.optimizer = kind(self.module.parameters(), **{"lr": 0.1, **options})
+
+    @property
+    def shares(self) -> list[LateShare]:
+        found = [share for tracked in self.engine.registry.optimizers for share in tracked.shares.values()]
+        assert all(isinstance(share, LateShare) for share in found)
+        return found  # type: ignore[return-value]
+
+    def train(self, weight: Tensor | None, bias: Tensor | None, rate: float = 0.1) -> None:
+        """A step whose gradients are these."""
+        self.optimizer.param_groups[0]["lr"] = rate
+        self.module.weight.grad, self.module.bias.grad = weight, bias
+        with self.engine.stepping(self.optimizer):
+            self.engine.synchronize(self.optimizer)
+            self.optimizer.step()
+
+    def own(self) -> Tensor:
+        return flat(self.module.weight, self.module.bias)
+
+    def shared(self) -> Tensor:
+        """The model that is validated and saved."""
+        pairs = [pair for share in self.shares for pair in share.shared_weights()]
+        values = {weight.data_ptr(): value for weight, value in pairs}
+        return flat(*(values.get(each.data_ptr(), each) for each in self.module.parameters()))
+
+
+def flat(*tensors: Tensor) -> Tensor:
+    return torch.cat([each.detach().flatten() for each in tensors])
+
+
+def drawn(seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(4, 5, generator=generator), torch.randn(4, generator=generator)
+
+
+@pytest.mark.usefixtures("wire")
+def test_own_gradients_count_at_once_and_shared_ones_a_step_later() -> None:
+    training, begin = Training(late(density=0.25)), flat(*Layers().parameters())
+    training.train(*drawn(0))
+    assert torch.equal(training.shared(), begin)
+    torch.testing.assert_close(training.own(), begin - 0.1 * flat(*drawn(0)))
+    training.train(*drawn(1))
+    moved = begin - training.shared()
+    assert moved.count_nonzero() == 6
+    largest = flat(*drawn(0)).abs().topk(6).indices
+    torch.testing.assert_close(moved[largest], 0.1 * flat(*drawn(0))[largest])
+    torch.testing.assert_close(training.own(), training.shared() - 0.1 * flat(*drawn(1)))
+    training.engine.settle()
+    torch.testing.assert_close(training.own(), begin - 0.1 * flat(*drawn(0)) - 0.1 * flat(*drawn(1)))
+    assert training.engine.residual_norm() == 0
+    assert torch.equal(training.shared(), training.own())
+
+
+ALONE: dict[str, tuple[Callable[[], Method], Any, dict[str, Any]]] = {
+    "no momentum": (late, SGD, {}),
+    "momentum": (lambda: late(MomentumCorrection(), ErrorFeedback()), SGD, {"momentum": 0.9}),
+    "dampening": (lambda: late(MomentumCorrection(), ErrorFeedback()), SGD, {"momentum": 0.9, "dampening": 0.5}),
+    "nesterov": (lambda: dgc(1.0, warmup_steps=0, delay=1), SGD, {"momentum": 0.9, "nesterov": True}),
+    "maximize": (lambda: dgc(1.0, warmup_steps=0, delay=1), SGD, {"momentum": 0.9, "maximize": True}),
+    "clipped": (lambda: dgc(1.0, warmup_steps=0, clip=0.5, delay=1), SGD, {"momentum": 0.9}),
+    "adam": (lambda: local_adam(1.0, delay=1), Adam, {}),
+    "adamw": (lambda: local_adam(1.0, delay=1), AdamW, {"weight_decay": 0.0}),
+}
+
+
+@pytest.mark.usefixtures("wire")
+@pytest.mark.parametrize("name", ALONE)
+def test_alone_at_full_density_a_rank_trains_as_without_delay(name: str) -> None:
+    """Its own gradient is the mean. These gradients depend on the weights."""
+    make, kind, options = ALONE[name]
+    training, module = Training(make(), kind, **options), Layers()
+    optimizer = kind(module.parameters(), **{"lr": 0.1, **options})
+    aim = drawn(9)
+    for step in range(12):
+        rate = 0.1 if step < 6 else 0.03
+        gradients = [weight.detach() - part for weight, part in zip(training.module.parameters(), aim)]
+        for weight, part in zip(module.parameters(), aim):
+            weight.grad = weight.detach() - part
+        if name == "clipped":
+            nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.step()
+        training.train(*gradients, rate=rate)
+        torch.testing.assert_close(training.own(), flat(*module.parameters()), rtol=1e-4, atol=1e-4)
+    training.engine.settle()
+    torch.testing.assert_close(training.own(), flat(*module.parameters()), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("wire")
+@pytest.mark.parametrize("rates", RATES)
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_each_gradient_counts_at_the_rate_of_its_own_step(rates: list[float], momentum: float) -> None:
+    training = Training(late(MomentumCorrection(), ErrorFeedback(), density=0.25), momentum=momentum)
+    expected, velocity = flat(*Layers().parameters()), torch.zeros(24)
+    for step, rate in enumerate(rates):
+        velocity = momentum * velocity + flat(*drawn(step))
+        expected -= rate * velocity
+        training.train(*drawn(step), rate=rate)
+    training.engine.settle()
+    torch.testing.assert_close(training.own(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("wire")
+def test_no_turn_waits_for_its_own_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = Stream.start
+
+    class Held:
+        """Work that begins when it is waited for."""
+
+        def __init__(self, *started: Any) -> None:
+            self.started = started
+
+        def wait(self) -> Any:
+            return start(*self.started).wait()
+
+    monkeypatch.setattr(Stream, "start", lambda self, work, row=None, wire=None: Held(self, work, row, wire))
+    training = Training(late())
+    training.train(*drawn(0))
+    ledger = training.engine.wire.ledger
+    assert ledger.handed_bytes() == 0
+    training.train(*drawn(1))
+    assert ledger.handed_bytes() > 0
+
+
+@pytest.mark.usefixtures("wire")
+def test_a_gradient_that_is_missing_moves_nothing() -> None:
+    training, begin = Training(late()), Layers()
+    training.train(drawn(0)[0], None)
+    training.train(*drawn(1))
+    assert torch.equal(training.shared()[20:], begin.bias.detach())
+    training.train(drawn(2)[0], None)
+    torch.testing.assert_close(training.own()[20:], begin.bias.detach() - 0.1 * drawn(1)[1])
+
+
+@pytest.mark.usefixtures("wire")
+@pytest.mark.parametrize("rates", [[0.1] * 5, [0.1, 0.2, 0.0, 0.0, 0.1]])
+@pytest.mark.parametrize(
+    ("make", "kind", "options"),
+    [
+        (lambda: late(density=0.25), SGD, {}),
+        (lambda: dgc(0.25, warmup_steps=0, delay=1), SGD, {"momentum": 0.9, "weight_decay": 0.1}),
+        (lambda: local_adam(0.25, delay=1), AdamW, {}),
+    ],
+    ids=["plain", "dgc", "local_adam"],
+)
+def test_saved_and_loaded_it_goes_on_to_the_bit(
+    make: Callable[[], Method], kind: Any, options: dict[str, Any], rates: list[float]
+) -> None:
+    whole, first = (Training(make(), kind, **options) for _ in range(2))
+    for step, rate in enumerate(rates[:3]):
+        whole.train(*drawn(step), rate=rate)
+        first.train(*drawn(step), rate=rate)
+    saved = copy.deepcopy((first.engine.state.state_dict(), first.optimizer.state_dict(), first.shared()))
+    second = Training(make(), kind, **options)
+    second.engine.register(second.optimizer)
+    with torch.no_grad():
+        for weight, part in zip(second.module.parameters(), saved[2].split([20, 4])):
+            weight.copy_(part.view(weight.shape))
+    second.optimizer.load_state_dict(saved[1])
+    second.engine.restart()
+    assert second.engine.state.load_state_dict(saved[0], as_many_ranks=True) == []
+    for step, rate in enumerate(rates[3:], start=3):
+        for training in (whole, first, second):
+            training.train(*drawn(step), rate=rate)
+        assert torch.equal(whole.own(), second.own())
+    for training in (whole, first, second):
+        training.engine.settle()
+    assert torch.equal(whole.own(), second.own())
+    # A save changes nothing.
+    assert torch.equal(whole.own(), first.own())
+
+
+@pytest.mark.usefixtures("wire")
+def test_after_an_error_weights_are_the_shared_ones_and_training_can_go_on() -> None:
+    training = Training(late())
+    training.train(*drawn(0))
+    training.train(*drawn(1))
+    shared = training.shared()
+    for share in training.shares:
+        share.abort()
+        share.abort()
+    assert torch.equal(training.own(), shared)
+    assert training.engine.residual_norm() == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.usefixtures("wire")
+def test_a_gradient_that_is_not_finite_is_refused_by_the_next_step() -> None:
+    training = Training(late())
+    training.train(*drawn(0))
+    training.train(drawn(1)[0], torch.full((4,), float("nan")))
+    # It does not reach the weights.
+    assert bool(training.own().isfinite().all())
+    with pytest.raises(NonFiniteGradientError, match="'bias'"):
+        training.train(*drawn(2))
+    assert torch.equal(training.own(), training.shared())
+
+
+@pytest.mark.usefixtures("wire")
+def test_weights_that_other_code_changes_are_refused() -> None:
+    training = Training(late())
+    training.train(*drawn(0))
+    with torch.no_grad():
+        training.module.weight.clamp_(-0.5, 0.5)
+    with pytest.raises(ValueError, match=r"delay must be 0 where other code .* changed 'weight': .* Leave delay out"):
+        training.train(*drawn(1))
+
+
+@pytest.mark.usefixtures("wire")
+def test_parameters_that_join_while_an_exchange_is_in_flight() -> None:
+    training, begin = Training(late()), Layers()
+    training.module.bias.requires_grad_(False)
+    training.train(drawn(0)[0], None)
+    training.module.bias.requires_grad_(True)
+    training.train(*drawn(1))
+    training.train(*drawn(2))
+    torch.testing.assert_close(training.shared()[20:], begin.bias.detach() - 0.1 * drawn(1)[1])
+    torch.testing.assert_close(
+        training.own()[:20], flat(begin.weight) - 0.1 * sum(flat(drawn(step)[0]) for step in range(3))
+    )
+
+
+@pytest.mark.parametrize(
+    ("channel", "options", "words"),
+    [
+        (Channel(DenseAllReduce(), [ErrorFeedback()]), {"delay": 2}, "delay must be 0 or 1, in optimizer steps; got 2"),
+        (Channel(DenseAllReduce(), [ErrorFeedback()]), {"delay": True}, "delay must be 0 or 1, in .*; got True. Use 1"),
+        (Channel(DenseAllReduce(), [ErrorFeedback()]), {"delay": 1, "local": "sum"}, "must be 0 with .* local mode"),
+        (Channel(DenseAllReduce(), [ErrorFeedback()]), {"delay": 1, "mask_momentum": True}, "or masked momentum"),
+        (Channel(BlockReduce()), {"delay": 1, "sparse": True}, "delay must be 0 with sparse gradients"),
+        (Channel(DenseAllReduce()), {"delay": 1}, r"needs a channel with ErrorFeedback.*Use \[MomentumCorrection"),
+        (Channel(DenseAllReduce(), [ErrorFeedback(), Momentum()]), {"delay": 1}, "and momentum before the exchange"),
+    ],
+)
+def test_refused(channel: Channel, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        GradientSync(channel, **options)
+
+
+@pytest.mark.parametrize(
+    ("memories", "optimizer", "defined"),
+    [
+        ([ErrorFeedback()], SGD([nn.Parameter(torch.zeros(1))], lr=1.0), True),
+        ([ErrorFeedback()], SGD([nn.Parameter(torch.zeros(1))], lr=1.0, momentum=0.9), False),
+        ([ErrorFeedback()], RMSprop([nn.Parameter(torch.zeros(1))]), False),
+        ([MomentumCorrection(), ErrorFeedback()], SGD([nn.Parameter(torch.zeros(1))], lr=1.0, momentum=0.9), True),
+        ([LocalAdam(), ErrorFeedback()], Adam([nn.Parameter(torch.zeros(1))]), True),
+        ([ErrorFeedback()], Adam([nn.Parameter(torch.zeros(1))]), False),
+    ],
+)
+def test_optimizers_that_it_is_defined_for(memories: Any, optimizer: Any, defined: bool) -> None:
+    (sync,) = late(*memories).syncs
+    objection = sync.objection(optimizer)
+    assert (objection is None) == defined
+    if objection is not None:
+        assert re.search(r"with delay=1, a step must be the learning rate times .*delay=0", objection)
+
+
+def test_momentum_cannot_join_after_the_exchange() -> None:
+    (sync,) = late().syncs
+    with pytest.raises(ValueError, match=r"with delay=1, momentum comes before the exchange. Add MomentumCorrection"):
+        sync.joining(None, Momentum())
+
+
+def test_its_repr_tells_the_delay() -> None:
+    (sync,) = late().syncs
+    assert isinstance(sync, GradientSync)
+    assert repr(sync).endswith(", delay=1)")
+    assert "delay" not in repr(sync.delayed(0))
+    assert sync.delayed(0).drifts is False
+    assert isinstance(sync, Sync) and sync.drifts
