@@ -133,6 +133,9 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "dense()": ours(lambda methods: methods.dense()),
     "dense('bfloat16')": ours(lambda methods: methods.dense("bfloat16")),
     "dgc(0.001)": ours(lambda methods: methods.dgc(0.001, warmup_steps=0)),
+    "dgc(0.001, delay=1)": ours(lambda methods: methods.dgc(0.001, warmup_steps=0, delay=1)),
+    "dgc(0.01)": ours(lambda methods: methods.dgc(0.01, warmup_steps=0)),
+    "dgc(0.01, delay=1)": ours(lambda methods: methods.dgc(0.01, warmup_steps=0, delay=1)),
     "dgc(0.001, clip=1)": ours(lambda methods: methods.dgc(0.001, warmup_steps=0, clip=1.0)),
     "gradient_dropping(0.01)": ours(lambda methods: methods.gradient_dropping(0.01)),
     "gradient_dropping(0.001)": ours(lambda methods: methods.gradient_dropping(0.001)),
@@ -144,7 +147,6 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "diloco(every=10)": ours(lambda methods: methods.diloco(every=10)),
     "sparse_loco(every=10)": ours(lambda methods: methods.sparse_loco(every=10)),
     "sparsecomm": ours(lambda methods: methods.default()),
-    "default(delay=1)": ours(lambda methods: methods.default(delay=1)),
     "auto()": ours(lambda methods: methods.auto()),
 }
 """The rows. Methods that exchange every 30 to 500 steps by default do so every 10 here, to be measured at all."""
