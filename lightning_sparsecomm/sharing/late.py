@@ -46,6 +46,9 @@ class LateShare(GradientShare):
         self._left = Leftovers()
         self._rates: tuple[float, ...] = ()
         self._anchors = Anchors()
+        # By name, the gradients that an exchange reads, and those that the one before it has read: memory for `.grad`.
+        self._spent: dict[str, Tensor] = {}
+        self._read_now: dict[str, Tensor] = {}
         # What weights will be ahead of the anchors by when the next step has been made, by name.
         self._own: dict[str, Tensor] = {}
         self._ending = False
@@ -83,10 +86,12 @@ class LateShare(GradientShare):
         self._anchors.check(self.parameters)
         self._bind()
         gradients, wire = self._read(), self._stream.wire(GRADIENTS)
+        names = [name for name, _ in self.parameters]
+        self._spent = self._read_now
+        self._read_now = {name: gradient for name, gradient in zip(names, gradients) if gradient is not None}
         self._rates = tuple(learning_rates(self.optimizer, self.parameters))
         with self.wire.ledger.exchanging():
             self.channel.prepare(gradients, self._context(turn), wire, self._settings(turn))
-            names = (name for name, _ in self.parameters)
             entering = zip(names, self.channel.residuals[-1].entering())
             self._own = {name: part for name, part in entering if part is not None}
         self._prepared = wire
@@ -180,14 +185,17 @@ class LateShare(GradientShare):
 
     def _use(self) -> None:
         """Writes what has arrived to `.grad`, in other memory than the gradients that are in flight."""
-        for _, parameter in self.parameters:
-            parameter.grad = None
-        if self._arrived is None:
+        arrived, self._arrived = self._arrived, None
+        here, spent, self._spent = dict(self.parameters), self._spent, {}
+        if arrived is None:
+            for parameter in here.values():
+                parameter.grad = None
             return
         with self.wire.ledger.exchanging():
-            arrived, self._arrived = self._arrived, None
-            here = dict(self.parameters)
             exchanged = arrived.at(dict(zip(here, self._rates)), self._left)
+            present = dict(zip(arrived.names, exchanged.present))
+            for name, parameter in here.items():
+                parameter.grad = spent.get(name) if present.get(name) else None
             known = [(name, here[name]) for name in arrived.names]
             write_gradients(known, exchanged, arrived.layout, LOCAL_MODES["none"], self.wire.world_size)
 
