@@ -86,8 +86,8 @@ def repeat(tracked: TrackedOptimizer) -> None:
     for name, parameter in _parameters(tracked):
         gradient = saved["gradients"].get(name)
         if gradient is None:
-            continue
-        if has_sparse_gradient(parameter):
+            parameter.grad = None
+        elif has_sparse_gradient(parameter):
             parameter.grad = _sparse(gradient, parameter)
         elif parameter.grad is None:
             parameter.grad = gradient.to(parameter.device, copy=True)

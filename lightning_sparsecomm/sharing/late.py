@@ -11,7 +11,7 @@ from lightning_sparsecomm.basis.stream import Flight, Stream
 from lightning_sparsecomm.channel.saved import Saved, add_prefix, pop_named, strip_prefix
 from lightning_sparsecomm.sharing.adam import show_moments
 from lightning_sparsecomm.sharing.anchors import Anchors
-from lightning_sparsecomm.sharing.arrived import Arrived, Leftovers
+from lightning_sparsecomm.sharing.arrived import Arrived, Leftovers, number
 from lightning_sparsecomm.sharing.gradient_share import GradientShare, SharesGradients
 from lightning_sparsecomm.sharing.gradients import NamedParameters, write_gradients
 from lightning_sparsecomm.sharing.local_mode import LOCAL_MODES
@@ -151,6 +151,10 @@ class LateShare(GradientShare):
         ours = {**self._left.state_dict(), **self._anchors.state_dict()}
         if self._arrived is not None:
             ours |= self._arrived.state_dict()
+        if self._own:
+            # A save between the exchange and the optimizer's step.
+            rates = zip((name for name, _ in self.parameters), map(number, self._rates))
+            ours |= {"own": self._own, "own rate": dict(rates)}
         kinds = {f"late, {kind}": parts for kind, parts in ours.items() if parts}
         return super().state_dict() | add_prefix(type(self.sync).__name__, kinds)
 
@@ -164,6 +168,8 @@ class LateShare(GradientShare):
         self._arrived = Arrived.loaded(taken("shared"), taken("present"), taken("rate"))
         self._left.load_state_dict(taken("left"), taken("rate of what is left"))
         self._anchors.load_state_dict(taken, self.parameters)
+        self._own, rates = taken("own"), taken("own rate")
+        self._rates = tuple(float(rates[name]) for name in weights if name in rates)
         super().load_state_dict(saved)
 
     def _finish(self) -> None:

@@ -216,6 +216,35 @@ def test_saved_and_loaded_it_goes_on_to_the_bit(
 
 
 @pytest.mark.usefixtures("wire")
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_saved_between_the_exchange_and_the_step_it_goes_on_to_the_bit(steps: int) -> None:
+    """As where gradients are clipped by hand, or a callback saves before the step."""
+    first, second = (Training(dgc(0.25, warmup_steps=0, delay=1), momentum=0.9) for _ in range(2))
+    for step in range(steps):
+        first.train(*drawn(step))
+    first.module.weight.grad, first.module.bias.grad = drawn(steps)
+    first.engine.synchronize(first.optimizer)
+    saved = copy.deepcopy((first.engine.state.state_dict(), first.optimizer.state_dict(), first.shared()))
+    with first.engine.stepping(first.optimizer):
+        first.optimizer.step()
+    second.engine.register(second.optimizer)
+    with torch.no_grad():
+        for weight, part in zip(second.module.parameters(), saved[2].split([20, 4])):
+            weight.copy_(part.view(weight.shape))
+    second.optimizer.load_state_dict(saved[1])
+    second.engine.restart()
+    assert second.engine.state.load_state_dict(saved[0], as_many_ranks=True) == []
+    # What the exchange gave is repeated, whatever is computed now.
+    second.train(*drawn(steps))
+    assert torch.equal(first.own(), second.own())
+    assert torch.equal(first.shared(), second.shared())
+    for training in (first, second):
+        training.train(*drawn(steps + 1))
+        training.engine.settle()
+    assert torch.equal(first.own(), second.own())
+
+
+@pytest.mark.usefixtures("wire")
 def test_after_an_error_weights_are_the_shared_ones_and_training_can_go_on() -> None:
     training = Training(late())
     training.train(*drawn(0))
