@@ -5,8 +5,8 @@ measures those of `tasks.py` on held-out training data, and nothing else is tune
 it ends; `--resume` skips the runs in that file. Prints a Markdown table, and plots it with `--plot`.
 
 A strategy is `ddp`, `bf16`, `powersgd RANK` (torch's hooks), `sparsecomm`, `sparsecomm_late` (with delay=1),
-`sparsecomm_powersgd RANK`, or `sbc DENSITY EVERY`. Torch's PowerSGD sends its first two steps whole; ours the first
-one, and in the end what waits.
+`sparsecomm_stale` (the same, but nothing stands in for what is in flight), `sparsecomm_powersgd RANK`, or
+`sbc DENSITY EVERY`. Torch's PowerSGD sends its first two steps whole; ours the first one, and in the end what waits.
 """
 
 import argparse
@@ -33,6 +33,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_sparsecomm import SparseCommStrategy, methods
 from lightning_sparsecomm.basis import link_bytes
 from lightning_sparsecomm.basis.ledger import OURS, Ledger
+from lightning_sparsecomm.basis.parts import parts_in
+from lightning_sparsecomm.channel import ErrorFeedback
+from lightning_sparsecomm.sharing import Method
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from command_line import at_least, folder, quieten
@@ -103,6 +106,20 @@ class Hooked(DDPStrategy):
         self.model.register_comm_hook(self._ddp_comm_state, self._ddp_comm_hook)  # type: ignore[union-attr]
 
 
+class Silent(ErrorFeedback):
+    """A residual that does not tell what it takes in, so that nothing stands in for an exchange in flight."""
+
+    def entering(self) -> list[Tensor | None]:
+        return []
+
+
+def stale(method: Method) -> Method:
+    """The method, with exchanges in flight for which nothing stands in; for comparison."""
+    for residual in parts_in(method, ErrorFeedback):
+        residual.__class__ = Silent
+    return method
+
+
 def strategy_of(name: str) -> Any:
     """The strategy of a row."""
     kind, *numbers = name.split()
@@ -112,6 +129,8 @@ def strategy_of(name: str) -> Any:
         return SparseCommStrategy(start_method="fork")
     if kind == "sparsecomm_late":
         return SparseCommStrategy(methods.default(delay=1), start_method="fork")
+    if kind == "sparsecomm_stale":
+        return SparseCommStrategy(stale(methods.default(delay=1)), start_method="fork")
     if kind == "sparsecomm_powersgd":
         return SparseCommStrategy(methods.powersgd(int(numbers[0]), DENSE_STEPS - 1), start_method="fork")
     if kind == "sbc":

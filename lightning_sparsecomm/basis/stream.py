@@ -81,16 +81,15 @@ class Stream:
         wire.ledger, wire.step, wire.row = Ledger(wire.world_size), self._wire.step, row or self._wire.row
         return wire
 
-    def start(self, work: Callable[[Wire], T], row: str | None = None, wire: Wire | None = None) -> Flight[T]:
+    def start(self, work: Callable[[Wire], T], wire: Wire | None = None) -> Flight[T]:
         """Starts `work`. A collective when neither this nor `wire` was called before.
 
         Args:
             work: Called with a wire, in the stream's thread and without gradients. What it reads must not change until
                 it is done.
-            row: As for `wire`.
-            wire: What `wire` has returned, to go on with it; None for another.
+            wire: What `wire` has returned, perhaps used before; None for a new one.
         """
-        wire = wire or self.wire(row)
+        wire = wire or self.wire()
         assert self._pool is not None
         return Flight(self._pool.submit(_without_gradients, work, wire), wire.ledger, self._wire.ledger)
 

@@ -69,12 +69,10 @@ class ErrorFeedback(Memory):
         self._keeps: list[float] = []
         self._applied: list[float] = []
         self._taken_in: Contribution | None = None
-        # As `_taken_in`, whether or not the residual follows the learning rate.
-        self._given: Contribution | None = None
 
     def prepare(self, contribution: Contribution, context: Round) -> Contribution:
         rates = contribution.settings.rates
-        self._given = contribution
+        self._taken_in = contribution
         self._next_units, self._keeps, self._applied = {}, [], []
         if not (self.follow_rate and rates):
             return contribution.added_to_(self.held["residual"].flat, context.layout, self.decay)
@@ -86,7 +84,6 @@ class ErrorFeedback(Memory):
             self._next_units[segment.name] = unit
             self._keeps.append(before.rate / unit.rate if before else 1.0)
             self._applied.append(rate / unit.rate)
-        self._taken_in = contribution
         keeps = [self.decay * keep for keep in self._keeps]
         return contribution.added_to_(self.held["residual"].flat, context.layout, keeps)
 
@@ -94,7 +91,7 @@ class ErrorFeedback(Memory):
         residual, taken_in = self.held["residual"], self._taken_in
         sent = exchanged.sent
         self._units |= self._next_units
-        if taken_in is not None:
+        if taken_in is not None and self._keeps:
             # A segment without a gradient was left alone until now.
             for part, here, view, keep in zip(taken_in.parts, exchanged.present, residual.parts, self._keeps):
                 if (part is None or not here) and keep != 1:
@@ -102,12 +99,12 @@ class ErrorFeedback(Memory):
             if any(applied != 1 for applied in self._applied):
                 sent = times(sent, self._applied, context.layout)
                 self._take_out_unapplied(taken_in, exchanged.present)
-        self._taken_in = self._given = None
+        self._taken_in = None
         residual.subtract_(sent)
         return exchanged
 
     def abort(self, contribution: Contribution, context: Round) -> None:
-        self._taken_in = self._given = None
+        self._taken_in = None
 
     def entering(self) -> list[Tensor | None]:
         """What this round's gradients have added to the residual, by segment, until `commit`; None where nothing.
@@ -115,7 +112,7 @@ class ErrorFeedback(Memory):
         With momentum, or moments, that is a velocity, or a direction. Tensors may be a memory's own. Empty where this
         rank's gradients are not finite.
         """
-        given = self._given
+        given = self._taken_in
         if given is None:
             return []
         steps = given.steps or [None] * len(given.parts)

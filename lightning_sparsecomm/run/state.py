@@ -75,7 +75,8 @@ class RunState:
             "torn": any(
                 is_ahead(tracked) and (tracked.torn or saved_gradients(tracked) is None)
                 for tracked in self._registry.optimizers
-            ),
+            )
+            or any(share.torn for tracked in self._registry.optimizers for share in tracked.shares.values()),
         }
 
     def load_state_dict(self, state: State, as_many_ranks: bool) -> list[str]:

@@ -1,25 +1,24 @@
 """Gradients whose exchange takes place while the next ones are computed."""
 
-from contextlib import suppress
-
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_sparsecomm.basis import GRADIENTS, Wire
-from lightning_sparsecomm.basis.stream import Flight, Stream
+from lightning_sparsecomm.basis.stream import Stream
 from lightning_sparsecomm.channel.saved import Saved, add_prefix, pop_named, strip_prefix
 from lightning_sparsecomm.sharing.adam import show_moments
 from lightning_sparsecomm.sharing.anchors import Anchors
 from lightning_sparsecomm.sharing.arrived import Arrived, Leftovers, number
 from lightning_sparsecomm.sharing.gradient_share import GradientShare, SharesGradients
 from lightning_sparsecomm.sharing.gradients import NamedParameters, write_gradients
+from lightning_sparsecomm.sharing.in_flight import InFlightShare
 from lightning_sparsecomm.sharing.local_mode import LOCAL_MODES
 from lightning_sparsecomm.sharing.share import Turn
 from lightning_sparsecomm.sharing.takeover import learning_rates
 
 
-class LateShare(GradientShare):
+class LateShare(InFlightShare[None], GradientShare):
     """A `GradientShare` whose exchange starts in one step, and which the next step uses.
 
         step t:   the exchange of the gradient of t starts;   w ← anchor − η · what that of t − 1 has shared
@@ -40,7 +39,6 @@ class LateShare(GradientShare):
 
     def __init__(self, sync: SharesGradients, optimizer: Optimizer, parameters: NamedParameters, wire: Wire) -> None:
         self._stream = Stream(wire)
-        self._flight: Flight[None] | None = None
         self._prepared: Wire | None = None
         self._arrived: Arrived | None = None
         self._left = Leftovers()
@@ -52,7 +50,6 @@ class LateShare(GradientShare):
         # What weights will be ahead of the anchors by when the next step has been made, by name.
         self._own: dict[str, Tensor] = {}
         self._ending = False
-        self._norm = 0.0
         super().__init__(sync, optimizer, parameters, wire)
         self._finishes = sync.finish and self._follows_rate
 
@@ -66,10 +63,6 @@ class LateShare(GradientShare):
             self._left.keep(names)
             self._anchors.keep(names)
         super().extend(parameters)
-
-    @property
-    def overlaps(self) -> bool:
-        return False
 
     def due(self, turn: Turn) -> bool:
         if turn.moment == "end":
@@ -101,7 +94,7 @@ class LateShare(GradientShare):
             super().exchange()
         elif self._prepared is not None:
             wire, self._prepared = self._prepared, None
-            self._flight = self._stream.start(lambda _: self.channel.run(), wire=wire)
+            self._flight = self._stream.start(lambda _: self.channel.run(), wire)
 
     def commit(self) -> None:
         if self._ending:
@@ -129,25 +122,17 @@ class LateShare(GradientShare):
 
         What has arrived before is left to the next step.
         """
-        if self._flight is not None:
-            # The first error is known already.
-            with suppress(Exception):
-                self._flight.wait()
-        self._flight, self._prepared, self._own = None, None, {}
+        self.torn = self.torn or self._flight is not None
+        self._void()
+        self._prepared, self._own = None, {}
         super().abort()
         self._anchors.restore(self.parameters)
 
     def shared_weights(self) -> list[tuple[Tensor, Tensor]]:
         return self._anchors.pairs(self.parameters)
 
-    def residual_norm(self) -> float:
-        """As of the last exchange that has arrived, while another is in flight."""
-        if self._flight is None:
-            self._norm = super().residual_norm()
-        return self._norm
-
     def state_dict(self) -> Saved:
-        self._finish()
+        self._finish_to_save()
         ours = {**self._left.state_dict(), **self._anchors.state_dict()}
         if self._arrived is not None:
             ours |= self._arrived.state_dict()
@@ -174,20 +159,18 @@ class LateShare(GradientShare):
 
     def _finish(self) -> None:
         """Waits for what is in flight, and lets memories forget what was sent. Nothing is used yet."""
-        if self._flight is None:
-            return
-        flight, self._flight = self._flight, None
-        with self.wire.ledger.exchanging(), torch.no_grad():
+        with self.wire.ledger.exchanging():
             try:
-                flight.wait()
-                exchanged = self.channel.commit()
+                landed = self._land()
             except BaseException:
-                self.channel.abort()
+                # The step that computed this gradient counts.
+                self.torn = True
                 raise
+            if landed is None:
+                return
             if self._adam is not None:
                 show_moments(self.optimizer, self.parameters, self._adam)
-            self._count_sent(exchanged)
-            self._arrived = Arrived(exchanged, self.layout, self._rates)
+            self._arrived = Arrived(landed[1], self.layout, self._rates)
 
     def _use(self) -> None:
         """Writes what has arrived to `.grad`, in other memory than the gradients that are in flight."""
@@ -208,6 +191,7 @@ class LateShare(GradientShare):
     def _settle(self) -> None:
         """Moves the weights by what no step has used, and by the mean of what waits in residuals."""
         waiting, self._ending = self._waiting, False
+        self._read_now = {}
         if waiting is not None:
             self._forget_waiting()
         self._anchors.restore(self.parameters)

@@ -61,6 +61,9 @@ class Share(ABC):
 
     channel: Channel
 
+    torn: bool = False
+    """Whether an error has lost what was computed in a step that counts."""
+
     def __init__(self, optimizer: Optimizer, parameters: NamedParameters, wire: Wire) -> None:
         self.optimizer = optimizer
         self.wire = wire

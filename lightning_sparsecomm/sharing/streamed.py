@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Literal, NamedTuple, Protocol
 
 import torch
@@ -11,11 +10,12 @@ from torch.optim import Optimizer
 
 from lightning_sparsecomm.basis import UPDATES, Layout, Round, SparseVector, Wire
 from lightning_sparsecomm.basis.arguments import check_whole_number, is_number
-from lightning_sparsecomm.basis.stream import Flight, Stream
+from lightning_sparsecomm.basis.stream import Stream
 from lightning_sparsecomm.channel.saved import Saved, add_prefix, pop_named, strip_prefix
 from lightning_sparsecomm.sharing.averaging import averaged
 from lightning_sparsecomm.sharing.delta_share import Delayed, DeltaShare, change_in
 from lightning_sparsecomm.sharing.gradients import NamedParameters
+from lightning_sparsecomm.sharing.in_flight import InFlightShare
 from lightning_sparsecomm.sharing.set_weights import SetWeights
 from lightning_sparsecomm.sharing.share import Turn
 from lightning_sparsecomm.sharing.takeover import mask_momentum_
@@ -59,7 +59,7 @@ class Arrived(NamedTuple):
     set: dict[str, Tensor]
 
 
-class StreamedShare(DeltaShare):
+class StreamedShare(InFlightShare[dict[str, Tensor]], DeltaShare):
     """A `DeltaShare` whose exchange starts after one step and is applied `delay` steps later.
 
         step t:      Δ ← w − anchor;   the exchange of Δ starts;   s ← w
@@ -83,24 +83,18 @@ class StreamedShare(DeltaShare):
     ) -> None:
         self._delay, self._mix = sync.delay, sync.mix
         self._stream = stream or Stream(wire)
-        self._flight: Flight[dict[str, Tensor]] | None = None
         self._arrived: Arrived | None = None
         # The weights when the exchange in flight started, by name, and the step after which it is applied.
         self._began: dict[str, Tensor] = {}
         self._arrives = 0
         # Whether weights may differ from the anchors.
         self._apart = False
-        self._norm = 0.0
         self._turn: Literal["start", "land", "end"] = "start"
         super().__init__(sync, optimizer, parameters, wire, fragment)
 
     def extend(self, parameters: NamedParameters) -> None:
         self._finish()
         super().extend(parameters)
-
-    @property
-    def overlaps(self) -> bool:
-        return False
 
     @property
     def closes_round(self) -> bool:
@@ -141,25 +135,16 @@ class StreamedShare(DeltaShare):
 
     def abort(self) -> None:
         """Sets the weights back to the anchors. What is in flight is waited for, and void."""
-        if self._flight is not None:
-            # The first error is known already.
-            with suppress(Exception):
-                self._flight.wait()
-        self._flight, self._arrived, self._began = None, None, {}
+        self._void()
+        self._arrived, self._began = None, {}
         super().abort()
         self._apart = False
 
     def shared_weights(self) -> list[tuple[Tensor, Tensor]]:
         return self._anchored() if self._apart else []
 
-    def residual_norm(self) -> float:
-        """As of the last exchange that was applied, while another is in flight."""
-        if self._flight is None:
-            self._norm = super().residual_norm()
-        return self._norm
-
     def state_dict(self) -> Saved:
-        self._finish()
+        self._finish_to_save()
         saved = super().state_dict()
         ours: Saved = {"apart": dict.fromkeys(self.anchors, True) if self._apart else {}}
         if self._arrived is not None:
@@ -197,7 +182,9 @@ class StreamedShare(DeltaShare):
             noticed, context = copy.copy(self._set_weights), self._context(turn, "weight update")
             noticed.found = dict(self._set_weights.found)
             self._set_weights.forget()
-            self._flight = self._stream.start(lambda wire: self._fly(changes, weights, noticed, context, wire), UPDATES)
+            self._flight = self._stream.start(
+                lambda wire: self._fly(changes, weights, noticed, context, wire), self._stream.wire(UPDATES)
+            )
         self._arrives = turn.step + self._delay
         self.steps = 0
 
@@ -222,19 +209,13 @@ class StreamedShare(DeltaShare):
 
     def _finish(self) -> None:
         """Waits for what is in flight, and lets memories forget what was sent. Nothing is applied yet."""
-        if self._flight is None:
-            return
-        flight, self._flight = self._flight, None
-        with self.wire.ledger.exchanging(), torch.no_grad():
-            try:
-                set_means = flight.wait()
-                exchanged = self.channel.commit()
-            except BaseException:
-                self.channel.abort()
-                raise
+        with self.wire.ledger.exchanging():
+            landed = self._land()
+            if landed is None:
+                return
+            set_means, exchanged = landed
             if set_means and self.wire.rank == 0:
                 self._set_weights.warn(set_means)
-            self._count_sent(exchanged)
             sent = _by_name(exchanged.sent, self.layout) if self.sync.mask_momentum else {}
             self._arrived = Arrived(_by_name(exchanged.shared, self.layout), sent, set_means)
 

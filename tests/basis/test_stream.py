@@ -21,7 +21,10 @@ def _beside(rank: int) -> Any:
         may_go.wait(60)
         return beside.all_reduce_(torch.tensor([1.0, rank])).tolist()
 
-    first, second = stream.start(work), stream.start(lambda beside: (beside.step, beside.row), "parameters")
+    first, second = (
+        stream.start(work),
+        stream.start(lambda beside: (beside.step, beside.row), stream.wire("parameters")),
+    )
     # The training's own calls go on, also in another order than the stream's.
     meanwhile = wire.all_reduce_(torch.ones(3)).tolist()
     before = wire.ledger.handed_bytes("weight updates")

@@ -68,6 +68,20 @@ class Training:
         values = {weight.data_ptr(): value for weight, value in pairs}
         return flat(*(values.get(each.data_ptr(), each) for each in self.module.parameters()))
 
+    def saved(self) -> tuple[Any, Any, Tensor]:
+        """What a checkpoint and the files beside it hold: of the engine, of the optimizer, and the shared weights."""
+        return copy.deepcopy((self.engine.state.state_dict(), self.optimizer.state_dict(), self.shared()))
+
+    def load(self, saved: tuple[Any, Any, Tensor]) -> None:
+        state, of_optimizer, weights = saved
+        self.engine.register(self.optimizer)
+        with torch.no_grad():
+            for weight, part in zip(self.module.parameters(), weights.split([20, 4])):
+                weight.copy_(part.view(weight.shape))
+        self.optimizer.load_state_dict(of_optimizer)
+        self.engine.restart()
+        assert self.engine.state.load_state_dict(state, as_many_ranks=True) == []
+
 
 def flat(*tensors: Tensor) -> Tensor:
     return torch.cat([each.detach().flatten() for each in tensors])
@@ -158,7 +172,7 @@ def test_no_turn_waits_for_its_own_exchange(monkeypatch: pytest.MonkeyPatch) -> 
         def wait(self) -> Any:
             return start(*self.started).wait()
 
-    monkeypatch.setattr(Stream, "start", lambda self, work, row=None, wire=None: Held(self, work, row, wire))
+    monkeypatch.setattr(Stream, "start", lambda self, work, wire=None: Held(self, work, wire))
     training = Training(late())
     training.train(*drawn(0))
     ledger = training.engine.wire.ledger
@@ -195,15 +209,9 @@ def test_saved_and_loaded_it_goes_on_to_the_bit(
     for step, rate in enumerate(rates[:3]):
         whole.train(*drawn(step), rate=rate)
         first.train(*drawn(step), rate=rate)
-    saved = copy.deepcopy((first.engine.state.state_dict(), first.optimizer.state_dict(), first.shared()))
+    saved = first.saved()
     second = Training(make(), kind, **options)
-    second.engine.register(second.optimizer)
-    with torch.no_grad():
-        for weight, part in zip(second.module.parameters(), saved[2].split([20, 4])):
-            weight.copy_(part.view(weight.shape))
-    second.optimizer.load_state_dict(saved[1])
-    second.engine.restart()
-    assert second.engine.state.load_state_dict(saved[0], as_many_ranks=True) == []
+    second.load(saved)
     for step, rate in enumerate(rates[3:], start=3):
         for training in (whole, first, second):
             training.train(*drawn(step), rate=rate)
@@ -224,16 +232,10 @@ def test_saved_between_the_exchange_and_the_step_it_goes_on_to_the_bit(steps: in
         first.train(*drawn(step))
     first.module.weight.grad, first.module.bias.grad = drawn(steps)
     first.engine.synchronize(first.optimizer)
-    saved = copy.deepcopy((first.engine.state.state_dict(), first.optimizer.state_dict(), first.shared()))
+    saved = first.saved()
     with first.engine.stepping(first.optimizer):
         first.optimizer.step()
-    second.engine.register(second.optimizer)
-    with torch.no_grad():
-        for weight, part in zip(second.module.parameters(), saved[2].split([20, 4])):
-            weight.copy_(part.view(weight.shape))
-    second.optimizer.load_state_dict(saved[1])
-    second.engine.restart()
-    assert second.engine.state.load_state_dict(saved[0], as_many_ranks=True) == []
+    second.load(saved)
     # What the exchange gave is repeated, whatever is computed now.
     second.train(*drawn(steps))
     assert torch.equal(first.own(), second.own())
@@ -266,6 +268,8 @@ def test_a_gradient_that_is_not_finite_is_refused_by_the_next_step() -> None:
     assert bool(training.own().isfinite().all())
     with pytest.raises(NonFiniteGradientError, match="'bias'"):
         training.train(*drawn(2))
+    # A checkpoint that is saved now counts that step, and lacks its gradient.
+    assert training.engine.state.state_dict()["torn"]
     assert torch.equal(training.own(), training.shared())
 
 
