@@ -274,6 +274,19 @@ def test_a_gradient_that_is_not_finite_is_refused_by_the_next_step() -> None:
 
 
 @pytest.mark.usefixtures("wire")
+def test_a_save_that_finds_an_error_is_written_and_the_next_step_raises_it() -> None:
+    """As after a lost rank, where a callback saves."""
+    training = Training(late())
+    training.train(drawn(0)[0], torch.full((4,), float("nan")))
+    for _ in range(2):
+        state = training.engine.state.state_dict()
+        assert state["torn"]
+        assert "GradientSync.late, shared" not in state["streams"][0]["held"]
+    with pytest.raises(NonFiniteGradientError, match="'bias'"):
+        training.train(*drawn(1))
+
+
+@pytest.mark.usefixtures("wire")
 def test_weights_that_other_code_changes_are_refused() -> None:
     training = Training(late())
     training.train(*drawn(0))
