@@ -170,7 +170,8 @@ class StreamedShare(InFlightShare[dict[str, Tensor]], DeltaShare):
 
     @property
     def _under_way(self) -> bool:
-        return self._flight is not None or self._arrived is not None
+        # A failure that a save has found is raised when the exchange would have landed.
+        return self._flight is not None or self._arrived is not None or self._failure is not None
 
     def _start(self, turn: Turn) -> None:
         self._bind()

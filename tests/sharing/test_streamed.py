@@ -142,7 +142,7 @@ def test_what_is_sent_and_what_is_held_is_all_that_has_changed(wire: Wire, steps
     torch.testing.assert_close(run.anchor + held, start + steps * COUNT)
 
 
-@pytest.mark.parametrize("moment", ["at the end", "when it lands", "before it lands"])
+@pytest.mark.parametrize("moment", ["at the end", "when it lands", "a save before it lands"])
 def test_an_exchange_that_fails_in_flight_leaves_the_last_good_model(wire: Wire, moment: str) -> None:
     exchange = Held()
     exchange.may_go.set()
@@ -151,10 +151,11 @@ def test_an_exchange_that_fails_in_flight_leaves_the_last_good_model(wire: Wire,
     residual = run.share.residual_norm()
     exchange.error = PayloadError("altered")
     run.step(3)
-    if moment == "before it lands":
-        with pytest.raises(PayloadError, match="altered"):
-            run.share.state_dict()
-    elif moment == "when it lands":
+    if moment == "a save before it lands":
+        # It is written: its error may be that of a rank that was lost.
+        for _ in range(2):
+            assert "DeltaSync.in flight, mean" not in run.share.state_dict()
+    if moment != "at the end":
         with pytest.raises(PayloadError, match="altered"):
             run.step()
     else:
