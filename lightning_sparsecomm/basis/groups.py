@@ -1,12 +1,15 @@
 """Process groups: how they are made and ended, and what depends on the version of torch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Backend, HashStore
+
+Closing = list[Callable[[], object]]
+"""What ends groups, the last one first. Whoever calls it keeps what the calls return until all else has let go."""
 
 
 def all_gather_single(gathered: Tensor, tensor: Tensor, group: dist.ProcessGroup | None) -> None:
@@ -28,17 +31,29 @@ def join_alone() -> None:
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
 
 
-def new_group(timeout: timedelta, closing: list[Callable[[], None]]) -> dist.ProcessGroup:
+def new_group(timeout: timedelta, closing: Closing) -> dist.ProcessGroup:
     """Makes a process group, which the last of `closing` destroys from now on. A collective."""
-    group = dist.new_group(timeout=timeout)
+    return _joined(dist.new_group(timeout=timeout), closing)
+
+
+def own_group(groups: Sequence[Sequence[int]], rank: int, timeout: timedelta, closing: Closing) -> dist.ProcessGroup:
+    """Makes process groups of some ranks each, and returns this rank's; as `new_group`. A collective of all ranks."""
+    made = [dist.new_group(list(ranks), timeout=timeout) for ranks in groups]
+    return _joined(made[next(number for number, ranks in enumerate(groups) if rank in ranks)], closing)
+
+
+def _joined(group: object, closing: Closing) -> dist.ProcessGroup:
     assert isinstance(group, dist.ProcessGroup)
     if dist.get_backend(group) == "gloo":
         # A rank that is refused right away would close connections that others are still waiting for.
         dist.barrier(group=group)
 
-    def destroy() -> None:
-        if dist.is_initialized():
-            dist.destroy_process_group(group)
+    def destroy() -> Backend | None:
+        if not dist.is_initialized():
+            return None
+        backend = backend_of(group)
+        dist.destroy_process_group(group)
+        return backend
 
     closing.append(destroy)
     return group

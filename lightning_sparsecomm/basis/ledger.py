@@ -23,6 +23,7 @@ DDP_SETUP = "DDP set-up"
 DDP_BUFFERS = "DDP buffers"
 DDP_UNUSED = "DDP unused-parameter map"
 LIGHTNING = "Lightning, metrics"
+INSIDE = "inside nodes"
 MEMBERSHIP = "membership"
 JOINING = "state for joining replicas"
 
@@ -108,6 +109,8 @@ class Ledger:
         self.clock = Clock()
         self.steps = 0
         self.clamped_elements = 0
+        # Numbers of ranks of calls that are not between all, by row.
+        self._sizes: dict[str, int] = {}
         # What was on the link, by row, and what ddp would have put there, while the world had other sizes; and the
         # totals up to then.
         self._former_link: dict[str, float] = {}
@@ -122,6 +125,10 @@ class Ledger:
         self._former_ddp = self.ddp_link_bytes
         self._former = self._totals()
         self.world_size = world_size
+
+    def divide(self, sizes: dict[str, int]) -> None:
+        """Counts the calls of these rows as between so many ranks, instead of all."""
+        self._sizes = dict(sizes)
 
     def _totals(self) -> _Former:
         handed = {(row, kind): t.handed_bytes for row, kinds in self.rows.items() for kind, t in kinds.items()}
@@ -169,7 +176,11 @@ class Ledger:
     def link_bytes(self, row: str = GRADIENTS) -> float:
         """Bytes that this rank put on the link for one purpose. On average over ranks, as many come in."""
         return self._former_link.get(row, 0) + sum(
-            link_bytes(kind, traffic.handed_bytes - self._former.handed.get((row, kind), 0), self.world_size)
+            link_bytes(
+                kind,
+                traffic.handed_bytes - self._former.handed.get((row, kind), 0),
+                self._sizes.get(row, self.world_size),
+            )
             for kind, traffic in self.rows.get(row, {}).items()
         )
 

@@ -4,7 +4,7 @@ torch.distributed."""
 import copy
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket as GradBucket
 from torch._C._distributed_c10d import Work as Work
 
-from lightning_sparsecomm.basis.groups import all_gather_single, backend_of, default_timeout, new_group
+from lightning_sparsecomm.basis.groups import Closing, all_gather_single, default_timeout, new_group, own_group
 from lightning_sparsecomm.basis.ledger import GRADIENTS, Collective, Ledger
 from lightning_sparsecomm.basis.meeting import meet
 from lightning_sparsecomm.basis.peers import PeerError as PeerError
@@ -100,7 +100,7 @@ class Wire:
         self.step: int | None = None
         self.failures: list[PeerError] = []
         self.peers = Peers(self.rank, self.world_size)
-        self.closing: list[Callable[[], None]] = []
+        self.closing: Closing = []
 
     @classmethod
     def apart(cls) -> "Wire":
@@ -126,10 +126,10 @@ class Wire:
         return other
 
     def close(self) -> None:
-        """Closes the process groups that `apart` and `beside` have made. Ranks that still wait in them fail at once."""
-        backends = [backend_of(each) for each in (self.step_group, self.group) if each and dist.is_initialized()]
+        """Closes the process groups that this wire has made. Ranks that still wait in them fail at once."""
+        backends = []
         while self.closing:
-            self.closing.pop()()
+            backends.append(self.closing.pop()())
         self.step_group = self.group = None
         backends.clear()
 
@@ -254,3 +254,24 @@ class Wire:
         if self.world_size == 1:
             return True
         return meet(dist.distributed_c10d._get_default_store(), place, self.rank, self.world_size, seconds)
+
+
+def within(wire: Wire, groups: Sequence[Sequence[int]], row: str = GRADIENTS) -> Wire:
+    """A wire between the ranks of this rank's group, which count from 0. A collective of all ranks.
+
+    It shares the ledger and the first failure with `wire`, which closes it.
+
+    Args:
+        wire: Between all ranks.
+        groups: Ranks; each rank is in one group.
+        row: As for `Wire`.
+    """
+    other, ranks = copy.copy(wire), next(list(ranks) for ranks in groups if wire.rank in ranks)
+    other.group, other.step_group = own_group(groups, wire.rank, default_timeout(), wire.closing), None
+    other.rank, other.world_size, other.row = ranks.index(wire.rank), len(ranks), row
+
+    def let_go() -> None:
+        other.group = None
+
+    wire.closing.append(let_go)
+    return other

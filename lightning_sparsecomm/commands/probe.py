@@ -20,7 +20,7 @@ from lightning_sparsecomm.planning.pairs import Pair, measure_pairs, slow_links
 from lightning_sparsecomm.planning.planner import optimizer_for
 from lightning_sparsecomm.planning.probe import agreed, measure_link
 from lightning_sparsecomm.planning.quantities import as_bytes, as_rate, as_time
-from lightning_sparsecomm.run.agreement import gather_texts
+from lightning_sparsecomm.run.gathered import gather_texts
 
 _TIMEOUT = timedelta(minutes=2)
 

@@ -15,8 +15,8 @@ from lightning_sparsecomm.elastic.quorum import Quorum
 from lightning_sparsecomm.elastic.rounds import Rounds
 from lightning_sparsecomm.elastic.units import units_of
 from lightning_sparsecomm.elastic.wire import ElasticWire, LostPeerError
-from lightning_sparsecomm.run.agreement import gather_texts
 from lightning_sparsecomm.run.engine import Engine
+from lightning_sparsecomm.run.gathered import gather_texts
 from lightning_sparsecomm.run.optimizers import TrackedOptimizer
 from lightning_sparsecomm.run.turn import Turns
 from lightning_sparsecomm.sharing.share import Share, Turn

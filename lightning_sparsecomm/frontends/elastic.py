@@ -77,7 +77,7 @@ class ElasticTrainerMixin(TrainerMixin):
             ModuleNotFoundError: torchft is not installed.
             ImportError: torch is older than 2.8.
             ValueError: The method exchanges gradients, or exchanges in flight (`delay`); no lighthouse is known; or
-                `uneven_inputs` is given, which replicas that come and go need not agree on.
+                `uneven_inputs` or `nodes` is given, which replicas that come and go have no use for.
         """
         with plain_for_command_lines():
             load_torchft()
@@ -87,6 +87,10 @@ class ElasticTrainerMixin(TrainerMixin):
                 raise ValueError(
                     "uneven_inputs must be False with replicas that come and go: each has its own number of batches."
                     " Leave it out."
+                )
+            if kwargs.get("nodes") is not None:
+                raise ValueError(
+                    f"nodes must be left out with replicas that come and go, each of one rank; got {kwargs['nodes']!r}."
                 )
             for name, value in (("exchange_timeout", exchange_timeout), ("patience", patience)):
                 if not isinstance(value, timedelta) or value <= timedelta(0):

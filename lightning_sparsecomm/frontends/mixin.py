@@ -4,9 +4,9 @@ import difflib
 import inspect
 import multiprocessing
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from lightning_sparsecomm.frontends.saving import SavingMixin
 from lightning_sparsecomm.planning.chooser import AutoChooser
 from lightning_sparsecomm.run.agreement import CHECK_REPLICAS_EVERY
 from lightning_sparsecomm.run.engine import Engine
+from lightning_sparsecomm.run.node_turns import check_nodes, divide
 from lightning_sparsecomm.sharing.method import Method
 
 COMM_HOOK_OPTIONS = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
@@ -34,7 +35,9 @@ class SynchronizingMixin(SavingMixin):
     ledger: Ledger | None
     """The bytes of the current fit, or of the last one; None before the first."""
 
+    # Attributes of Lightning's strategies.
     _ddp_kwargs: dict[str, Any]
+    cluster_environment: Any
 
     def __init__(
         self,
@@ -42,6 +45,7 @@ class SynchronizingMixin(SavingMixin):
         seed: int = 0,
         check_replicas_every: int | None = CHECK_REPLICAS_EVERY,
         uneven_inputs: bool = False,
+        nodes: Literal["auto"] | Sequence[Sequence[int]] | None = None,
         **kwargs: Any,
     ) -> None:
         """Takes the method, and DDP's own options.
@@ -58,12 +62,17 @@ class SynchronizingMixin(SavingMixin):
                 repeats its last batch with a loss of zero until the others have too, so it counts as gradient zero.
                 Without it, training ends with a `PeerError` after the process group's timeout. In Fabric, iterate over
                 `fabric.strategy.uneven(loader)` instead.
+            nodes: Which ranks are joined by something fast: "auto" for those of a machine, or their ranks, such as
+                [[0, 1], [2, 3]]; equally many on each. They average whole gradients, and the method works between
+                nodes, as if each were one rank: a node sends one rank's bytes, and each of its ranks has a part of the
+                memories and of the work. None treats all ranks alike.
             **kwargs: Options of DDPStrategy and of DistributedDataParallel.
 
         Raises:
-            TypeError: `method` is not a Method, `seed` not a whole number, or `uneven_inputs` not a bool.
+            TypeError: `method` is not a Method, `seed` not a whole number, `uneven_inputs` not a bool, or `nodes` no list.
             ValueError: A communication hook is given besides a method, `start_method` is unknown, or
-                `check_replicas_every` is not a whole number of at least 1.
+                `check_replicas_every` is not a whole number of at least 1. At set-up: `nodes` does not have each rank
+                once, or has unequal numbers of them, or the method does not share whole gradients' means.
         """
         super().__init__(**kwargs)
         with plain_for_command_lines():
@@ -86,7 +95,9 @@ class SynchronizingMixin(SavingMixin):
             )
         if type(uneven_inputs) is not bool:
             raise TypeError(f"uneven_inputs must be True or False, equal on all ranks; got {uneven_inputs!r}.")
+        check_nodes(nodes)
         self.uneven_inputs = uneven_inputs
+        self.nodes = nodes
         self.method = method if method is not None else methods.default()
         self.seed = seed
         self.check_replicas_every = check_replicas_every
@@ -164,13 +175,9 @@ class SynchronizingMixin(SavingMixin):
         self._ended = None
         scaler = scaler if scaler is not None and scaler.is_enabled() else None
         engine = self._engine = Engine(self.method, wire, self.seed, self.check_replicas_every, scaler)
-        engine.agreement.arguments["uneven_inputs"] = self.uneven_inputs
+        engine.agreement.arguments |= {"uneven_inputs": self.uneven_inputs, "nodes": self.nodes}
         if isinstance(self.method, methods.auto):
-            if self._ddp_kwargs.get("static_graph"):
-                raise ValueError(
-                    "static_graph must be False with methods.auto, which switches DDP's reducer on and off; got True."
-                    " Leave it out, or choose a method by hand."
-                )
+            _refuse_static_graph(self._ddp_kwargs)
             engine.chooser = self._chooser = AutoChooser(engine, self.method.choices)
         if engine.scaling is not None:
             engine.scaling.take_over(lambda optimizer: engine.unscale_(self._bare(optimizer)))
@@ -192,6 +199,8 @@ class SynchronizingMixin(SavingMixin):
             engine.registry.add_module(module)
             # Before DDP, which waits forever on some differences between ranks, and explains few of them.
             engine.agreement.on_setup()
+            if self.nodes is not None and engine.registry.nodes is None:
+                divide(engine, self.nodes, self.cluster_environment.node_rank())
             options = {"device_ids": device_ids, "process_group": wire.step_group, **self._ddp_kwargs}
             if hook is None:
                 local = LocalDataParallel(module, wire, engine.state.broadcasts_buffers, **options)
@@ -239,6 +248,14 @@ def _check_start_method(name: object) -> None:
     """Raises `ValueError` for one that multiprocessing does not know, before it asks the operating system."""
     known = "popen", *multiprocessing.get_all_start_methods()
     check_one_of("start_method", name, known, "Leave it out for popen, which starts the script again.")
+
+
+def _refuse_static_graph(given: Mapping[str, object]) -> None:
+    if given.get("static_graph"):
+        raise ValueError(
+            "static_graph must be False with methods.auto, which switches DDP's reducer on and off; got True. Leave it"
+            " out, or choose a method by hand."
+        )
 
 
 def _refuse_misplaced(given: Mapping[str, object]) -> None:

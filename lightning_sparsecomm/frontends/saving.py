@@ -16,6 +16,7 @@ from lightning_sparsecomm.run.agreement import plain_repr
 from lightning_sparsecomm.run.checkpoint import Resumed, read
 from lightning_sparsecomm.run.contents import State, fingerprint_of
 from lightning_sparsecomm.run.engine import Engine
+from lightning_sparsecomm.run.nodes import Groups
 from lightning_sparsecomm.run.rank_files import SUFFIX, RankFile, RankFiles
 from lightning_sparsecomm.run.saves import Ranks, Saves, save_alone
 from lightning_sparsecomm.sharing.bucket import BucketSync
@@ -116,7 +117,14 @@ class SavingMixin:
     def _read_state(self, path: Any, fingerprint: str, weights_only: bool | None, wire: Wire) -> Resumed:
         """Reads what the ranks wrote beside a checkpoint whose fingerprint rank 0 passes. A collective."""
         load = loading(self.checkpoint_io.load_checkpoint, weights_only)
-        return read(RankFiles(path, self.checkpoint_io, follow=True), fingerprint, load, wire, self.root_device)
+        files = RankFiles(path, self.checkpoint_io, follow=True)
+        return read(files, fingerprint, load, wire, self.root_device, self._nodes)
+
+    @property
+    def _nodes(self) -> Groups:
+        """The ranks of each node, where the method works between nodes; else empty."""
+        nodes = self._engine.registry.nodes if self._engine is not None else None
+        return nodes.groups if nodes is not None else ()
 
     def _load_state(self, path: Any, resumed: Resumed) -> str:
         """Loads what was read beside a checkpoint, and warns on rank 0 of what is lost.
@@ -126,13 +134,12 @@ class SavingMixin:
         assert self._engine is not None
         engine, lost = self._engine, []
         if resumed.state is not None:
-            as_many_ranks = resumed.world_size == engine.wire.world_size
             ranks = self._ranks()
             # As `_save` calls it.
             common = path if ranks is None else ranks.path(path)
             self._saves.resumed(RankFiles(common, self.checkpoint_io, follow=True), resumed.save)
             engine.restart()
-            unused = engine.state.load_state_dict(resumed.state, as_many_ranks)
+            unused = engine.state.load_state_dict(resumed.state, resumed.alike)
             if resumed.state.get("torn"):
                 lost.append(
                     f"{path} was saved after an error in the middle of an optimizer step: what ranks had sent in that"
@@ -147,9 +154,11 @@ class SavingMixin:
                     f"of what was saved beside {path}, this run has no place for {'; '.join(unused)}. It was saved"
                     f" with {old}, and the method is {new} now."
                 )
-            if not as_many_ranks:
+            if not resumed.alike:
+                saved = _words(resumed.world_size, resumed.state.get("nodes", ()))
+                now = _words(engine.wire.world_size, self._nodes)
                 lost.append(
-                    f"{path} was saved by {resumed.world_size} processes, and these are {engine.wire.world_size}:"
+                    f"{path} was saved by {saved}, and these are {now}:"
                     " each begins with the mean over those of what they had not sent yet, and of their momentum."
                 )
         elif self._holds_state:
@@ -165,6 +174,10 @@ class SavingMixin:
         if resumed.state is None or lost or self.global_rank:
             return ""
         return f"sparsecomm: resumed from {path}, with what ranks had not sent yet"
+
+
+def _words(ranks: int, nodes: Groups) -> str:
+    return f"{ranks} processes{f' on {len(nodes)} nodes' if nodes else ''}"
 
 
 def _on_cpu(state: Any) -> Any:

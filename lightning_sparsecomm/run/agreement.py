@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from lightning_sparsecomm.basis.digests import digest_of
 from lightning_sparsecomm.basis.ledger import COMPARISON, SETUP
 from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.codecs.payload import FORMAT_VERSION
+from lightning_sparsecomm.run.gathered import as_tensor, gather_texts
 from lightning_sparsecomm.run.optimizers import parameters_of
 from lightning_sparsecomm.run.registry import Registry
 from lightning_sparsecomm.sharing.gradients import NamedParameters
@@ -164,32 +165,11 @@ def require_agreement(
         return
     # Other versions of this package must be able to read this: three strings for each fact.
     text = json.dumps(facts)
-    digests = wire.all_gather(_tensor(hashlib.sha256(text.encode()).digest(), device), row)
+    digests = wire.all_gather(as_tensor(hashlib.sha256(text.encode()).digest(), device), row)
     if bool((digests == digests[0]).all()):
         return
     texts = gather_texts(text, wire, device, row)
     raise error(_difference([[Fact(*fact) for fact in json.loads(each)] for each in texts]))
-
-
-def gather_texts(text: str, wire: Wire, device: torch.device, row: str) -> list[str]:
-    """Every rank's text. A collective; each rank hands over 8 bytes if all texts are empty."""
-    data = text.encode()
-    lengths = wire.all_gather(torch.tensor([len(data)], device=device), row).view(-1).tolist()
-    if not any(lengths):
-        return [""] * len(lengths)
-    texts = wire.all_gather(_tensor(data.ljust(max(lengths)), device), row).cpu()
-    return [bytes(each.tolist())[:length].decode() for each, length in zip(texts, lengths)]
-
-
-def gather_numbers(numbers: Iterable[int], wire: Wire, device: torch.device, row: str) -> list[list[int]]:
-    """Every rank's numbers, each of them in [0, 2^64). A collective; 8 bytes for each number."""
-    signed = [number - 2**64 if number >= 2**63 else number for number in numbers]
-    gathered = wire.all_gather(torch.tensor(signed, device=device), row)
-    return [[number % 2**64 for number in numbers] for numbers in gathered.tolist()]
-
-
-def _tensor(data: bytes, device: torch.device) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
 
 
 def _difference(ranks: Sequence[Sequence[Fact]]) -> str:

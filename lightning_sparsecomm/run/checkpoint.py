@@ -8,8 +8,9 @@ import torch
 
 from lightning_sparsecomm.basis.ledger import SETUP
 from lightning_sparsecomm.basis.wire import Wire
-from lightning_sparsecomm.run.agreement import gather_numbers, gather_texts
 from lightning_sparsecomm.run.contents import State, mean_with
+from lightning_sparsecomm.run.gathered import gather_numbers, gather_texts
+from lightning_sparsecomm.run.nodes import Groups
 from lightning_sparsecomm.run.rank_files import Load, RankFile, RankFiles, problem_of
 
 
@@ -24,6 +25,7 @@ class Resumed(NamedTuple):
         save: Number of the save that wrote it; 0 if there is no state.
         problem: Why there is no state, in words; equal on all ranks.
         found: Whether rank 0 found any files; equal on all ranks.
+        alike: Whether as many ranks saved it, on the same nodes, so that each has read its own file.
     """
 
     state: State | None
@@ -33,12 +35,16 @@ class Resumed(NamedTuple):
     save: int = 0
     problem: str = ""
     found: bool = True
+    alike: bool = False
 
 
-def read(files: RankFiles, fingerprint: str, load: Load, wire: Wire, device: torch.device) -> Resumed:
+def read(
+    files: RankFiles, fingerprint: str, load: Load, wire: Wire, device: torch.device, nodes: Groups = ()
+) -> Resumed:
     """Reads what the ranks saved beside a checkpoint. A collective: either all ranks get a state, or none does.
 
-    If as many ranks saved it as read it now, each reads its own file; otherwise each reads all files, one by one.
+    If as many ranks saved it as read it now, on the same `nodes`, each reads its own file; otherwise each reads all
+    files, one by one.
     `fingerprint` is that of the checkpoint on rank 0. Two saves without a step in between have the same: then the newer
     one counts, or the older one if the newer was broken off.
     """
@@ -50,19 +56,28 @@ def read(files: RankFiles, fingerprint: str, load: Load, wire: Wire, device: tor
     while True:
         # The last row says whether there are any files.
         chosen = fitting.pop(0) if fitting else RankFile(int(bool(found)), 0, 0)
-        existing, world_size, save = gather_numbers(chosen, wire, device, SETUP)[0]
+        as_now = chosen.world_size == wire.world_size and _nodes_of(files, chosen, load) == [
+            list(each) for each in nodes
+        ]
+        existing, world_size, save, alike = gather_numbers([*chosen, as_now], wire, device, SETUP)[0]
         if not world_size:
             break
-        own = range(world_size) if world_size != wire.world_size else [wire.rank]
+        own = [wire.rank] if alike else range(world_size)
         content, words = _read(files, [RankFile(rank, world_size, save) for rank in own], found, load)
         new = [text for text in gather_texts(words, wire, device, SETUP) if text]
         problems = problems or new
         if not new:
             assert content is not None
-            entries = content["entries"] if world_size == wire.world_size else {}
-            return Resumed(content["state"], entries, content["method"], world_size, save)
+            entries = content["entries"] if alike else {}
+            return Resumed(content["state"], entries, content["method"], world_size, save, alike=bool(alike))
     problem = problems[0] if problems else gather_texts(problem, wire, device, SETUP)[0]
     return Resumed(None, problem=problem, found=bool(existing))
+
+
+def _nodes_of(files: RankFiles, file: RankFile, load: Load) -> list[list[int]]:
+    """The nodes that a file of rank 0, which has been read, was saved on."""
+    nodes: list[list[int]] = load(files.path(file))["state"].get("nodes", [])
+    return nodes
 
 
 def saves_of(files: RankFiles, found: Sequence[RankFile], fingerprint: str, load: Load) -> tuple[list[RankFile], str]:

@@ -101,15 +101,16 @@ def mean_with(mean: Any, item: Any, count: int) -> Any:
         return mean
     for key in mean.keys() | item.keys():
         if key not in mean:
-            mean[key] = _scaled(item[key], 1 / count)
+            mean[key] = scaled(item[key], 1 / count)
         elif key not in item:
-            mean[key] = _scaled(mean[key], 1 - 1 / count)
+            mean[key] = scaled(mean[key], 1 - 1 / count)
         else:
             mean[key] = mean_with(mean[key], item[key], count)
     return mean
 
 
-def _scaled(item: Any, factor: float) -> Any:
+def scaled(item: Any, factor: float) -> Any:
+    """Dictionaries whose floating-point tensors are multiplied; all else is as it was."""
     if isinstance(item, dict):
-        return {key: _scaled(value, factor) for key, value in item.items()}
+        return {key: scaled(value, factor) for key, value in item.items()}
     return item * factor if isinstance(item, Tensor) and item.is_floating_point() else item

@@ -21,7 +21,7 @@ from lightning_sparsecomm.run.replicas import Replicas
 from lightning_sparsecomm.run.scaling import LossScaling
 from lightning_sparsecomm.run.shared_gradients import note_shared, repeat
 from lightning_sparsecomm.run.state import RunState
-from lightning_sparsecomm.run.turn import Turns, take_turn
+from lightning_sparsecomm.run.turn import Turns
 from lightning_sparsecomm.sharing.bucket import BucketHook, BucketSync
 from lightning_sparsecomm.sharing.gradients import make_nonfinite_
 from lightning_sparsecomm.sharing.method import Method
@@ -40,7 +40,7 @@ class Engine:
         scaling: None without a loss scaler.
         hook: Averages DDP's buckets; None if the method does not.
         max_norm, clips_by_value: The Trainer's clipping, for methods that clip each rank's own gradient.
-        turns: How weights are exchanged; by default, between all ranks of the run.
+        turns: How shares exchange; by default, between all ranks of the run.
         chooser: May choose other methods while the run goes on; None for one method.
         epoch: Epochs finished, including a fraction.
         warmup: Replaces the method's densities early in training; None for no such warm-up.
@@ -65,8 +65,7 @@ class Engine:
         self.chooser: Chooser | None = None
         self.epoch, self.clips_by_value = 0.0, False
         self.warmup: Warmup | None = None
-        self.length = math.inf
-        self.may_end_sooner = False
+        self.length, self.may_end_sooner = math.inf, False
         self.scaling = LossScaling(scaler, wire) if scaler is not None else None
         self.registry = Registry(method, wire, self.hook)
         self.agreement = Agreement(self.registry, wire, seed, check_replicas_every, scaler is not None)
@@ -245,8 +244,10 @@ class Engine:
         if self.scaling is not None:
             together = any(sync.shares_gradients for sync in tracked.shares)
             tracked.skips = self.scaling.unscale_(tracked.optimizer, together)
-        tracked.norm = math.inf if tracked.skips else norm_to_clip(tracked)
         with torch.no_grad():
+            if not tracked.skips:
+                self.turns.before_gradients(tracked)
+            tracked.norm = math.inf if tracked.skips else norm_to_clip(tracked)
             if tracked.resumed is not None and not tracked.skips:
                 return repeat(tracked)
             for share in tracked.shares.values():
@@ -255,7 +256,8 @@ class Engine:
                     share.skip()
             if not tracked.skips:
                 turn = self._turn(tracked, "gradients", tracked.steps)
-                take_turn([share for share in tracked.shares.values() if share.due(turn)], turn)
+                due = [share for share in tracked.shares.values() if share.due(turn)]
+                self.turns.take_gradients(tracked, due, turn)
         self.wire.ledger.steps += 1
 
     def _admitted(self, optimizer: Optimizer) -> TrackedOptimizer:

@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 
 from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.run.choice import directed, method_for, takeover_for
+from lightning_sparsecomm.run.nodes import Nodes
 from lightning_sparsecomm.run.optimizers import TrackedOptimizer, parameters_of
 from lightning_sparsecomm.run.refusals import (
     refuse_misplaced,
@@ -34,6 +35,7 @@ class Registry:
         known: By identity, their parameters with names; names of a second module have a prefix.
         ignored: Identities of the parameters that DDP is told to ignore.
         leading: The optimizer whose exchanges of weights also average buffers; None before the first.
+        nodes: Who is on a node with this rank, where methods work between nodes; None where all ranks are alike.
     """
 
     def __init__(self, method: Method, wire: Wire, hook: BucketHook | None) -> None:
@@ -43,6 +45,7 @@ class Registry:
         self.ignored: set[int] = set()
         self.optimizers: list[TrackedOptimizer] = []
         self.leading: TrackedOptimizer | None = None
+        self.nodes: Nodes | None = None
         self._wire = wire
         self._hook = hook
 
@@ -58,6 +61,10 @@ class Registry:
     def in_buckets(self) -> bool:
         """Whether DDP's buckets average gradients now."""
         return isinstance(self.methods[0].syncs[0], BucketSync)
+
+    def work_between(self, nodes: Nodes) -> None:
+        """Lets methods work between nodes; before the first parameter is exchanged."""
+        self.nodes, self._wire = nodes, nodes.between
 
     def add_module(self, module: nn.Module) -> None:
         """Adds a module that trains; refuses complex parameters, and sparse gradients that the method cannot take."""
@@ -160,6 +167,8 @@ class Registry:
         members = tracked.members | new
         named = [known for key, known in self.known.items() if key in members]
         refuse_sparse(self.methods, named)
+        if self.nodes is not None:
+            self.nodes.divide(named)
         parts = tracked.method.parts(named)
         for sync, piece in parts:
             if not sync.shares_gradients:
@@ -174,6 +183,8 @@ class Registry:
         for sync, piece in parts:
             if self._hook is not None and isinstance(sync, BucketSync):
                 piece = self._hook.not_in_buckets(piece)
+            if self.nodes is not None:
+                piece = self.nodes.own(piece)
             if sync in tracked.shares:
                 tracked.shares[sync].extend(piece)
                 shares[sync] = tracked.shares[sync]

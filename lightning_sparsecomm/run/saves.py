@@ -10,9 +10,9 @@ import torch
 
 from lightning_sparsecomm.basis.ledger import SAVING
 from lightning_sparsecomm.basis.wire import Wire
-from lightning_sparsecomm.run.agreement import gather_numbers, gather_texts
 from lightning_sparsecomm.run.checkpoint import saves_of
 from lightning_sparsecomm.run.contents import State, fingerprint_of
+from lightning_sparsecomm.run.gathered import gather_numbers, gather_texts
 from lightning_sparsecomm.run.rank_files import SUFFIX, Load, RankFile, RankFiles
 
 # Bits of a save's number that count the saves of a run. Those above are the run's own.

@@ -9,7 +9,7 @@ from lightning_sparsecomm.channel.adam import LocalAdam
 from lightning_sparsecomm.channel.momentum import Momentum, MomentumCorrection
 from lightning_sparsecomm.channel.saved import Saved, pop_named
 from lightning_sparsecomm.run.chooser import Chooser
-from lightning_sparsecomm.run.contents import State
+from lightning_sparsecomm.run.contents import State, scaled
 from lightning_sparsecomm.run.optimizers import TrackedOptimizer, parameters_of
 from lightning_sparsecomm.run.registry import Registry
 from lightning_sparsecomm.run.replicas import Replicas
@@ -67,6 +67,7 @@ class RunState:
                 self._saved(tracked) | {"shared": saved_gradients(tracked)} for tracked in self._registry.optimizers
             ],
             "leading": None if leading is None else leading.number,
+            "nodes": [] if self._registry.nodes is None else self._registry.nodes.groups,
             "weights": self._replicas.state_dict(not self.broadcasts_buffers) if self.drifts else {},
             # Drifting ranks scale by themselves between exchanges. Without drift, the scale is in the checkpoint.
             "scaler": self._scaling.scaler.state_dict() if self._scaling is not None and self.drifts else {},
@@ -82,7 +83,7 @@ class RunState:
     def load_state_dict(self, state: State, as_many_ranks: bool) -> list[str]:
         """Loads what `state_dict` returned, with this method or another. Load the optimizers' own state first.
 
-        Unless `as_many_ranks` saved it as load it, the state is the mean over those that saved it.
+        Unless `as_many_ranks` saved it as load it, on the same nodes, the state is the mean over those that saved it.
         Returns the parts of the state that the method cannot use, in words.
         """
         optimizers, dropped, chooser = self._registry.optimizers, [], self._chooser()
@@ -92,6 +93,9 @@ class RunState:
             # Means of weights and of what was noted of them may be rounded in other ways.
             for kind in [kind for kind in saved["held"] if kind.endswith(f".{NOTED}")]:
                 del saved["held"][kind]
+            if state.get("nodes"):
+                # What one rank of each node holds counts as zero on the others, in a mean over all.
+                saved["held"] = scaled(saved["held"], len(state["nodes"][0]))
         for tracked, saved in zip(optimizers, state["streams"], strict=False):
             dropped += self._load(tracked, saved)
             tracked.resumed = saved.get("shared")
@@ -174,6 +178,10 @@ class RunState:
         begun = pop_named(held, _BEGUN, named)
         if tracked.takeover is not None:
             tracked.takeover.load_begun([named[name] for name in begun])
+        # What other ranks of this node hold, in a mean over all.
+        nodes = self._registry.nodes
+        others = nodes.of_others(tracked.parameters) if nodes is not None else set()
+        held = {kind: parts.keys() - others for kind, parts in held.items()}
         return [f"{kind} of {len(parts)} parameters" for kind, parts in held.items() if parts]
 
 

@@ -1,6 +1,7 @@
 """Turns of an optimizer's shares: all of them exchange, or none does."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from lightning_sparsecomm.run.optimizers import TrackedOptimizer
 from lightning_sparsecomm.run.registry import Registry
@@ -19,6 +20,13 @@ class Turns:
     def __init__(self, registry: Registry, replicas: Replicas) -> None:
         self._registry = registry
         self._replicas = replicas
+
+    def before_gradients(self, tracked: TrackedOptimizer) -> None:
+        """Called before the norms of an optimizer's gradients are computed, in steps that are not skipped."""
+
+    def take_gradients(self, tracked: TrackedOptimizer, due: Sequence[Share], turn: Turn) -> None:
+        """A turn of those of an optimizer's shares whose gradients are due; errors as for `take`. A collective."""
+        take_turn(due, turn)
 
     def take(self, tracked: TrackedOptimizer, due: Sequence[Share], turn: Turn) -> None:
         """A turn of those of an optimizer's shares that are due; nothing where none is. A collective.
@@ -41,18 +49,26 @@ class Turns:
         self._replicas.untrained.average()
 
 
-def take_turn(due: Sequence[Share], turn: Turn) -> None:
+def take_turn(
+    due: Sequence[Share], turn: Turn, agree: Callable[[BaseException | None], None] = lambda error: None
+) -> None:
     """Prepares all shares, exchanges all, and then commits all; after any error it aborts all.
 
     So memories, gradients and weights change only after all shares have exchanged. `due` must have the same order on
-    all ranks.
+    all ranks. `agree` tells ranks that commit or abort with this one of an error, or of none; it raises another's.
     """
     try:
         # Exchanges that start early come first, so that the others' work overlaps with them.
-        for share in sorted(due, key=lambda share: not share.overlaps):
-            share.prepare(turn)
-        for share in sorted(due, key=lambda share: share.overlaps):
-            share.exchange()
+        try:
+            for share in sorted(due, key=lambda share: not share.overlaps):
+                share.prepare(turn)
+            for share in sorted(due, key=lambda share: share.overlaps):
+                share.exchange()
+        except BaseException as error:
+            with suppress(Exception):
+                agree(error)
+            raise
+        agree(None)
         # After this only an interrupt, or a fault in a part, can stop the turn. Shares that have committed stay so.
         for share in due:
             share.commit()

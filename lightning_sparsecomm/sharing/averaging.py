@@ -38,12 +38,12 @@ class Averaging:
             )
 
 
-def average_(tensors: Iterable[Tensor], wire: Wire) -> None:
+def average_(tensors: Iterable[Tensor], wire: Wire, row: str = PARAMETERS) -> None:
     """Replaces floating-point tensors by their means over ranks, in place, and skips others. A collective.
 
     Means are computed in float32 or wider, and equal to the bit on all ranks. Bytes: 4 for each element (8 in float64),
-    in all-reduces of up to 4 Mi elements; the ledger counts them as `PARAMETERS`. Shapes, dtypes and the tensors' order
-    must be equal on all ranks.
+    in all-reduces of up to 4 Mi elements, in a `row` of the ledger. Shapes, dtypes and the tensors' order must be
+    equal on all ranks.
     """
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
@@ -53,7 +53,7 @@ def average_(tensors: Iterable[Tensor], wire: Wire) -> None:
     for (_, dtype), several in kinds.items():
         for chunk in _chunks(several):
             flat = torch.cat([tensor.reshape(-1).to(dtype) for tensor in chunk])
-            wire.all_reduce_(flat.div_(wire.world_size), PARAMETERS)
+            wire.all_reduce_(flat.div_(wire.world_size), row)
             for tensor, mean in zip(chunk, flat.split([tensor.numel() for tensor in chunk])):
                 tensor.copy_(mean.view(tensor.shape))
 

@@ -1,0 +1,123 @@
+"""Turns at two levels: whole gradients inside a node, a method between nodes."""
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+
+from lightning_sparsecomm.basis.ledger import SETUP
+from lightning_sparsecomm.run.engine import Engine
+from lightning_sparsecomm.run.gathered import gather_numbers
+from lightning_sparsecomm.run.nodes import Groups, Nodes
+from lightning_sparsecomm.run.optimizers import TrackedOptimizer
+from lightning_sparsecomm.run.registry import Registry
+from lightning_sparsecomm.run.replicas import Replicas
+from lightning_sparsecomm.run.turn import Turns, take_turn
+from lightning_sparsecomm.sharing.bucket import BucketSync
+from lightning_sparsecomm.sharing.gradients import NamedParameters
+from lightning_sparsecomm.sharing.method import Method
+from lightning_sparsecomm.sharing.share import Share, Turn
+
+
+class NodeTurns(Turns):
+    """Exchanges between nodes. All ranks of a node commit a turn, or none does.
+
+    Args:
+        registry, replicas: As for `Turns`.
+        nodes: Who is on a node with this rank.
+    """
+
+    def __init__(self, registry: Registry, replicas: Replicas, nodes: Nodes) -> None:
+        super().__init__(registry, replicas)
+        self._nodes = nodes
+
+    def before_gradients(self, tracked: TrackedOptimizer) -> None:
+        self._nodes.look()
+        self._nodes.average_gradients(tracked.parameters)
+        # They were changed since the backward pass, but by us.
+        tracked.written = []
+
+    def take_gradients(self, tracked: TrackedOptimizer, due: Sequence[Share], turn: Turn) -> None:
+        self._take(tracked, due, turn, self._nodes.hand_out_gradients)
+
+    def take(self, tracked: TrackedOptimizer, due: Sequence[Share], turn: Turn) -> None:
+        # Between steps, only what still waits at the end is exchanged, and a rank may have none of it.
+        if turn.moment == "end":
+            self._nodes.look()
+            self._take(tracked, due, turn, self._nodes.hand_out_weights)
+
+    def _take(
+        self,
+        tracked: TrackedOptimizer,
+        due: Sequence[Share],
+        turn: Turn,
+        hand_out: Callable[[NamedParameters], None],
+    ) -> None:
+        if not tracked.parameters:
+            return
+        device = tracked.parameters[0][1].device
+        take_turn(due, turn, lambda error: self._nodes.agree(error, device))
+        try:
+            hand_out(tracked.parameters)
+        except BaseException:
+            # Memories have forgotten what was sent.
+            for share in due:
+                share.torn = True
+            raise
+
+
+def check_nodes(nodes: object) -> None:
+    """Raises `TypeError` unless it is None, "auto", or a list of lists of whole numbers."""
+    if nodes is None or nodes == "auto":
+        return
+    groups = nodes if isinstance(nodes, Sequence) and not isinstance(nodes, str) else [None]
+    if not all(isinstance(group, Sequence) and all(type(rank) is int for rank in group) for group in groups):
+        raise TypeError(
+            f'nodes must be "auto", or the ranks of each node, such as [[0, 1], [2, 3]]; got {nodes!r}. Leave it out to'
+            " treat all ranks alike."
+        )
+
+
+def divide(engine: Engine, nodes: Literal["auto"] | Groups, node_rank: int) -> None:
+    """Lets the method of a run work between nodes, from now on. A collective, before the first parameter is exchanged.
+
+    Args:
+        engine: The run.
+        nodes: The ranks of each node, equal on all ranks; "auto" for those with the same `node_rank`.
+        node_rank: The number of this rank's machine.
+
+    Raises:
+        ValueError: A rank is in no node or in several, nodes have unequal numbers of ranks, or the method does not
+            share means of gradients.
+    """
+    wire = engine.wire
+    for method in engine.registry.methods:
+        _refuse(method)
+    if nodes == "auto":
+        device = next((each.device for _, each in engine.registry.named), torch.device("cpu"))
+        numbers = [row[0] for row in gather_numbers([node_rank], wire, device, SETUP)]
+        nodes = [[rank for rank, each in enumerate(numbers) if each == number] for number in sorted(set(numbers))]
+    sizes = sorted({len(group) for group in nodes})
+    if sorted(rank for group in nodes for rank in group) != list(range(wire.world_size)):
+        raise ValueError(
+            f"nodes must have each of the ranks 0 to {wire.world_size - 1} once; got {nodes!r}."
+            ' Use "auto" for the ranks of each machine.'
+        )
+    if len(sizes) > 1:
+        raise ValueError(
+            f"nodes must have equally many ranks; got {' and '.join(map(str, sizes))} of them. Start as many processes"
+            " on each machine, or name groups of equal size: nodes=[[0, 1], [2, 3]]."
+        )
+    levels = Nodes(nodes, wire)
+    engine.registry.work_between(levels)
+    engine.turns = NodeTurns(engine.registry, engine.replicas, levels)
+
+
+def _refuse(method: Method) -> None:
+    for sync in method.syncs:
+        if isinstance(sync, BucketSync) or sync.drifts or not sync.shares_gradients:
+            raise ValueError(
+                "nodes must be left out unless every rank takes the same step with what ranks share of their gradients,"
+                f" in an exchange of its own; got {method!r}. Use methods.default(), dgc(), local_adam() or"
+                " sketched_sgd(), for example, without local gradients and delay."
+            )
