@@ -69,7 +69,7 @@ class SynchronizingMixin(SavingMixin):
             **kwargs: Options of DDPStrategy and of DistributedDataParallel.
 
         Raises:
-            TypeError: `method` is not a Method, `seed` not a whole number, `uneven_inputs` not a bool, or `nodes` no list.
+            TypeError: `method` is not a Method, `seed` not a whole number, `uneven_inputs` no bool, or `nodes` no list.
             ValueError: A communication hook is given besides a method, `start_method` is unknown, or
                 `check_replicas_every` is not a whole number of at least 1. At set-up: `nodes` does not have each rank
                 once, or has unequal numbers of them, or the method does not share whole gradients' means.

@@ -16,10 +16,14 @@ def clips_locally(tracked: TrackedOptimizer) -> bool:
     return bool(_memories(tracked))
 
 
+def clips_by_norm(tracked: TrackedOptimizer) -> bool:
+    """Whether the method clips each rank's own gradient in this step: it has a threshold, or the user has one."""
+    return any((memory.max_norm or tracked.max_norm) is not None for memory in _memories(tracked))
+
+
 def norm_to_clip(tracked: TrackedOptimizer) -> float:
     """Euclidean norm of this rank's whole gradient; NaN if nothing is clipped by it."""
-    thresholds = (memory.max_norm or tracked.max_norm for memory in _memories(tracked))
-    if all(threshold is None for threshold in thresholds):
+    if not clips_by_norm(tracked):
         return math.nan
     gradients = (gradient_of(name, parameter) for name, parameter in tracked.parameters)
     return norm_of([gradient for gradient in gradients if gradient is not None])

@@ -12,7 +12,7 @@ from lightning_sparsecomm.basis.schedules import Warmup
 from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.run.agreement import Agreement
 from lightning_sparsecomm.run.chooser import Chooser
-from lightning_sparsecomm.run.clipping import check_clipping, check_trainers_clipping, clips_locally, norm_to_clip
+from lightning_sparsecomm.run.clipping import check_clipping, check_trainers_clipping, clips_locally
 from lightning_sparsecomm.run.guards import Guards, not_shared, unchanged, versions_of
 from lightning_sparsecomm.run.length import likely_length
 from lightning_sparsecomm.run.optimizers import TrackedOptimizer
@@ -245,9 +245,7 @@ class Engine:
             together = any(sync.shares_gradients for sync in tracked.shares)
             tracked.skips = self.scaling.unscale_(tracked.optimizer, together)
         with torch.no_grad():
-            if not tracked.skips:
-                self.turns.before_gradients(tracked)
-            tracked.norm = math.inf if tracked.skips else norm_to_clip(tracked)
+            tracked.norm = math.inf if tracked.skips else self.turns.norm_to_clip(tracked)
             if tracked.resumed is not None and not tracked.skips:
                 return repeat(tracked)
             for share in tracked.shares.values():

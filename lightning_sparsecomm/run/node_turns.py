@@ -1,20 +1,24 @@
 """Turns at two levels: whole gradients inside a node, a method between nodes."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
 
 from lightning_sparsecomm.basis.ledger import SETUP
+from lightning_sparsecomm.channel.inspection import norm_of
+from lightning_sparsecomm.run.clipping import clips_by_norm
 from lightning_sparsecomm.run.engine import Engine
 from lightning_sparsecomm.run.gathered import gather_numbers
+from lightning_sparsecomm.run.inside import NodeGradients, hand_out_weights
 from lightning_sparsecomm.run.nodes import Groups, Nodes
 from lightning_sparsecomm.run.optimizers import TrackedOptimizer
 from lightning_sparsecomm.run.registry import Registry
 from lightning_sparsecomm.run.replicas import Replicas
 from lightning_sparsecomm.run.turn import Turns, take_turn
 from lightning_sparsecomm.sharing.bucket import BucketSync
-from lightning_sparsecomm.sharing.gradients import NamedParameters
 from lightning_sparsecomm.sharing.method import Method
 from lightning_sparsecomm.sharing.share import Share, Turn
 
@@ -30,40 +34,51 @@ class NodeTurns(Turns):
     def __init__(self, registry: Registry, replicas: Replicas, nodes: Nodes) -> None:
         super().__init__(registry, replicas)
         self._nodes = nodes
+        self._gradients: NodeGradients | None = None
 
-    def before_gradients(self, tracked: TrackedOptimizer) -> None:
+    def norm_to_clip(self, tracked: TrackedOptimizer) -> float:
+        """That of the node's mean gradient. A collective inside the node, from which its turn follows."""
         self._nodes.look()
-        self._nodes.average_gradients(tracked.parameters)
-        # They were changed since the backward pass, but by us.
-        tracked.written = []
+        self._gradients = NodeGradients(tracked.parameters, self._nodes) if tracked.parameters else None
+        if self._gradients is None or not clips_by_norm(tracked):
+            return math.nan
+        square = torch.tensor(norm_of(self._gradients.own) ** 2, dtype=torch.float64)
+        return math.sqrt(self._nodes.inside.all_reduce_(square.to(device_of(tracked))))
 
     def take_gradients(self, tracked: TrackedOptimizer, due: Sequence[Share], turn: Turn) -> None:
-        self._take(tracked, due, turn, self._nodes.hand_out_gradients)
+        gradients, self._gradients = self._gradients, None
+        if gradients is not None:
+            with gradients:
+                self._take(tracked, due, turn)
+            with _torn_on_error(due):
+                gradients.hand_out()
 
     def take(self, tracked: TrackedOptimizer, due: Sequence[Share], turn: Turn) -> None:
         # Between steps, only what still waits at the end is exchanged, and a rank may have none of it.
         if turn.moment == "end":
             self._nodes.look()
-            self._take(tracked, due, turn, self._nodes.hand_out_weights)
+            if tracked.parameters:
+                self._take(tracked, due, turn)
+                with _torn_on_error(due):
+                    hand_out_weights(tracked.parameters, self._nodes)
 
-    def _take(
-        self,
-        tracked: TrackedOptimizer,
-        due: Sequence[Share],
-        turn: Turn,
-        hand_out: Callable[[NamedParameters], None],
-    ) -> None:
-        if not tracked.parameters:
-            return
-        device = tracked.parameters[0][1].device
-        take_turn(due, turn, lambda error: self._nodes.agree(error, device))
-        try:
-            hand_out(tracked.parameters)
-        except BaseException:
-            # Memories have forgotten what was sent.
-            for share in due:
-                share.torn = True
-            raise
+    def _take(self, tracked: TrackedOptimizer, due: Sequence[Share], turn: Turn) -> None:
+        take_turn(due, turn, lambda error: self._nodes.agree(error, device_of(tracked)))
+
+
+@contextmanager
+def _torn_on_error(due: Sequence[Share]) -> Iterator[None]:
+    """Notes an error between the commit and the step: memories have forgotten what was sent."""
+    try:
+        yield
+    except BaseException:
+        for share in due:
+            share.torn = True
+        raise
+
+
+def device_of(tracked: TrackedOptimizer) -> torch.device:
+    return tracked.parameters[0][1].device
 
 
 def check_nodes(nodes: object) -> None:

@@ -2,16 +2,14 @@
 
 import base64
 import pickle
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_sparsecomm.basis.ledger import INSIDE, OURS
 from lightning_sparsecomm.basis.wire import Wire, within
 from lightning_sparsecomm.run.gathered import gather_texts
-from lightning_sparsecomm.sharing.averaging import average_
 from lightning_sparsecomm.sharing.gradients import NamedParameters, has_sparse_gradient
 
 Groups = Sequence[Sequence[int]]
@@ -82,29 +80,6 @@ class Nodes:
         for wire in (self.inside, self.between):
             wire.step, wire.place = self._wire.step, self._wire.place
 
-    def average_gradients(self, parameters: NamedParameters) -> None:
-        """Replaces each `.grad` by its mean over the node; a gradient that a rank lacks counts as zero. A collective.
-
-        A second call changes nothing. So a step whose exchange has failed can be repeated.
-        """
-        own = torch.tensor([each.grad is not None for _, each in parameters], dtype=torch.uint8)
-        self._fill(parameters, self.inside.all_reduce_or_(own.to(self._device(parameters))))
-        average_([each.grad for _, each in parameters if each.grad is not None], self.inside, INSIDE)
-
-    def hand_out_gradients(self, parameters: NamedParameters) -> None:
-        """Replaces each `.grad` by that of the rank of this node that has the parameter. A collective."""
-        places = self._by_place(parameter for _, parameter in parameters)
-        longest = max(map(len, places))
-        own = [each.grad is not None for each in places[self.inside.rank]]
-        flags = torch.tensor(own + [False] * (longest - len(own)), dtype=torch.uint8, device=self._device(parameters))
-        for part, row in zip(places, self.inside.all_gather(flags)):
-            self._fill([("", each) for each in part], row[: len(part)])
-        self._hand_out(places, lambda each: each.grad)
-
-    def hand_out_weights(self, parameters: NamedParameters) -> None:
-        """Replaces each weight by that of the rank of this node that has the parameter. A collective."""
-        self._hand_out(self._by_place(parameter for _, parameter in parameters), lambda each: each.detach())
-
     def agree(self, error: BaseException | None, device: torch.device) -> None:
         """Raises an error that another rank of this node has met, so that all its ranks raise it. A collective."""
         text = base64.b64encode(pickle.dumps(_picklable(error))).decode() if error is not None else ""
@@ -112,40 +87,12 @@ class Nodes:
         if error is None and others:
             raise pickle.loads(base64.b64decode(others[0]))
 
-    def _by_place(self, parameters: Iterable[Parameter]) -> list[list[Parameter]]:
+    def by_place(self, parameters: NamedParameters) -> list[list[Parameter]]:
+        """The parameters of each rank of a node."""
         places: list[list[Parameter]] = [[] for _ in range(self.per_node)]
-        for parameter in parameters:
+        for _, parameter in parameters:
             places[self._owner[id(parameter)]].append(parameter)
         return places
-
-    def _fill(self, parameters: NamedParameters, present: Tensor) -> None:
-        """Makes gradients of zeros where one is missing."""
-        for (_, parameter), here in zip(parameters, present.tolist()):
-            if here and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-
-    def _hand_out(self, places: Sequence[Sequence[Parameter]], of: Callable[[Parameter], Tensor | None]) -> None:
-        tensors = [[tensor for each in part if (tensor := of(each)) is not None] for part in places]
-        for dtype in dict.fromkeys(tensor.dtype for part in tensors for tensor in part):
-            parts = [[tensor for tensor in part if tensor.dtype == dtype] for part in tensors]
-            longest = max(sum(tensor.numel() for tensor in part) for part in parts)
-            device = next(tensor.device for part in parts for tensor in part)
-            own = torch.zeros(longest, dtype=dtype, device=device)
-            _copy(parts[self.inside.rank], own, back=False)
-            for place, row in enumerate(self.inside.all_gather(own)):
-                if place != self.inside.rank:
-                    _copy(parts[place], row, back=True)
-
-    def _device(self, parameters: NamedParameters) -> torch.device:
-        return parameters[0][1].device
-
-
-def _copy(tensors: Sequence[Tensor], flat: Tensor, back: bool) -> None:
-    """Copies tensors into a flat vector, one after another, or back."""
-    sizes = [tensor.numel() for tensor in tensors]
-    for tensor, part in zip(tensors, flat.split([*sizes, flat.numel() - sum(sizes)])):
-        into, source = (tensor, part.view(tensor.shape)) if back else (part.view(tensor.shape), tensor)
-        into.copy_(source)
 
 
 def _picklable(error: BaseException) -> BaseException:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from lightning_sparsecomm.run.clipping import norm_to_clip
 from lightning_sparsecomm.run.optimizers import TrackedOptimizer
 from lightning_sparsecomm.run.registry import Registry
 from lightning_sparsecomm.run.replicas import Replicas
@@ -21,8 +22,9 @@ class Turns:
         self._registry = registry
         self._replicas = replicas
 
-    def before_gradients(self, tracked: TrackedOptimizer) -> None:
-        """Called before the norms of an optimizer's gradients are computed, in steps that are not skipped."""
+    def norm_to_clip(self, tracked: TrackedOptimizer) -> float:
+        """Norm by which methods clip what they share; NaN if none does. Called before `take_gradients`."""
+        return norm_to_clip(tracked)
 
     def take_gradients(self, tracked: TrackedOptimizer, due: Sequence[Share], turn: Turn) -> None:
         """A turn of those of an optimizer's shares whose gradients are due; errors as for `take`. A collective."""

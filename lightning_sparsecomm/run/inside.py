@@ -1,0 +1,142 @@
+"""Inside a node: gradients are summed, each rank keeping its parameters' part, and results are handed out to all."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_sparsecomm.run.nodes import Nodes
+from lightning_sparsecomm.sharing.gradients import NamedParameters
+
+
+class Piece:
+    """The tensors of one optimizer's parameters of one width, in a row for each rank of a node.
+
+    Rows are equally long; a row ends with zeros where its rank has fewer elements. `row[0]` is the first parameter's.
+
+    Args:
+        places: The parameters of each rank.
+        nodes: Who is on a node with this rank.
+        dtype: Float32 or wider.
+    """
+
+    def __init__(self, places: Sequence[Sequence[Parameter]], nodes: Nodes, dtype: torch.dtype) -> None:
+        self.places = places
+        self.own = places[nodes.inside.rank]
+        self._inside = nodes.inside
+        self._dtype = dtype
+        self._device = next(each.device for part in places for each in part)
+        self._longest = max(sum(each.numel() for each in part) for part in places)
+        self._row = torch.empty(0)
+
+    def sum_gradients(self) -> list[Tensor]:
+        """The mean over the node of this rank's parameters' gradients; one that a rank lacks counts as zero.
+
+        A collective. Bytes on the link inside: (L-1)/L of the gradients'.
+        """
+        rows = torch.zeros(len(self.places), self._longest, dtype=self._dtype, device=self._device)
+        for part, row in zip(self.places, rows):
+            for parameter, view in _views(part, row):
+                if parameter.grad is not None:
+                    view.copy_(parameter.grad)
+        self._row = self._inside.all_to_all(rows).sum(0).div_(len(self.places))
+        return [view for _, view in _views(self.own, self._row)]
+
+    def hand_out(self, results: Sequence[Tensor]) -> Iterator[tuple[Parameter, Tensor]]:
+        """All the parameters with the result of the rank that has it. A collective.
+
+        Args:
+            results: This rank's. Where they are still what `sum_gradients` gave, changed in place, nothing is copied.
+        """
+        if self._row.numel() != self._longest:
+            self._row = torch.zeros(self._longest, dtype=self._dtype, device=self._device)
+        for result, (_, view) in zip(results, _views(self.own, self._row), strict=True):
+            if result.data_ptr() != view.data_ptr():
+                view.copy_(result)
+        rows, self._row = self._inside.all_gather(self._row), torch.empty(0)
+        for part, row in zip(self.places, rows):
+            yield from _views(part, row)
+
+
+def pieces_of(parameters: NamedParameters, nodes: Nodes) -> list[Piece]:
+    """The parameters in pieces, one for each width; equal on all ranks but for which part is this rank's own."""
+    places = nodes.by_place(parameters)
+    dtypes = dict.fromkeys(_wide(each) for _, each in parameters if each.numel())
+    return [
+        Piece([[each for each in part if _wide(each) == dtype] for part in places], nodes, dtype) for dtype in dtypes
+    ]
+
+
+class NodeGradients:
+    """One step's gradients of one optimizer: this rank's part of the node's means, and what becomes of it.
+
+    The gradients that the user sees stay as they are until `hand_out`. So a step whose exchange fails can be repeated.
+
+    Args:
+        parameters: Of the optimizer, equal on all ranks.
+        nodes: Who is on a node with this rank. Making this is a collective inside it.
+    """
+
+    def __init__(self, parameters: NamedParameters, nodes: Nodes) -> None:
+        self._nodes = nodes
+        self._parameters = [each for _, each in parameters if each.numel()]
+        self._pieces = pieces_of(parameters, nodes)
+        own = torch.tensor([each.grad is not None for each in self._parameters], dtype=torch.uint8)
+        present = nodes.inside.all_reduce_or_(own.to(parameters[0][1].device)).tolist()
+        here = {id(each) for each, flag in zip(self._parameters, present) if flag}
+        self._means: list[tuple[Parameter, Tensor | None]] = []
+        for piece in self._pieces:
+            for parameter, mean in zip(piece.own, piece.sum_gradients(), strict=True):
+                self._means.append((parameter, mean.to(parameter.dtype) if id(parameter) in here else None))
+        self._before: list[Tensor | None] = []
+
+    @property
+    def own(self) -> list[Tensor]:
+        """The node's mean gradients of this rank's parameters, those that the node has."""
+        return [mean for _, mean in self._means if mean is not None]
+
+    def __enter__(self) -> None:
+        """Puts the node's means in place of this rank's own gradients, for its parameters."""
+        self._before = [parameter.grad for parameter, _ in self._means]
+        for parameter, mean in self._means:
+            parameter.grad = mean
+
+    def __exit__(self, *error: object) -> None:
+        """Keeps what is in their place now, and puts this rank's own gradients back."""
+        self._means = [(parameter, parameter.grad) for parameter, _ in self._means]
+        for (parameter, _), before in zip(self._means, self._before, strict=True):
+            parameter.grad = before
+
+    def hand_out(self) -> None:
+        """Writes the results of all ranks of the node to `.grad`, where any rank of any node has a gradient."""
+        results = {id(parameter): result for parameter, result in self._means}
+        own = torch.tensor([results.get(id(each)) is not None for each in self._parameters], dtype=torch.uint8)
+        present = self._nodes.inside.all_reduce_or_(own.to(self._parameters[0].device)).tolist()
+        here = {id(each) for each, flag in zip(self._parameters, present) if flag}
+        for piece in self._pieces:
+            found = [
+                result if (result := results[id(each)]) is not None else torch.zeros_like(each) for each in piece.own
+            ]
+            for parameter, result in piece.hand_out(found):
+                if id(parameter) in here:
+                    if parameter.grad is None:
+                        parameter.grad = torch.zeros_like(parameter)
+                    parameter.grad.copy_(result)
+
+
+def hand_out_weights(parameters: NamedParameters, nodes: Nodes) -> None:
+    """Replaces each weight by that of the rank of this node that has the parameter. A collective inside the node."""
+    for piece in pieces_of(parameters, nodes):
+        for parameter, result in piece.hand_out([each.detach() for each in piece.own]):
+            parameter.detach().copy_(result)
+
+
+def _views(parameters: Sequence[Parameter], row: Tensor) -> Iterator[tuple[Parameter, Tensor]]:
+    sizes = [each.numel() for each in parameters]
+    for parameter, part in zip(parameters, row.split([*sizes, row.numel() - sum(sizes)])):
+        yield parameter, part.view(parameter.shape)
+
+
+def _wide(parameter: Parameter) -> torch.dtype:
+    return torch.promote_types(parameter.dtype, torch.float32)
