@@ -124,7 +124,7 @@ EXCHANGES: dict[str, tuple[Callable[[], Exchange], float | None]] = {
 
 
 # One of each kind; the others run with the slow tests.
-QUICK = ("gather", "blocks", "sketch", "compressed", "quantized", "power sgd, in groups")
+QUICK = ("gather", "blocks", "compressed", "quantized", "power sgd, in groups")
 
 
 @pytest.mark.parametrize(

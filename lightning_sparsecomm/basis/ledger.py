@@ -130,6 +130,11 @@ class Ledger:
         """Counts the calls of these rows as between so many ranks, instead of all."""
         self._sizes = dict(sizes)
 
+    @property
+    def nodes(self) -> int:
+        """Number of nodes that gradients are shared between; 0 where all ranks share them alike."""
+        return self._sizes.get(GRADIENTS, 0)
+
     def _totals(self) -> _Former:
         handed = {(row, kind): t.handed_bytes for row, kinds in self.rows.items() for kind, t in kinds.items()}
         return _Former(handed, self.ddp_bytes, self.ddp_gathered_bytes)
@@ -260,6 +265,8 @@ def summary_table(ledger: Ledger) -> str:
         if len(phases) > 1:
             lines.append(f"of these: {', '.join(phases)}")
     lines.append("On the link: by the collectives' published algorithms, from the bytes handed over.")
+    if ledger.nodes > 1:
+        lines.append(f"Each rank of a node sends its own part of the model; {INSIDE!r} does not leave the node.")
     return "\n".join(lines)
 
 

@@ -35,9 +35,7 @@ class SynchronizingMixin(SavingMixin):
     ledger: Ledger | None
     """The bytes of the current fit, or of the last one; None before the first."""
 
-    # Attributes of Lightning's strategies.
     _ddp_kwargs: dict[str, Any]
-    cluster_environment: Any
 
     def __init__(
         self,

@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from lightning_sparsecomm.run.agreement import plain_repr
 from lightning_sparsecomm.run.checkpoint import Resumed, read
 from lightning_sparsecomm.run.contents import State, fingerprint_of
 from lightning_sparsecomm.run.engine import Engine
+from lightning_sparsecomm.run.node_turns import groups_of, is_divided
 from lightning_sparsecomm.run.nodes import Groups
 from lightning_sparsecomm.run.rank_files import SUFFIX, RankFile, RankFiles
 from lightning_sparsecomm.run.saves import Ranks, Saves, save_alone
@@ -29,6 +30,7 @@ class SavingMixin:
     """Writes and reads the files beside checkpoints, for a strategy that holds a method and its engine."""
 
     method: Method
+    nodes: Literal["auto"] | Groups | None
     _engine: Engine | None
 
     # Attributes of Lightning's strategies.
@@ -36,6 +38,7 @@ class SavingMixin:
     global_rank: int
     world_size: int
     root_device: torch.device
+    cluster_environment: Any
 
     # Number, state and wire of the last run.
     _ended: tuple[int, State, Wire] | None = None
@@ -118,7 +121,9 @@ class SavingMixin:
         """Reads what the ranks wrote beside a checkpoint whose fingerprint rank 0 passes. A collective."""
         load = loading(self.checkpoint_io.load_checkpoint, weights_only)
         files = RankFiles(path, self.checkpoint_io, follow=True)
-        return read(files, fingerprint, load, wire, self.root_device, self._nodes)
+        # Lightning may read before the model is set up.
+        groups = groups_of(self.nodes, wire, self.cluster_environment.node_rank(), self.root_device)
+        return read(files, fingerprint, load, wire, self.root_device, groups if is_divided(groups) else ())
 
     @property
     def _nodes(self) -> Groups:

@@ -21,6 +21,7 @@ from lightning_sparsecomm.planning.model_layout import ModelLayout
 from lightning_sparsecomm.planning.saving import times_fewer_bytes
 from lightning_sparsecomm.run.announcement import announcement
 from lightning_sparsecomm.run.length import likely_length, warn_of_short_run
+from lightning_sparsecomm.run.node_turns import advice
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
@@ -120,7 +121,8 @@ class TrainerMixin(UnevenMixin, CheckpointingMixin, DDPStrategy):
             length = likely_length(self.engine.length, self.engine.may_end_sooner)
             fewer = [times_fewer_bytes(self.engine, each, length) for each in self.engine.registry.optimizers]
             registry = self.engine.registry
-            self.announced = announcement(registry, length, self._taking_part, found.estimated, fewer)
+            lines = announcement(registry, length, self._taking_part, found.estimated, fewer)
+            self.announced = [*lines, *advice(registry, self.num_nodes, self.num_processes)]
             announce(self.announced, trainer)
             layout = ModelLayout.of(registry.modules, [each.optimizer for each in registry.optimizers])
             for logger in trainer.loggers:

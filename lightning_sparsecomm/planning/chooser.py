@@ -4,7 +4,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 import torch
 
@@ -187,14 +187,26 @@ class AutoChooser:
         mine = [math.inf if each is None else predict(each, self.link, work).seconds for each in costs]
         return dict(zip(self.choices, agreed(self._engine.wire, mine, self._device)))
 
+    def _fit(self, step: float, work: Work) -> bool:
+        """Learns a far link's rate from ddp's step, which has far more bytes than could be measured before it."""
+        link, cost = self.link, self._costs.get(BASELINE)
+        if link is None or cost is None or self.record.current != BASELINE or not link.far:
+            return False
+        found = link.fitted(lambda each: predict(cost, each, work).seconds, step).bandwidth
+        self.link = replace(link, rate=agreed(self._engine.wire, [found], self._device)[0])
+        return True
+
     def _decide(self, tracked: TrackedOptimizer) -> None:
         """What to do when the method in use has been measured: try another one, or settle."""
         record = self.record
         step, computing, negative_overlap = agreed(self._engine.wire, self._times.summary(), self._device)
         record.measured[record.current] = step
         if len(record.measured) == 1:
-            overlapped = -negative_overlap if negative_overlap < 0 else None
-            predicted = self._predicted(Work(computing, overlapped))
+            work = Work(computing, -negative_overlap if negative_overlap < 0 else None)
+            predicted = self._predicted(work)
+            if self._fit(step, work):
+                # What the fit is from is no prediction.
+                predicted = self._predicted(work) | {record.current: predicted[record.current]}
             record.predicted |= {name: seconds for name, seconds in predicted.items() if seconds < math.inf}
             rest = {name: seconds for name, seconds in record.predicted.items() if name != record.current}
             bound = _WORTH_TRYING * min(step, *rest.values())

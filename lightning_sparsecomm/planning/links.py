@@ -3,8 +3,8 @@
 import bisect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from lightning_sparsecomm.basis.ledger import Collective, link_bytes
 
@@ -87,6 +87,8 @@ class MeasuredLink(Link):
         ranks: Number of ranks that measured.
         points: For each collective, pairs of bytes handed over, in rising order, and seconds. At least two. An
             all-to-all takes what a gather of one of its parts takes.
+        rate: Bits per second on the link beyond the largest size, where `fitted` has found it; None for what the two
+            largest sizes tell.
 
     Raises:
         ValueError: Another number of ranks is asked for, or a collective that was not measured.
@@ -94,6 +96,20 @@ class MeasuredLink(Link):
 
     ranks: int
     points: Mapping[Collective, Sequence[tuple[float, float]]]
+    rate: float | None = None
+
+    def fitted(self, predicted: Callable[["MeasuredLink"], float], measured: float) -> "MeasuredLink":
+        """The same link with the rate at which something far larger would have taken what it did take.
+
+        Args:
+            predicted: Its seconds by a link; they fall as the rate rises.
+            measured: Its seconds.
+        """
+        low, high = 1e3, 1e13
+        for _ in range(60):
+            rate = math.sqrt(low * high)
+            low, high = (rate, high) if predicted(replace(self, rate=rate)) > measured else (low, rate)
+        return replace(self, rate=high)
 
     def seconds(self, collective: Collective, handed_bytes: float, ranks: int) -> float:
         if ranks == 1:
@@ -117,7 +133,9 @@ class MeasuredLink(Link):
 
     def _slope_beyond(self, collective: Collective, slope: float) -> float:
         """Seconds for each byte handed over beyond the largest size, given those between the two largest."""
-        if not self._far or collective not in ("all_reduce", "all_gather"):
+        if self.rate is not None:
+            return 8 * _ON_THE_CABLE * link_bytes(collective, 1, self.ranks) / self.rate
+        if not self.far or collective not in ("all_reduce", "all_gather"):
             return slope
         return min(slope, 8 * _ON_THE_CABLE * link_bytes(collective, 1, self.ranks) / self._rate_of_a_far_link())
 
@@ -138,7 +156,8 @@ class MeasuredLink(Link):
         return min(high, self._under_way)
 
     @property
-    def _far(self) -> bool:
+    def far(self) -> bool:
+        """Whether a hop takes more than 4 ms, so that sizes that are measured soon tell little of the rate."""
         return self.latency > _FAR_SECONDS and "all_gather" in self.points
 
     @property
@@ -149,7 +168,7 @@ class MeasuredLink(Link):
     @property
     def rate_is_known(self) -> bool:
         """Whether the largest message filled the link; otherwise the link may be far faster than `bandwidth`."""
-        return not self._far or self._rate_of_a_far_link() != self._under_way
+        return self.rate is not None or not self.far or self._rate_of_a_far_link() != self._under_way
 
     @property
     def latency(self) -> float:
@@ -161,9 +180,11 @@ class MeasuredLink(Link):
         """Bits per second on the link that a sum reaches.
 
         From its two largest sizes, or from the smallest to the largest where that is less: either may be off by chance.
-        Where a hop takes more than 4 ms, what explains the largest gather.
+        Where a hop takes more than 4 ms, what explains the largest gather. Where it was fitted, `rate`.
         """
-        if self._far:
+        if self.rate is not None:
+            return self.rate
+        if self.far:
             return self._rate_of_a_far_link()
         points = self.points["all_reduce"]
         (x1, y1), rates = points[-1], [math.inf]

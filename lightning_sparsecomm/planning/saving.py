@@ -21,13 +21,15 @@ def times_fewer_bytes(engine: Engine, tracked: TrackedOptimizer, length: float) 
     Returns:
         NaN where nothing is sent, or where the method cannot be rehearsed.
     """
-    ranks = engine.wire.world_size
+    ranks, nodes = engine.wire.world_size, engine.registry.nodes
+    # Between nodes, ddp's ring has one cable for all ranks of a node, and the method has one rank's bytes.
+    between = ranks if nodes is None else nodes.between.world_size
     # Nothing is sent for parameters that are frozen.
     parameters = [each for each in engine.registry.held_by(tracked.optimizer) if each[1].requires_grad]
-    if tracked.method is None or ranks == 1 or not parameters:
+    if tracked.method is None or between == 1 or not parameters:
         return math.nan
     try:
-        sent = rehearse(tracked.method, [(tracked.optimizer, parameters)], ranks, length, _ELEMENTS).link_bytes
+        sent = rehearse(tracked.method, [(tracked.optimizer, parameters)], between, length, _ELEMENTS).link_bytes
     except Exception:
         # A part from outside may need what only a real run has.
         return math.nan

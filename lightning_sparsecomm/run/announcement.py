@@ -37,6 +37,7 @@ def announcement(
                 call = call.replace(repr(each), f"{each.for_length(length):.3g}")
             by = f"{tracked.name} by {call}"
             ranks = f"{world_size} ranks" if world_size > 1 else "1 rank, so nothing crosses a network"
+            ranks += f" on {len(registry.nodes.groups)} nodes" if registry.nodes is not None else ""
             lines.append(f"sparsecomm: {ranks}, {by}{densities}{bytes_sent}")
     return lines
 

@@ -35,11 +35,14 @@ class Piece:
 
         A collective. Bytes on the link inside: (L-1)/L of the gradients'.
         """
-        rows = torch.zeros(len(self.places), self._longest, dtype=self._dtype, device=self._device)
+        rows = torch.empty(len(self.places), self._longest, dtype=self._dtype, device=self._device)
         for part, row in zip(self.places, rows):
+            row[sum(each.numel() for each in part) :].zero_()
             for parameter, view in _views(part, row):
                 if parameter.grad is not None:
                     view.copy_(parameter.grad)
+                else:
+                    view.zero_()
         self._row = self._inside.all_to_all(rows).sum(0).div_(len(self.places))
         return [view for _, view in _views(self.own, self._row)]
 
@@ -82,9 +85,7 @@ class NodeGradients:
         self._nodes = nodes
         self._parameters = [each for _, each in parameters if each.numel()]
         self._pieces = pieces_of(parameters, nodes)
-        own = torch.tensor([each.grad is not None for each in self._parameters], dtype=torch.uint8)
-        present = nodes.inside.all_reduce_or_(own.to(parameters[0][1].device)).tolist()
-        here = {id(each) for each, flag in zip(self._parameters, present) if flag}
+        here = self._on_node([each.grad is not None for each in self._parameters])
         self._means: list[tuple[Parameter, Tensor | None]] = []
         for piece in self._pieces:
             for parameter, mean in zip(piece.own, piece.sum_gradients(), strict=True):
@@ -108,12 +109,16 @@ class NodeGradients:
         for (parameter, _), before in zip(self._means, self._before, strict=True):
             parameter.grad = before
 
+    def _on_node(self, flags: Sequence[bool]) -> set[int]:
+        """Identities of the parameters whose flag any rank of the node has. A collective."""
+        own = torch.tensor(flags, dtype=torch.uint8, device=self._parameters[0].device)
+        found = self._nodes.inside.all_reduce_or_(own).tolist()
+        return {id(each) for each, flag in zip(self._parameters, found, strict=True) if flag}
+
     def hand_out(self) -> None:
         """Writes the results of all ranks of the node to `.grad`, where any rank of any node has a gradient."""
         results = {id(parameter): result for parameter, result in self._means}
-        own = torch.tensor([results.get(id(each)) is not None for each in self._parameters], dtype=torch.uint8)
-        present = self._nodes.inside.all_reduce_or_(own.to(self._parameters[0].device)).tolist()
-        here = {id(each) for each, flag in zip(self._parameters, present) if flag}
+        here = self._on_node([results.get(id(each)) is not None for each in self._parameters])
         for piece in self._pieces:
             found = [
                 result if (result := results[id(each)]) is not None else torch.zeros_like(each) for each in piece.own

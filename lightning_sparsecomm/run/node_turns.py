@@ -1,6 +1,7 @@
 """Turns at two levels: whole gradients inside a node, a method between nodes."""
 
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal
@@ -8,6 +9,7 @@ from typing import Literal
 import torch
 
 from lightning_sparsecomm.basis.ledger import SETUP
+from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.channel.inspection import norm_of
 from lightning_sparsecomm.run.clipping import clips_by_norm
 from lightning_sparsecomm.run.engine import Engine
@@ -93,6 +95,21 @@ def check_nodes(nodes: object) -> None:
         )
 
 
+def groups_of(
+    nodes: Literal["auto"] | Groups | None, wire: Wire, node_rank: int, device: torch.device
+) -> list[list[int]]:
+    """The ranks of each node, by "auto" those with the same `node_rank`; empty for None. With "auto", a collective."""
+    if nodes != "auto":
+        return [list(group) for group in nodes or ()]
+    numbers = [row[0] for row in gather_numbers([node_rank], wire, device, SETUP)]
+    return [[rank for rank, each in enumerate(numbers) if each == number] for number in sorted(set(numbers))]
+
+
+def is_divided(groups: Groups) -> bool:
+    """Whether a node has several ranks, so that there are two levels."""
+    return any(len(group) > 1 for group in groups)
+
+
 def divide(engine: Engine, nodes: Literal["auto"] | Groups, node_rank: int) -> None:
     """Lets the method of a run work between nodes, from now on. A collective, before the first parameter is exchanged.
 
@@ -101,6 +118,8 @@ def divide(engine: Engine, nodes: Literal["auto"] | Groups, node_rank: int) -> N
         nodes: The ranks of each node, equal on all ranks; "auto" for those with the same `node_rank`.
         node_rank: The number of this rank's machine.
 
+    Where each node has one rank, it changes nothing.
+
     Raises:
         ValueError: A rank is in no node or in several, nodes have unequal numbers of ranks, or the method does not
             share means of gradients.
@@ -108,10 +127,8 @@ def divide(engine: Engine, nodes: Literal["auto"] | Groups, node_rank: int) -> N
     wire = engine.wire
     for method in engine.registry.methods:
         _refuse(method)
-    if nodes == "auto":
-        device = next((each.device for _, each in engine.registry.named), torch.device("cpu"))
-        numbers = [row[0] for row in gather_numbers([node_rank], wire, device, SETUP)]
-        nodes = [[rank for rank, each in enumerate(numbers) if each == number] for number in sorted(set(numbers))]
+    device = next((each.device for _, each in engine.registry.named), torch.device("cpu"))
+    nodes = groups_of(nodes, wire, node_rank, device)
     sizes = sorted({len(group) for group in nodes})
     if sorted(rank for group in nodes for rank in group) != list(range(wire.world_size)):
         raise ValueError(
@@ -123,16 +140,38 @@ def divide(engine: Engine, nodes: Literal["auto"] | Groups, node_rank: int) -> N
             f"nodes must have equally many ranks; got {' and '.join(map(str, sizes))} of them. Start as many processes"
             " on each machine, or name groups of equal size: nodes=[[0, 1], [2, 3]]."
         )
+    if not is_divided(nodes):
+        return
+    if len(nodes) == 1 and wire.rank == 0:
+        warnings.warn(
+            "all ranks are on one node: nothing crosses a network between nodes, so the method saves nothing, and still"
+            " selects what it would send. Use num_nodes=2 or more, leave nodes out, or use strategy='ddp'.",
+            stacklevel=2,
+        )
     levels = Nodes(nodes, wire)
     engine.registry.work_between(levels)
     engine.turns = NodeTurns(engine.registry, engine.replicas, levels)
 
 
+def advice(registry: Registry, hosts: int, per_host: int) -> list[str]:
+    """A line for the start of a run on several machines with several ranks each; none where it has no use for one."""
+    if hosts < 2 or per_host < 2 or registry.nodes is not None or not all(map(_works, registry.methods)):
+        return []
+    return [
+        f"sparsecomm: {per_host} ranks on each machine share a cable; with SparseCommStrategy(nodes='auto') a machine"
+        " sends one rank's bytes"
+    ]
+
+
+def _works(method: Method) -> bool:
+    """Whether it can work between nodes."""
+    return not any(isinstance(sync, BucketSync) or sync.drifts or not sync.shares_gradients for sync in method.syncs)
+
+
 def _refuse(method: Method) -> None:
-    for sync in method.syncs:
-        if isinstance(sync, BucketSync) or sync.drifts or not sync.shares_gradients:
-            raise ValueError(
-                "nodes must be left out unless every rank takes the same step with what ranks share of their gradients,"
-                f" in an exchange of its own; got {method!r}. Use methods.default(), dgc(), local_adam() or"
-                " sketched_sgd(), for example, without local gradients and delay."
-            )
+    if not _works(method):
+        raise ValueError(
+            "nodes must be left out unless every rank takes the same step with what ranks share of their gradients, in"
+            f" an exchange of its own; got {method!r}. Use methods.default(), dgc(), local_adam() or sketched_sgd(),"
+            " for example, without local gradients and delay."
+        )

@@ -194,7 +194,7 @@ def outcomes(tmp_path: Path, name: str, seeds: range) -> Counter[str]:
 
 
 # One for each kind of exchange: payloads, sketches, blocks, updates of weights. All others are slow ones.
-_QUICK = {"dgc", "dgc, summed", "sketched_sgd", "s2_reducer", "sbc", "powersgd", "quantized"}
+_QUICK = {"dgc", "dgc, summed", "s2_reducer", "sbc", "quantized"}
 
 
 @pytest.mark.parametrize(

@@ -85,9 +85,9 @@ def _ddp(rates: list[float], momentum: float) -> np.ndarray:
         pytest.param(dgc(ByLength(), scope="balanced", values="three_bit"), 0.9, marks=pytest.mark.slow),
         (gradient_dropping(0.05, scope="balanced"), 0.0),
         (sketched_sgd(0.05), 0.9),
-        (s2_reducer(0.1, block_size=4, sketch_ratio=None), 0.0),
-        (powersgd(1), 0.0),
-        (quantized(4), 0.0),
+        pytest.param(s2_reducer(0.1, block_size=4, sketch_ratio=None), 0.0, marks=pytest.mark.slow),
+        pytest.param(powersgd(1), 0.0, marks=pytest.mark.slow),
+        pytest.param(quantized(4), 0.0, marks=pytest.mark.slow),
     ],
 )
 def test_the_weights_end_where_ddp_would_put_them(

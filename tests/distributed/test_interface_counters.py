@@ -306,7 +306,9 @@ def _ranks(tmp_path: Path, world_size: int, name: str) -> list[list[Span]]:
     return [run_ranks(tmp_path, world_size, _send_rounds, name, FORK.Barrier(world_size))]
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize(
+    "world_size", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name in NOT_QUICK else ()) for name in TRAFFIC]
 )

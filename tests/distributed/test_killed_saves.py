@@ -145,10 +145,16 @@ CASES = {
 }
 
 
+QUICK = (0, "another step"), (1, "the same step")
+
+
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.slow if "later" in case else []) for case in CASES]
+    ("victim", "case"),
+    [
+        pytest.param(*each, marks=() if each in QUICK else pytest.mark.slow)
+        for each in itertools.product(range(RANKS), CASES)
+    ],
 )
-@pytest.mark.parametrize("victim", range(RANKS))
 def test_killed_at_every_point(tmp_path: Path, victim: int, case: str) -> None:
     later, steps = CASES[case]
     points = run_ranks(tmp_path, RANKS, _saving, tmp_path / "whole.ckpt", victim, None, later, steps)[victim]

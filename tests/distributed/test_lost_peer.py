@@ -219,7 +219,7 @@ METHODS: dict[str, Callable[[], Method]] = {
     "diloco, late": lambda: diloco(every=2, delay=1),
 }
 POINTS = ("forward", "backward", "step", "batch_end", "saving", "validation")
-QUICK = [("gradient_dropping", "backward", kill), ("dense", "backward", kill), ("federated_averaging", "step", kill)]
+QUICK = [("gradient_dropping", "backward", kill), ("federated_averaging", "step", kill)]
 CASES = [
     pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
     for case in itertools.product(METHODS, POINTS, (kill, hang))

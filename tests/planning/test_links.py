@@ -73,3 +73,26 @@ def test_noise_never_makes_more_bytes_cheaper() -> None:
 def test_a_link_measured_with_other_ranks_is_refused() -> None:
     with pytest.raises(ValueError, match="measured with 4 ranks and all_reduce, all_gather; got 8 ranks"):
         MeasuredLink(4, POINTS).seconds("all_reduce", 1, 8)
+
+
+@pytest.mark.parametrize("rate", [1e8, 1e9])
+def test_a_far_links_rate_is_fitted_to_something_large(rate: float) -> None:
+    """What can be measured in a second over 100 ms fits into TCP's opening window, and tells little of the rate."""
+    network, sizes = Network(rate, rtt=0.1), (8.0, 131_072.0)
+    link = MeasuredLink(
+        2,
+        {
+            "all_reduce": [(size, network.seconds("all_reduce", size, 2)) for size in sizes],
+            "all_gather": [(size, network.seconds("all_gather", size, 2)) for size in sizes],
+        },
+    )
+    assert link.far
+    large = network.seconds("all_reduce", 44e6, 2)
+    assert link.seconds("all_reduce", 44e6, 2) > 1.5 * large
+    fitted = link.fitted(lambda each: each.seconds("all_reduce", 44e6, 2), large)
+    assert fitted.rate_is_known
+    # It counts the window's opening as time of the bytes.
+    assert rate / 5 < fitted.bandwidth < 1.1 * rate
+    assert fitted.seconds("all_reduce", 22e6, 2) == pytest.approx(network.seconds("all_reduce", 22e6, 2), rel=0.5)
+    # What was measured stays as it was.
+    assert fitted.seconds("all_gather", 131_072.0, 2) == link.seconds("all_gather", 131_072.0, 2)
