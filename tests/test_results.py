@@ -39,3 +39,15 @@ def test_table_of_the_battery(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     printed = battery.table(battery.rows(runs)).splitlines()
     assert len(printed) > 2
     assert [line for line in printed if line not in lines] == []
+
+
+@pytest.mark.parametrize(("script", "name"), [("auto", "auto"), ("two_levels", "two-levels")])
+def test_tables_of_steps(script: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    benchmark = import_module(script)
+    runs = json.loads((ROOT / "docs" / "results" / f"{name}.json").read_text())["runs"]
+    lines = (ROOT / "docs" / "results.md").read_text().splitlines()
+    printed = benchmark.table([benchmark.Run(**run) for run in runs]).splitlines()
+    assert len(printed) > 2
+    assert [line for line in printed if line not in lines] == []

@@ -203,10 +203,10 @@ class AutoChooser:
         record.measured[record.current] = step
         if len(record.measured) == 1:
             work = Work(computing, -negative_overlap if negative_overlap < 0 else None)
-            predicted = self._predicted(work)
+            known, predicted = self.link is not None and self.link.rate_is_known, self._predicted(work)
             if self._fit(step, work):
-                # What the fit is from is no prediction.
-                predicted = self._predicted(work) | {record.current: predicted[record.current]}
+                # What the rate is learned from was predicted before, if at all.
+                predicted = self._predicted(work) | {record.current: predicted[record.current] if known else math.inf}
             record.predicted |= {name: seconds for name, seconds in predicted.items() if seconds < math.inf}
             rest = {name: seconds for name, seconds in record.predicted.items() if name != record.current}
             bound = _WORTH_TRYING * min(step, *rest.values())
