@@ -30,7 +30,7 @@ class SavingMixin:
     """Writes and reads the files beside checkpoints, for a strategy that holds a method and its engine."""
 
     method: Method
-    nodes: Literal["auto"] | Groups | None
+    nodes: Literal["auto"] | Groups | None = None
     _engine: Engine | None
 
     # Attributes of Lightning's strategies.
@@ -122,7 +122,8 @@ class SavingMixin:
         load = loading(self.checkpoint_io.load_checkpoint, weights_only)
         files = RankFiles(path, self.checkpoint_io, follow=True)
         # Lightning may read before the model is set up.
-        groups = groups_of(self.nodes, wire, self.cluster_environment.node_rank(), self.root_device)
+        node_rank = self.cluster_environment.node_rank() if self.nodes == "auto" else 0
+        groups = groups_of(self.nodes, wire, node_rank, self.root_device)
         return read(files, fingerprint, load, wire, self.root_device, groups if is_divided(groups) else ())
 
     @property
@@ -160,10 +161,10 @@ class SavingMixin:
                     f" with {old}, and the method is {new} now."
                 )
             if not resumed.alike:
-                saved = _words(resumed.world_size, resumed.state.get("nodes", ()))
-                now = _words(engine.wire.world_size, self._nodes)
+                saved, now = _on(resumed.state.get("nodes", ())), _on(self._nodes)
                 lost.append(
-                    f"{path} was saved by {saved}, and these are {now}:"
+                    f"{path} was saved by {resumed.world_size} processes{saved}, and these are"
+                    f" {engine.wire.world_size}{now}:"
                     " each begins with the mean over those of what they had not sent yet, and of their momentum."
                 )
         elif self._holds_state:
@@ -181,8 +182,8 @@ class SavingMixin:
         return f"sparsecomm: resumed from {path}, with what ranks had not sent yet"
 
 
-def _words(ranks: int, nodes: Groups) -> str:
-    return f"{ranks} processes{f' on {len(nodes)} nodes' if nodes else ''}"
+def _on(nodes: Groups) -> str:
+    return f" on {len(nodes)} nodes" if nodes else ""
 
 
 def _on_cpu(state: Any) -> Any:

@@ -459,6 +459,6 @@ def test_a_trainer_resumes_to_the_bit(tmp_path: Path, adam: bool) -> None:
     again = run_trainer(tmp_path / "again", TWO, adam, 8, tmp_path / "whole" / "step=3.ckpt")
     for name, weight in whole.items():
         assert torch.equal(weight, again[name]), name
-    words = "was saved by 4 processes on 2 nodes, and these are 4 processes: each begins with the mean"
+    words = "was saved by 4 processes on 2 nodes, and these are 4: each begins with the mean"
     with pytest.raises(ProcessRaisedException, match=words):
         run_trainer(tmp_path / "alike", None, adam, 8, tmp_path / "whole" / "step=3.ckpt")
