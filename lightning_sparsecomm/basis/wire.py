@@ -266,7 +266,8 @@ def within(wire: Wire, groups: Sequence[Sequence[int]], row: str = GRADIENTS) ->
         groups: Ranks; each rank is in one group.
         row: As for `Wire`.
     """
-    other, ranks = copy.copy(wire), next(list(ranks) for ranks in groups if wire.rank in ranks)
+    # torch numbers a group's ranks in ascending order, whatever the order in which they are given.
+    other, ranks = copy.copy(wire), next(sorted(ranks) for ranks in groups if wire.rank in ranks)
     other.group, other.step_group = own_group(groups, wire.rank, default_timeout(), wire.closing), None
     other.rank, other.world_size, other.row = ranks.index(wire.rank), len(ranks), row
 

@@ -82,7 +82,7 @@ class NodeGradients:
     """
 
     def __init__(self, parameters: NamedParameters, nodes: Nodes) -> None:
-        self._nodes = nodes
+        self._nodes, self._device = nodes, parameters[0][1].device
         self._parameters = [each for _, each in parameters if each.numel()]
         self._pieces = pieces_of(parameters, nodes)
         here = self._on_node([each.grad is not None for each in self._parameters])
@@ -111,7 +111,7 @@ class NodeGradients:
 
     def _on_node(self, flags: Sequence[bool]) -> set[int]:
         """Identities of the parameters whose flag any rank of the node has. A collective."""
-        own = torch.tensor(flags, dtype=torch.uint8, device=self._parameters[0].device)
+        own = torch.tensor(flags, dtype=torch.uint8, device=self._device)
         found = self._nodes.inside.all_reduce_or_(own).tolist()
         return {id(each) for each, flag in zip(self._parameters, found, strict=True) if flag}
 

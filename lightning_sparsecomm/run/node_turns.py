@@ -100,9 +100,9 @@ def groups_of(
 ) -> list[list[int]]:
     """The ranks of each node, by "auto" those with the same `node_rank`; empty for None. With "auto", a collective."""
     if nodes != "auto":
-        return [list(group) for group in nodes or ()]
+        return sorted(sorted(group) for group in nodes or ())
     numbers = [row[0] for row in gather_numbers([node_rank], wire, device, SETUP)]
-    return [[rank for rank, each in enumerate(numbers) if each == number] for number in sorted(set(numbers))]
+    return [[rank for rank, each in enumerate(numbers) if each == number] for number in dict.fromkeys(numbers)]
 
 
 def is_divided(groups: Groups) -> bool:

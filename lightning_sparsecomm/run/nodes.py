@@ -28,13 +28,13 @@ class Nodes:
         wire: Between all ranks. Making the two others is a collective.
 
     Attributes:
-        groups: As given.
+        groups: As given, in ascending order.
         inside: Between the ranks of this node.
         between: Between the ranks of all nodes that have the same parameters; its ranks count nodes.
     """
 
     def __init__(self, groups: Groups, wire: Wire) -> None:
-        self.groups = [list(group) for group in groups]
+        self.groups = sorted(sorted(group) for group in groups)
         self.inside = within(wire, self.groups, INSIDE)
         self.between = within(wire, list(zip(*self.groups)))
         self._wire = wire

@@ -174,15 +174,21 @@ METHODS: dict[str, tuple[Method, bool]] = {
     "sketched_sgd": (methods.sketched_sgd(0.05, columns=40, candidates=4), False),
     "s2_reducer": (methods.s2_reducer(block_density=0.2, block_size=8), False),
 }
-# Two nodes, adjacent or interleaved; three nodes; three ranks on a node.
-NODES: list[Groups] = [[[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 1], [2, 3], [4, 5]], [[0, 1, 2], [3, 4, 5]]]
+# Two nodes, adjacent or interleaved; three nodes; three ranks on a node; ranks in any order.
+NODES: list[Groups] = [
+    [[0, 1], [2, 3]],
+    [[0, 2], [1, 3]],
+    [[0, 1], [2, 3], [4, 5]],
+    [[0, 1, 2], [3, 4, 5]],
+    [[1, 0], [3, 2]],
+]
 QUICK = "dgc, clipped", "default", "default, adam", "powersgd"
 
 
 def cases() -> Iterator[Any]:
     for name in METHODS:
         for groups in NODES:
-            quick = (name in QUICK and groups == NODES[1]) or (name == "dgc" and groups in NODES[2:])
+            quick = (name in QUICK and groups == NODES[1]) or (name in ("dgc", "quantized") and groups in NODES[2:])
             yield pytest.param(name, groups, marks=() if quick else pytest.mark.slow, id=f"{name}, {groups}")
 
 
