@@ -30,12 +30,10 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 import pytorch_lightning as pl
 import torch
 from cable import Cable
-from models import EXCERPT, MODELS, Loaded, Trained
+from models import EXCERPT, MODELS, Loaded
 from network import FORK, UNLIMITED, Lab, LabError
-from pytorch_lightning.plugins.environments import TorchElasticEnvironment
 from runs import load, save, versions
-from torch.utils.data import DataLoader
-from training import STRATEGIES, keep_freed_memory
+from training import STRATEGIES, fit, keep_freed_memory
 
 from lightning_sparsecomm.planning.chooser import AutoChooser
 
@@ -136,22 +134,7 @@ def train(rank: int, model: str, lab: Lab, row: str, loaded: Loaded, barrier: Ba
     torch.manual_seed(0)
     torch.set_num_threads(1)
     meter = Meter(barrier, fall)
-    trainer = pl.Trainer(
-        strategy=STRATEGIES[row](),
-        accelerator="cpu",
-        devices=lab.ranks_per_node,
-        num_nodes=lab.hosts,
-        plugins=[TorchElasticEnvironment()],
-        max_steps=LENGTH,
-        callbacks=[meter],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    kind = MODELS[model]
-    module = Trained(kind.network(loaded.classes), kind.learning_rate)
-    trainer.fit(module, DataLoader(loaded.data, kind.batch_size, shuffle=True, drop_last=True))
+    trainer = fit(STRATEGIES[row](), lab.hosts, lab.ranks_per_node, model, loaded, LENGTH, meter)
     times = [after - before for before, after in itertools.pairwise(meter.ends)]
     chooser: AutoChooser | None = getattr(trainer.strategy, "chooser", None)
     if chooser is None:

@@ -29,12 +29,10 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import pytorch_lightning as pl
 import torch
-from models import EXCERPT, MODELS, Loaded, Trained
+from models import EXCERPT, MODELS, Loaded
 from network import FORK, UNLIMITED, Lab, LabError
-from pytorch_lightning.plugins.environments import TorchElasticEnvironment
 from runs import Package, versions
-from torch.utils.data import DataLoader
-from training import STRATEGIES, keep_freed_memory
+from training import STRATEGIES, fit, keep_freed_memory
 
 # Some methods exchange in one step of ten.
 ROUND_STEPS = 10
@@ -115,23 +113,8 @@ def _seconds(
     torch.set_num_threads(1)
     following = (number + 1) % len(sync.turns[rank])
     turns = Turns(sync.turns[rank][number], sync.turns[rank][following], sync.together[number], steps.skipped)
-    trainer = pl.Trainer(
-        strategy=STRATEGIES[contestant.row](),
-        accelerator="cpu",
-        devices=1,
-        num_nodes=ranks,
-        plugins=[TorchElasticEnvironment()],
-        # One more than is timed: the last step also exchanges what residuals still hold.
-        max_steps=steps.skipped + steps.timed + 1,
-        callbacks=[turns],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    kind = MODELS[model]
-    module = Trained(kind.network(loaded.classes), kind.learning_rate)
-    trainer.fit(module, DataLoader(loaded.data, kind.batch_size, shuffle=True, drop_last=True))
+    # One more than is timed: the last step also exchanges what residuals still hold.
+    fit(STRATEGIES[contestant.row](), ranks, 1, model, loaded, steps.skipped + steps.timed + 1, turns)
     return turns.seconds[: steps.timed]
 
 

@@ -278,6 +278,29 @@ def keep_freed_memory() -> None:
         library.mallopt(_MMAP_THRESHOLD, 2**31 - 1) or library.mallopt(_MMAP_THRESHOLD, 2**25)
 
 
+def fit(
+    strategy: Strategy, hosts: int, per_host: int, model: str, loaded: Loaded, steps: int, callback: pl.Callback
+) -> pl.Trainer:
+    """Trains one of `MODELS` on this rank of the lab, with nothing but a callback that measures."""
+    trainer = pl.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=per_host,
+        num_nodes=hosts,
+        plugins=[TorchElasticEnvironment()],
+        max_steps=steps,
+        callbacks=[callback],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    kind = MODELS[model]
+    module = Trained(kind.network(loaded.classes), kind.learning_rate)
+    trainer.fit(module, DataLoader(loaded.data, kind.batch_size, shuffle=True, drop_last=True))
+    return trainer
+
+
 class Job(NamedTuple):
     """One run of one row.
 

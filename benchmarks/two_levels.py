@@ -27,13 +27,11 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import pytorch_lightning as pl
 import torch
-from models import EXCERPT, MODELS, Loaded, Trained
+from models import EXCERPT, MODELS, Loaded
 from network import DEVICE, FORK, HEADER_BYTES, Counters, Lab, LabError
-from pytorch_lightning.plugins.environments import TorchElasticEnvironment
 from pytorch_lightning.strategies import DDPStrategy, Strategy
 from runs import load, save, versions
-from torch.utils.data import DataLoader
-from training import OPTIONS, keep_freed_memory
+from training import OPTIONS, fit, keep_freed_memory
 
 from lightning_sparsecomm import methods
 from lightning_sparsecomm.sharing import Method
@@ -119,22 +117,7 @@ def train(
     torch.manual_seed(0)
     torch.set_num_threads(1)
     meter = Meter(barrier, steps)
-    trainer = pl.Trainer(
-        strategy=strategy_of(row, levels),
-        accelerator="cpu",
-        devices=lab.ranks_per_node,
-        num_nodes=lab.hosts,
-        plugins=[TorchElasticEnvironment()],
-        max_steps=LENGTH,
-        callbacks=[meter],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    kind = MODELS[model]
-    module = Trained(kind.network(loaded.classes), kind.learning_rate)
-    trainer.fit(module, DataLoader(loaded.data, kind.batch_size, shuffle=True, drop_last=True))
+    fit(strategy_of(row, levels), lab.hosts, lab.ranks_per_node, model, loaded, LENGTH, meter)
     counted = meter.counters[1].since(meter.counters[0])
     seconds = [after - before for before, after in itertools.pairwise(meter.ends)]
     sent = (counted.sent_bytes - HEADER_BYTES * counted.packets) / steps

@@ -266,7 +266,7 @@ def summary_table(ledger: Ledger) -> str:
             lines.append(f"of these: {', '.join(phases)}")
     lines.append("On the link: by the collectives' published algorithms, from the bytes handed over.")
     if ledger.nodes > 1:
-        lines.append(f"Each rank of a node sends its own part of the model; {INSIDE!r} does not leave the node.")
+        lines.append(f"Of the model, this rank's part, also had it been ddp. {INSIDE!r} does not leave the node.")
     return "\n".join(lines)
 
 

@@ -183,7 +183,7 @@ class SavingMixin:
 
 
 def _on(nodes: Groups) -> str:
-    return f" on {len(nodes)} nodes" if nodes else ""
+    return f" on nodes {[list(group) for group in nodes]}" if nodes else ""
 
 
 def _on_cpu(state: Any) -> Any:

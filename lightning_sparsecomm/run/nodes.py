@@ -30,7 +30,7 @@ class Nodes:
     Attributes:
         groups: As given, in ascending order.
         inside: Between the ranks of this node.
-        between: Between the ranks of all nodes that have the same parameters; its ranks count nodes.
+        between: Between those ranks that have the same parameters, one of each node.
     """
 
     def __init__(self, groups: Groups, wire: Wire) -> None:

@@ -23,9 +23,9 @@ from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.exchange.status import NonFiniteGradientError
 from lightning_sparsecomm.run.contents import State, mean_with
 from lightning_sparsecomm.run.engine import Engine
-from lightning_sparsecomm.run.node_turns import advice, divide
+from lightning_sparsecomm.run.node_turns import advice, divide, groups_of
 from lightning_sparsecomm.sharing import Method
-from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
+from lightning_sparsecomm.strategies.pytorch_lightning import ElasticSparseCommStrategy, SparseCommStrategy
 from lightning_sparsecomm.testing import run_ranks
 from tests import laws
 from tests.distributed.launch import QUIET
@@ -398,6 +398,54 @@ def test_ranks_that_name_other_nodes_are_refused() -> None:
     run_ranks(2, run)
 
 
+def test_replicas_that_come_and_go_have_no_nodes() -> None:
+    pytest.importorskip("torchft")
+    with pytest.raises(ValueError, match="nodes must be left out with replicas that come and go"):
+        ElasticSparseCommStrategy(lighthouse="http://localhost:1", nodes="auto")
+
+
+def test_nodes_are_those_of_machines_by_default() -> None:
+    def run(rank: int) -> Groups:
+        return groups_of("auto", Wire(), [7, 0, 7, 0][rank], torch.device("cpu"))
+
+    assert run_ranks(4, run) == [[[0, 2], [1, 3]]] * 4
+
+
+@pytest.mark.parametrize("nodes", [[[1, 0], [3, 2]], [[2, 3], [0, 1]], [[3, 0], [2, 1]]], ids=str)
+def test_the_order_of_nodes_and_of_their_ranks_does_not_matter(nodes: Groups) -> None:
+    method = methods.default()
+    found = run_ranks(4, train, method, nodes, True)
+    expected = run_ranks(4, train, method, sorted(sorted(group) for group in nodes), True)
+    for one, other in zip(found, expected, strict=True):
+        for own, theirs in zip(one.weights[-1], other.weights[-1], strict=True):
+            np.testing.assert_array_equal(own, theirs)
+
+
+def test_an_optimizer_of_empty_parameters_has_nothing_to_exchange() -> None:
+    def run(rank: int) -> None:
+        engine = Engine(methods.dgc(), Wire())
+        module = nn.ParameterList([nn.Parameter(torch.empty(0, 4))])
+        engine.registry.add_module(module)
+        divide(engine, TWO, 0)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        engine.register(optimizer)
+        with engine.stepping(optimizer):
+            engine.synchronize(optimizer)
+            optimizer.step()
+        engine.settle()
+        engine.close()
+
+    run_ranks(4, run)
+
+
+def test_the_optimizers_state_has_local_moments_of_this_ranks_matrices_only() -> None:
+    # The moments of vectors are those of the shared gradient, on all ranks.
+    vectors = {str(number) for number, shape in enumerate(SHAPES) if len(shape) == 1}
+    for one in run_ranks(4, train, methods.default().fallback, TWO, True, True):
+        assert {str(number) for number in one.optimizer["state"]} == set(one.held) | vectors
+        assert not set(one.held) >= {"0", "2", "4"}
+
+
 def test_sparse_gradients_are_refused() -> None:
     def run(rank: int) -> None:
         engine = Engine(methods.s2_reducer(), Wire())
@@ -465,6 +513,6 @@ def test_a_trainer_resumes_to_the_bit(tmp_path: Path, adam: bool) -> None:
     again = run_trainer(tmp_path / "again", TWO, adam, 8, tmp_path / "whole" / "step=3.ckpt")
     for name, weight in whole.items():
         assert torch.equal(weight, again[name]), name
-    words = "was saved by 4 processes on 2 nodes, and these are 4: each begins with the mean"
+    words = r"was saved by 4 processes on nodes \[\[0, 2\], \[1, 3\]\], and these are 4: each begins with the mean"
     with pytest.raises(ProcessRaisedException, match=words):
         run_trainer(tmp_path / "alike", None, adam, 8, tmp_path / "whole" / "step=3.ckpt")

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sparsecomm import methods
 from lightning_sparsecomm.basis.wire import Wire
-from lightning_sparsecomm.planning import MeasuredLink
+from lightning_sparsecomm.planning import MeasuredLink, chooser
 from lightning_sparsecomm.planning.chooser import AutoChooser
 from lightning_sparsecomm.planning.probe import measure_link
 from lightning_sparsecomm.planning.watch import DriftWatch, StepTimes
@@ -140,6 +140,28 @@ def test_on_a_slow_network_it_does_not_begin_with_ddp(tmp_path: Path) -> None:
         "sparsecomm: step 7: chose sparsecomm. A step takes: sparsecomm 200 ms (predicted 200 ms); predicted: ddp 1 s,"
         " ddp-bf16 550 ms. Link:"
     )
+
+
+def far(rank: int, folder: str, learns: bool) -> Any:
+    """Only 64 bytes could be measured over a long way: as many as were under way at once, in one round trip."""
+    predicted = AutoChooser._predicted
+    pretend({"ddp": 0.35, "ddp-bf16": 0.33, "sparsecomm": 0.2, "compute": 0.05, "wait": 0.1})
+    AutoChooser._predicted = predicted  # type: ignore[method-assign]
+    points = {"all_reduce": [(8.0, 0.15), (64.0, 0.3)], "all_gather": [(8.0, 0.075), (64.0, 0.15)]}
+    chooser.measure_link = lambda *_: MeasuredLink(2, points)  # type: ignore[assignment, arg-type]
+    if not learns:
+        AutoChooser._fit = lambda *_: False  # type: ignore[method-assign]
+    return train(rank, folder, methods.auto(), None)[1]
+
+
+def test_over_a_long_way_it_learns_the_rate_from_ddps_steps(tmp_path: Path) -> None:
+    for record in run_ranks(tmp_path, 2, far, str(tmp_path), True):
+        assert record.current == "sparsecomm"
+        # No prediction of ddp: the rate was not known.
+        assert "ddp" not in record.predicted
+    for record in run_ranks(tmp_path, 2, far, str(tmp_path), False):
+        assert record.current != "sparsecomm"
+        assert record.predicted["ddp"] > 1.5 * record.measured["ddp"]
 
 
 def test_what_quality_forbids_is_not_tried(tmp_path: Path) -> None:
