@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ class MirrorWire(Wire):
     Attributes:
         calls: Each collective, and the bytes that this rank handed over.
     """
+
+    mirrors: ClassVar[bool] = True
 
     def __init__(self, world_size: int = 2) -> None:
         self.group = None

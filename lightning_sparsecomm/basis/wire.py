@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -69,6 +70,7 @@ class Wire:
         row: Row of the ledger for calls that name none.
 
     Attributes:
+        mirrors: Whether there are no other ranks, and what they say is what this one does: for rehearsals.
         step: Optimizer steps finished, for messages; None before the first step.
         step_group: Process group for calls in optimizer steps; None for the same as for others.
         place: Where the run is between optimizer steps, for messages; None in training.
@@ -79,6 +81,7 @@ class Wire:
         ValueError: These collectives do not support the group's backend.
     """
 
+    mirrors: ClassVar[bool] = False
     place: str | None = None
     step_group: dist.ProcessGroup | None = None
 

@@ -22,6 +22,9 @@ from lightning_sparsecomm.codecs.values import Float32, Float64
 
 _HEAD = struct.Struct("<BBBBIII")
 
+SPARSE_BYTES = _HEAD.size
+"""What a sparse body has beside the sections of positions and values."""
+
 
 @dataclass(frozen=True)
 class SparseCodec(Compressor):
@@ -55,6 +58,10 @@ class SparseCodec(Compressor):
 
     def encode(self, x: Vector, context: Round) -> Tensor:
         """The selected elements of `x`. Raises `ValueError` for a length unlike the layout's, or as `encode_sparse`."""
+        return encode_sparse(self.select(x, context), context.layout, self.value_codec(context), self.indices)
+
+    def select(self, x: Vector, context: Round) -> SparseVector:
+        """The elements that `encode` sends. Raises `ValueError` for a length unlike the layout's."""
         size = x.values.numel()
         if size != context.layout.size:
             raise ValueError(f"x must have the layout's {context.layout.size} elements; got {size}.")
@@ -63,14 +70,14 @@ class SparseCodec(Compressor):
                 indices = self.selector.select_hinted(x.values, context, x.hints)
             else:
                 indices = self.selector.select(x.values, context)
-        values = x.values if indices.numel() == size else picked(x.values, indices)
-        return encode_sparse(SparseVector(indices, values, size), context.layout, self._codec(context), self.indices)
+        return SparseVector(indices, x.values if indices.numel() == size else picked(x.values, indices), size)
 
     @property
     def largest(self) -> float:
         return min(codec.largest for codec in self.values.codecs())
 
-    def _codec(self, context: Round) -> ValueCodec:
+    def value_codec(self, context: Round) -> ValueCodec:
+        """The codec of values in this round."""
         codec = self.values.chosen(self.selector.count(context), context.layout.size)
         return Float64() if context.dtype == torch.float64 and type(codec) is Float32 else codec
 
@@ -81,7 +88,7 @@ class SparseCodec(Compressor):
     def bound_bytes(self, context: Round) -> int | None:
         count = self.selector.count(context)
         index_bytes = self.indices.bound_bytes(count, context.layout.size)
-        value_bytes = self._codec(context).bound_bytes(count, context.layout)
+        value_bytes = self.value_codec(context).bound_bytes(count, context.layout)
         return None if index_bytes is None or value_bytes is None else _HEAD.size + index_bytes + value_bytes
 
 

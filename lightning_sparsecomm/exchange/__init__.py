@@ -8,6 +8,7 @@ from lightning_sparsecomm.exchange.block import BlockReduce as BlockReduce
 from lightning_sparsecomm.exchange.compressed import CompressedAllReduce as CompressedAllReduce
 from lightning_sparsecomm.exchange.dense import DenseAllReduce as DenseAllReduce
 from lightning_sparsecomm.exchange.gather import Gather as Gather
+from lightning_sparsecomm.exchange.ok_topk import OkTopK as OkTopK
 from lightning_sparsecomm.exchange.power_sgd import PowerSGD as PowerSGD
 from lightning_sparsecomm.exchange.quantized import QuantizedAllReduce as QuantizedAllReduce
 from lightning_sparsecomm.exchange.shared_positions import AlignedTopK as AlignedTopK

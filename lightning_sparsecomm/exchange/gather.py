@@ -103,6 +103,15 @@ def padded_bytes(compressor: Compressor, length: int, context: Round, wire: Wire
     bound = compressor.bound_bytes(context)
     if bound is not None:
         return sealed_bytes(bound, context.layout)
+    return longest(length, context, wire, device)
+
+
+def longest(length: int, context: Round, wire: Wire, device: torch.device) -> int:
+    """The greatest `length` of any rank's payload. A collective of 8 bytes.
+
+    Raises:
+        PayloadError: A rank's length was damaged; raised on all of them.
+    """
     seed, most = context.shared_seed(), most_bytes(context.layout)
     sealed = torch.tensor([seal_length(length, seed)], device=device)
     numbers = wire.all_gather(sealed).view(-1).tolist()

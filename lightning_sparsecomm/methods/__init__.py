@@ -16,6 +16,7 @@ from lightning_sparsecomm.methods.low_rank import powersgd
 from lightning_sparsecomm.methods.outer import muloco, streaming_diloco
 from lightning_sparsecomm.methods.periodic import diloco, federated_averaging, sbc, sbc1, sbc2, sbc3, sparse_loco
 from lightning_sparsecomm.methods.quantized import quantized
+from lightning_sparsecomm.methods.regions import ok_topk
 from lightning_sparsecomm.methods.shared_positions import aligned_topk, random_k
 from lightning_sparsecomm.methods.split import split
 from lightning_sparsecomm.methods.sums import dense, s2_reducer, sketched_sgd
@@ -34,6 +35,7 @@ __all__ = [
     "gradient_dropping",
     "local_adam",
     "muloco",
+    "ok_topk",
     "powersgd",
     "quantized",
     "random_k",
@@ -50,7 +52,7 @@ __all__ = [
 
 _NAMED = (
     *(dense, gradient_dropping, dgc, local_adam, sbc, federated_averaging, diloco, sparse_loco, sketched_sgd),
-    *(s2_reducer, powersgd, quantized, aligned_topk, random_k, streaming_diloco, muloco, des_loc),
+    *(s2_reducer, powersgd, quantized, ok_topk, aligned_topk, random_k, streaming_diloco, muloco, des_loc),
 )
 
 RECIPES: dict[str, Callable[[], Method]] = {recipe.__name__: recipe for recipe in _NAMED}

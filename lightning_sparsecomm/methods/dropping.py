@@ -223,7 +223,20 @@ class dgc(Method):
 def sparse(
     density: Density, scope: Scope, values: ValueName, positions: PositionName, exchange: ExchangeName = "gather"
 ) -> Exchange:
-    """An exchange of the largest elements. Raises `ValueError` for an unknown scope, dtype, code or exchange."""
+    """An exchange of the largest elements. Raises `ValueError` for an unknown exchange, or as `codec_of`."""
+    check_one_of(
+        "exchange",
+        exchange,
+        ("gather", "all_reduce"),
+        "'gather' sends each rank's selection to all; 'all_reduce', for three ranks or more, lets each add up a piece"
+        " and send the largest elements of its mean.",
+    )
+    codec = codec_of(density, scope, values, positions)
+    return Gather(codec) if exchange == "gather" else CompressedAllReduce(codec)
+
+
+def codec_of(density: Density, scope: Scope, values: ValueName, positions: PositionName) -> SparseCodec:
+    """The codec of the largest elements. Raises `ValueError` for an unknown scope, dtype or code."""
     codecs: dict[str, ValueCoding] = {
         "float32": Float32(),
         "float16": Float16(),
@@ -236,12 +249,4 @@ def sparse(
     }
     check_one_of("values", values, codecs, "Use 'float32' to send them exactly.")
     check_one_of("positions", positions, ("fast", "short"), "Use 'short' for a slow network.")
-    check_one_of(
-        "exchange",
-        exchange,
-        ("gather", "all_reduce"),
-        "'gather' sends each rank's selection to all; 'all_reduce', for three ranks or more, lets each add up a piece"
-        " and send the largest elements of its mean.",
-    )
-    codec = SparseCodec(TopK(density, scope), codecs[values], RunLength16() if positions == "fast" else Auto())
-    return Gather(codec) if exchange == "gather" else CompressedAllReduce(codec)
+    return SparseCodec(TopK(density, scope), codecs[values], RunLength16() if positions == "fast" else Auto())

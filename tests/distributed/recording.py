@@ -43,6 +43,9 @@ class Recording(Exchange):
         self._result = exchanged._replace(shared=_copy(exchanged.shared), sent=_copy(exchanged.sent))
         return exchanged
 
+    def elements(self, exchanged: Exchanged) -> int:
+        return self.inner.elements(exchanged)
+
     def commit(self) -> None:
         self.inner.commit()
         assert self._result is not None, "committed without an exchange"

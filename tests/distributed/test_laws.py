@@ -14,6 +14,7 @@ from lightning_sparsecomm.methods import (
     dense,
     dgc,
     gradient_dropping,
+    ok_topk,
     powersgd,
     random_k,
     s2_reducer,
@@ -71,6 +72,7 @@ METHODS: dict[str, Method] = {
     "sketched_sgd": sketched_sgd(0.05, columns=40, candidates=4, momentum_correction=False, follow_rate=False),
     "powersgd": powersgd(rank=2, follow_rate=False),
     "random_k": random_k(0.05, follow_rate=False),
+    "ok_topk": ok_topk(0.05, values="float16", follow_rate=False),
     "aligned_topk": aligned_topk(0.05, block_size=8, follow_rate=False),
 }
 

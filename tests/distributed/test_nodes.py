@@ -170,6 +170,7 @@ METHODS: dict[str, tuple[Method, bool]] = {
     "powersgd": (methods.powersgd(rank=2), False),
     "quantized": (methods.quantized(), False),
     "random_k": (methods.random_k(0.1), False),
+    "ok_topk": (methods.ok_topk(0.1), False),
     "aligned_topk": (methods.aligned_topk(0.1, block_size=8), False),
     "sketched_sgd": (methods.sketched_sgd(0.05, columns=40, candidates=4), False),
     "s2_reducer": (methods.s2_reducer(block_density=0.2, block_size=8), False),

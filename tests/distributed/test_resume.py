@@ -199,6 +199,7 @@ CASES: dict[str, tuple[Callable[[], Method], dict[str, Any], Callable[[], tuple[
     "powersgd": (lambda: methods.powersgd(1, dense_steps=3), {}, tuple),
     "quantized": (lambda: methods.quantized(4), {"adam": True}, tuple),
     "random_k": (lambda: methods.random_k(0.05), {}, tuple),
+    "ok_topk": (lambda: methods.ok_topk(0.05, balance_every=5), {}, tuple),
     "aligned_topk": (lambda: methods.aligned_topk(0.05, block_size=8), {"adam": True}, tuple),
     "powersgd, two optimizers": (lambda: methods.powersgd(2), {"two": True}, tuple),
     "split": (lambda: methods.split(["head.*"], methods.gradient_dropping(0.1), methods.sbc(0.05, every=4)), {}, tuple),
