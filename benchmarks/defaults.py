@@ -5,11 +5,13 @@ measures those of `tasks.py` on held-out training data, and nothing else is tune
 it ends; `--resume` skips the runs in that file. Prints a Markdown table, and plots it with `--plot`.
 
 A strategy is `ddp`, `bf16`, `powersgd RANK` (torch's hooks), `sparsecomm`, `sparsecomm_late` (with delay=1),
-`sparsecomm_stale` (the same, but nothing stands in for what is in flight), `sparsecomm_powersgd RANK`, or
-`sbc DENSITY EVERY`. Torch's PowerSGD sends its first two steps whole; ours the first one, and in the end what waits.
+`sparsecomm_stale` (the same, but nothing stands in for what is in flight), `sparsecomm_powersgd RANK`,
+`sbc DENSITY EVERY`, or any method as in Python, such as `ok_topk(density=0.08)`. Torch's PowerSGD sends its first two
+steps whole; ours the first one, and in the end what waits.
 """
 
 import argparse
+import ast
 import itertools
 import json
 import statistics
@@ -120,6 +122,20 @@ def stale(method: Method) -> Method:
     return method
 
 
+def method_of(text: str) -> Method:
+    """The method of a call with literal arguments. Raises `ValueError` for anything else."""
+    try:
+        call = ast.parse(text, mode="eval").body
+    except SyntaxError:
+        raise ValueError(f"no call: {text!r}") from None
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.func.id not in methods.RECIPES:
+        raise ValueError(f"no call of a method: {text!r}")
+    arguments = [ast.literal_eval(each) for each in call.args]
+    options = {each.arg or "": ast.literal_eval(each.value) for each in call.keywords}
+    method: Method = getattr(methods, call.func.id)(*arguments, **options)
+    return method
+
+
 def strategy_of(name: str) -> Any:
     """The strategy of a row."""
     kind, *numbers = name.split()
@@ -136,6 +152,8 @@ def strategy_of(name: str) -> Any:
     if kind == "sbc":
         density, every = float(numbers[0]), int(numbers[1])
         return SparseCommStrategy(methods.sbc(density=density, every=every), start_method="fork")
+    if "(" in name:
+        return SparseCommStrategy(method_of(name), start_method="fork")
     if kind == "bf16":
         return Hooked(start_method="fork", ddp_comm_hook=bf16_hook)
     state = powerSGD_hook.PowerSGDState(None, int(numbers[0]), start_powerSGD_iter=DENSE_STEPS)
@@ -146,10 +164,10 @@ def known_strategy(text: str) -> str:
     """A type for argparse."""
     try:
         strategy_of(text)
-    except (ValueError, IndexError):
+    except (ValueError, IndexError, TypeError) as error:
         raise argparse.ArgumentTypeError(
-            f"must be one of {', '.join(STRATEGIES)}, sparsecomm_late, 'sparsecomm_powersgd 1', 'sbc 0.01 10';"
-            f" got {text!r}"
+            f"must be one of {', '.join(STRATEGIES)}, sparsecomm_late, 'sparsecomm_powersgd 1', 'sbc 0.01 10',"
+            f" 'ok_topk(density=0.08)'; got {text!r} ({error})"
         ) from None
     return text
 
