@@ -1,12 +1,14 @@
 """Process groups: how they are made and ended, and what depends on the version of torch."""
 
+import math
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Backend, HashStore
+from torch._C._distributed_c10d import Backend, HashStore, PrefixStore, TCPStore
 
 Closing = list[Callable[[], object]]
 """What ends groups, the last one first. Whoever calls it keeps what the calls return until all else has let go."""
@@ -23,6 +25,22 @@ def default_timeout() -> timedelta:
     timeout = backend_of(dist.distributed_c10d._get_default_group()).options._timeout
     assert isinstance(timeout, timedelta)
     return timeout
+
+
+def round_trip(enough: float, tries: int = 5) -> float:
+    """Seconds to the host of rank 0 and back, where ranks have met there; else 0.
+
+    The shortest of a few, as threads may wait for a processor; none is tried after one that takes less than `enough`.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    least = math.inf
+    while isinstance(store, TCPStore) and tries and least >= enough:
+        begin = time.perf_counter()
+        store.check(["lightning_sparsecomm"])
+        least, tries = min(least, time.perf_counter() - begin), tries - 1
+    return least if least < math.inf else 0.0
 
 
 def join_alone() -> None:

@@ -71,6 +71,7 @@ class Wire:
 
     Attributes:
         mirrors: Whether there are no other ranks, and what they say is what this one does: for rehearsals.
+        far: Whether round trips between ranks take long, so that few of them are to be waited for; see `FarWire`.
         step: Optimizer steps finished, for messages; None before the first step.
         step_group: Process group for calls in optimizer steps; None for the same as for others.
         place: Where the run is between optimizer steps, for messages; None in training.
@@ -82,6 +83,7 @@ class Wire:
     """
 
     mirrors: ClassVar[bool] = False
+    far: bool = False
     place: str | None = None
     step_group: dist.ProcessGroup | None = None
 
@@ -204,17 +206,6 @@ class Wire:
 
         return wait
 
-    def all_reduce_future(self, tensor: Tensor, row: str | None = None) -> "torch.futures.Future[list[Tensor]]":
-        """As `all_reduce_later_`, but a future of `[tensor]`. It only quotes its error: `failures` has the original."""
-        waiting, work = self.start_sum(tensor, row)
-
-        def received(future: torch.futures.Future[list[Tensor]]) -> list[Tensor]:
-            with waiting:
-                return future.value()
-
-        future: torch.futures.Future[list[Tensor]] = work.get_future()
-        return future.then(received)
-
     def start_sum(self, tensor: Tensor, row: str | None = None) -> tuple[Waiting, Work]:
         """Starts to sum `tensor` over ranks, in place. Wait for the work within the context that comes with it."""
         waiting = self._calling("all_reduce", tensor, row)
@@ -243,10 +234,17 @@ class Wire:
 
     def all_to_all(self, tensor: Tensor, row: str | None = None) -> Tensor:
         """Row i of the result is what rank i has for this one in its own `tensor`, `[W, ...]`; of one shape on all."""
-        received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
         with self._calling("all_to_all", tensor, row):
-            dist.all_to_all_single(received.view(-1), tensor.reshape(-1), group=self.group)
+            received, work = self.start_all_to_all(tensor)
+            work.wait()
         return received
+
+    def start_all_to_all(self, tensor: Tensor) -> tuple[Tensor, Work]:
+        """Starts `all_to_all`. The caller enters it in the ledger, and waits within the context that this gives."""
+        received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        work = dist.all_to_all_single(received.view(-1), tensor.reshape(-1), group=self.group, async_op=True)
+        assert work is not None
+        return received, work
 
     def meet(self, place: str, seconds: float) -> bool:
         """Waits for all ranks to come to a place, for so many seconds. Whether they came is equal on all that did.

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_sparsecomm import methods
 from lightning_sparsecomm.basis.arguments import check_one_of, check_options, options_of, plain_for_command_lines
+from lightning_sparsecomm.basis.far import FarWire
 from lightning_sparsecomm.basis.ledger import Ledger
 from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.frontends.data_parallel import CountedDataParallel, LocalDataParallel, SwitchedDataParallel
@@ -150,7 +151,7 @@ class SynchronizingMixin(SavingMixin):
 
     def _make_wire(self) -> Wire:
         """The wire of a run. A collective."""
-        return Wire.apart()
+        return FarWire.apart()
 
     def _begin(self, device: torch.device, scaler: object) -> None:
         """Starts a run with a wire, a ledger and an engine; refuses devices, backends and scalers it cannot use."""

@@ -6,16 +6,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from lightning_sparsecomm.basis.far import FAR_SECONDS, straight
 from lightning_sparsecomm.basis.ledger import Collective, link_bytes
 
 # A TCP connection that was idle begins with ten segments in flight, and doubles them in each round trip (RFC 6928).
 _FIRST_WINDOW_BYTES = 10 * 1448
 
-# A hop that takes longer makes a link far: small sizes take their messages and TCP's opening window, not their bytes.
-_FAR_SECONDS = 4e-3
-
 # Round trips beside which those of an opening window count for little.
-_MANY = 10
+_MANY = 20
 
 # Headers of TCP, IP and Ethernet for each full packet.
 _ON_THE_CABLE = 1538 / 1448
@@ -25,35 +23,41 @@ class Link(ABC):
     """The network as one rank sees it."""
 
     @abstractmethod
-    def seconds(self, collective: Collective, handed_bytes: float, ranks: int) -> float:
+    def seconds(self, collective: Collective, handed_bytes: float, ranks: int, ring: bool = False) -> float:
         """What a collective takes, from its start until the slowest rank has its result.
 
         Args:
             collective: Which one.
             handed_bytes: Bytes that each rank hands over.
             ranks: Number of ranks.
+            ring: Whether it goes around Gloo's ring over a long way too, as DDP's own sums do.
         """
 
 
 @dataclass(frozen=True)
 class Network(Link):
-    """A network of equal cables between ranks and a switch, by its figures. Collectives work in rings, as Gloo's do.
+    """A network of equal cables between ranks and a switch, by its figures.
+
+    Collectives work in rings, as Gloo's do, each hop of a whole round trip. Where that takes 4 ms or more, they are
+    those of `FarWire`, unless they are DDP's own.
 
     >>> network = Network(100e6, rtt=0.02)
-    >>> round(network.seconds("all_reduce", 4_000_000, ranks=4), 2)
-    0.65
+    >>> [round(network.seconds("all_reduce", 40_000, ranks=4, ring=ring), 2) for ring in (True, False)]
+    [0.13, 0.06]
 
     Args:
         bandwidth: Bits per second that each rank sends, and receives at the same time; infinite for no limit.
         rtt: Round-trip time between two ranks, in seconds.
         call: Seconds of software in each message.
         copying: Seconds of processor time for each byte on the link.
+        straight: Whether messages go straight; None where the round trip is long.
     """
 
     bandwidth: float
     rtt: float = 0.0
     call: float = 1e-4
     copying: float = 5e-10
+    straight: bool | None = None
 
     def __post_init__(self) -> None:
         if not self.bandwidth > 0:
@@ -61,19 +65,25 @@ class Network(Link):
         if not 0 <= self.rtt < math.inf:
             raise ValueError(f"rtt must be 0 or more seconds; got {self.rtt!r}. Use 0.02 for 20 ms.")
 
-    def seconds(self, collective: Collective, handed_bytes: float, ranks: int) -> float:
+    def seconds(self, collective: Collective, handed_bytes: float, ranks: int, ring: bool = False) -> float:
         if ranks == 1:
             return 0.0
-        sent = link_bytes(collective, handed_bytes, ranks)
-        byte_seconds = max(8 * _ON_THE_CABLE / self.bandwidth, self.copying)
-        return hops(collective, ranks) * (self.rtt / 2 + self.call) + sent * byte_seconds + self._ramp(sent)
+        goes_straight = self.rtt >= FAR_SECONDS if self.straight is None else self.straight
+        calls = straight(collective, handed_bytes, ranks) if goes_straight and not ring else []
+        if calls:
+            return sum(self._call_seconds(link_bytes(*call, ranks), 1, ranks - 1) for call in calls)
+        return self._call_seconds(link_bytes(collective, handed_bytes, ranks), hops(collective, ranks), 1)
 
-    def _ramp(self, sent: float) -> float:
-        """Round trips in which TCP's window is still smaller than what the link could hold."""
+    def _call_seconds(self, sent: float, count: int, connections: int) -> float:
+        """Of a call that puts `sent` bytes on the link in `count` hops, each over so many connections at once."""
+        byte_seconds = max(8 * _ON_THE_CABLE / self.bandwidth, self.copying)
+        return count * (self.rtt + self.call) + sent * byte_seconds + self._ramp(sent / count / connections)
+
+    def _ramp(self, message: float) -> float:
+        """Round trips in which TCP's window is still smaller than a message, or than what the link could hold."""
         if not self.rtt:
             return 0.0
-        in_flight = self.bandwidth / 8 * self.rtt
-        window = min(sent, in_flight)
+        window = min(message, self.bandwidth / 8 * self.rtt)
         return self.rtt * math.log2(window / _FIRST_WINDOW_BYTES) if window > _FIRST_WINDOW_BYTES else 0.0
 
 
@@ -87,6 +97,7 @@ class MeasuredLink(Link):
         ranks: Number of ranks that measured.
         points: For each collective, pairs of bytes handed over, in rising order, and seconds. At least two. An
             all-to-all takes what a gather of one of its parts takes.
+        around: Seconds of the smallest sum around the ring, where others went straight; None where all went around.
         rate: Bits per second on the link beyond the largest size, where `fitted` has found it; None for what the two
             largest sizes tell.
 
@@ -96,6 +107,7 @@ class MeasuredLink(Link):
 
     ranks: int
     points: Mapping[Collective, Sequence[tuple[float, float]]]
+    around: float | None = None
     rate: float | None = None
 
     def fitted(self, predicted: Callable[["MeasuredLink"], float], measured: float) -> "MeasuredLink":
@@ -111,7 +123,7 @@ class MeasuredLink(Link):
             low, high = (rate, high) if predicted(replace(self, rate=rate)) > measured else (low, rate)
         return replace(self, rate=high)
 
-    def seconds(self, collective: Collective, handed_bytes: float, ranks: int) -> float:
+    def seconds(self, collective: Collective, handed_bytes: float, ranks: int, ring: bool = False) -> float:
         if ranks == 1:
             return 0.0
         if collective == "all_to_all":
@@ -122,6 +134,9 @@ class MeasuredLink(Link):
                 f"the link was measured with {self.ranks} ranks and {', '.join(self.points)}; got {ranks} ranks and"
                 f" {collective!r}. Measure again, or use planning.Network."
             )
+        if ring and self.around is not None:
+            network = Network(self.bandwidth, self.latency, call=0.0, straight=False)
+            return network.seconds(collective, handed_bytes, ranks)
         points = self.points[collective]
         at = min(max(bisect.bisect_left(points, (handed_bytes, 0.0)), 1), len(points) - 1)
         (x0, y0), (x1, y1) = points[at - 1], points[at]
@@ -145,25 +160,25 @@ class MeasuredLink(Link):
         That is its bytes and, unless they take many round trips, those in which TCP's window is still opening.
         """
         (_, least), (size, taken) = self.points["all_gather"][0], self.points["all_gather"][-1]
-        if taken - least > _MANY * 2 * self.latency:
+        if taken - least > _MANY * self.latency:
             return 8 * link_bytes("all_gather", size, self.ranks) / (taken - least)
         low, high = 1e3, 1e13
         for _ in range(60):
             rate = math.sqrt(low * high)
-            network = Network(rate, 2 * self.latency, call=0.0)
+            network = Network(rate, self.latency, call=0.0, straight=self.around is not None)
             beyond = network.seconds("all_gather", size, self.ranks) - network.seconds("all_gather", 0.0, self.ranks)
             low, high = (rate, high) if beyond > taken - least else (low, rate)
         return min(high, self._under_way)
 
     @property
     def far(self) -> bool:
-        """Whether a hop takes more than 4 ms, so that sizes that are measured soon tell little of the rate."""
-        return self.latency > _FAR_SECONDS and "all_gather" in self.points
+        """Whether a hop takes more than 4 ms: small sizes take round trips, and tell little of the rate."""
+        return self.latency > FAR_SECONDS and "all_gather" in self.points
 
     @property
     def _under_way(self) -> float:
         """The highest rate that a gather of few round trips can show: all of it was under way at once."""
-        return 8 * link_bytes("all_gather", self.points["all_gather"][-1][0], self.ranks) / (2 * self.latency)
+        return 8 * link_bytes("all_gather", self.points["all_gather"][-1][0], self.ranks) / self.latency
 
     @property
     def rate_is_known(self) -> bool:
@@ -172,8 +187,9 @@ class MeasuredLink(Link):
 
     @property
     def latency(self) -> float:
-        """Seconds of a sum of the smallest size, for each of its hops."""
-        return self.points["all_reduce"][0][1] / max(1, hops("all_reduce", self.ranks))
+        """Seconds of a sum of the smallest size, for each of its hops: a round trip."""
+        around = self.points["all_reduce"][0][1] if self.around is None else self.around
+        return around / max(1, hops("all_reduce", self.ranks))
 
     @property
     def bandwidth(self) -> float:
@@ -195,5 +211,5 @@ class MeasuredLink(Link):
 
 
 def hops(collective: Collective, ranks: int) -> int:
-    """Messages that wait for each other, in a ring such as Gloo's."""
-    return 2 * (ranks - 1) if collective == "all_reduce" else ranks - 1
+    """Round trips that wait for each other: in a ring such as Gloo's, or one where all send to all at once."""
+    return {"all_reduce": 2 * (ranks - 1), "all_to_all": 1}.get(collective, ranks - 1)

@@ -93,8 +93,8 @@ def predict(rehearsed: Rehearsed, link: Link, work: Work) -> Predicted:
     if rehearsed.overlaps:
         # Buckets follow one another on the wire without a gap; the last one is ready when the backward pass ends.
         sizes = [size for _, size, _ in rehearsed.calls]
-        network = link.seconds("all_reduce", sum(sizes), ranks)
-        exposed = max(link.seconds("all_reduce", sizes[-1], ranks), network - work.backward)
+        network = link.seconds("all_reduce", sum(sizes), ranks, ring=True)
+        exposed = max(link.seconds("all_reduce", sizes[-1], ranks, ring=True), network - work.backward)
     else:
         network = sum(often * link.seconds(kind, size, ranks) for kind, size, often in rehearsed.calls)
         exposed = network

@@ -14,8 +14,8 @@ from lightning_sparsecomm.planning.links import MeasuredLink
 _SIZES = (8, 16 * 2**10, 128 * 2**10, 2**20, 8 * 2**20)
 _REPETITIONS = 3
 
-# Over a long way, the smallest sum takes longer than this.
-_FAR_SECONDS = 0.02
+# Over a long way, the smallest of both takes longer than this together.
+_FAR_SECONDS = 0.03
 
 
 def measure_link(wire: Wire, seconds: float = 1.0, device: torch.device | None = None) -> MeasuredLink:
@@ -37,9 +37,9 @@ def measure_link(wire: Wire, seconds: float = 1.0, device: torch.device | None =
     points: dict[Collective, list[tuple[float, float]]] = {kind: [] for kind in kinds}
 
     def measure(size: int, repetitions: int) -> float:
-        """Enters what each kind takes with so many bytes; the sum's seconds, equal on all ranks."""
+        """Enters what each kind takes with so many bytes; the seconds of both, equal on all ranks."""
         for kind, collective in kinds.items():
-            elements = max(2, (size if kind == "all_reduce" else 2 * size // wire.world_size) // 4)
+            elements = max(2, (2 * size // wire.world_size if kind == "all_gather" else size) // 4)
             tensor = torch.ones(elements, device=device)
             taken = []
             for _ in range(repetitions):
@@ -49,7 +49,7 @@ def measure_link(wire: Wire, seconds: float = 1.0, device: torch.device | None =
                     torch.cuda.synchronize(tensor.device)
                 taken.append(time.perf_counter() - since)
             points[kind].append((4.0 * elements, min(taken)))
-        return agreed(wire, [points["all_reduce"][-1][1]], device)[0]
+        return sum(agreed(wire, [several[-1][1] for several in points.values()], device))
 
     # Ranks come here one after another: the first call waits for the last of them.
     agreed(wire, [0.0], device)
@@ -71,14 +71,23 @@ def measure_link(wire: Wire, seconds: float = 1.0, device: torch.device | None =
         next_slowest = slowest * larger / size
         if far:
             next_slowest = smallest + (slowest - smallest) * larger / size
-        if 2 * next_slowest > (4 * seconds if far else seconds) - spent:
+        # Ranks also have to agree on what it took.
+        if next_slowest + smallest > (4 * seconds if far else seconds) - spent:
             break
-        repetitions = _REPETITIONS if next_slowest < seconds / 20 else 1
-    flat = [time for several in points.values() for _, time in several]
+        repetitions = _REPETITIONS if next_slowest < seconds / 10 else 1
+    flat = [time for several in points.values() for _, time in several] + ([_around(wire)] if wire.far else [])
     times = iter(agreed(wire, flat, device))
-    return MeasuredLink(
-        wire.world_size, {kind: [(size, next(times)) for size, _ in several] for kind, several in points.items()}
-    )
+    found = {kind: [(size, next(times)) for size, _ in several] for kind, several in points.items()}
+    return MeasuredLink(wire.world_size, found, next(times, None))
+
+
+def _around(wire: Wire) -> float:
+    """Seconds of the smallest sum around the ring, as DDP makes it."""
+    begin = time.perf_counter()
+    waiting, work = wire.start_sum(torch.ones(2), PROBING)
+    with waiting:
+        work.wait()
+    return time.perf_counter() - begin
 
 
 def agreed(wire: Wire, numbers: list[float], device: torch.device | None = None) -> list[float]:

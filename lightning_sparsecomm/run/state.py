@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 from torch.optim import Optimizer
 
+from lightning_sparsecomm.basis.far import FarWire
 from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.channel.adam import LocalAdam
 from lightning_sparsecomm.channel.momentum import Momentum, MomentumCorrection
@@ -72,6 +73,7 @@ class RunState:
             # Drifting ranks scale by themselves between exchanges. Without drift, the scale is in the checkpoint.
             "scaler": self._scaling.scaler.state_dict() if self._scaling is not None and self.drifts else {},
             "ledger": self._wire.ledger.state_dict(),
+            "far": self._wire.far,
             # Memories have forgotten what was sent, and the weights have not moved by it.
             "torn": any(
                 is_ahead(tracked) and (tracked.torn or saved_gradients(tracked) is None)
@@ -110,6 +112,8 @@ class RunState:
             self._scaling.scaler.load_state_dict(state["scaler"])
         if as_many_ranks:
             self._wire.ledger.load_state_dict(state["ledger"])
+            if isinstance(self._wire, FarWire):
+                self._wire.resume(state.get("far", self._wire.far))
         return dropped
 
     def load_shared(self, optimizers: Sequence[State]) -> list[str]:

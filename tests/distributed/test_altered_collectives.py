@@ -107,9 +107,12 @@ class Altered:
             all_gather(output, tensor, *args, **options)
             self.received(output)
 
-        def exchange(output: Tensor, tensor: Tensor, *args: Any, **options: Any) -> None:
-            all_to_all(output, tensor, *args, **options)
+        def exchange(output: Tensor, tensor: Tensor, *args: Any, **options: Any) -> Any:
+            work = all_to_all(output, tensor, *args, **options)
+            if work is not None:
+                work.wait()
             self.received(output)
+            return work
 
         # The second name is that of torch before 2.13.
         name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"

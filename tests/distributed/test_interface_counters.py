@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks import network
 from benchmarks.network import Counters
+from lightning_sparsecomm.basis.far import FarWire
 from lightning_sparsecomm.basis.layout import Layout, Vector
 from lightning_sparsecomm.basis.ledger import (
     COMPARISON,
@@ -260,7 +261,7 @@ class Traffic(NamedTuple):
 
 
 def _reduce_in_background(wire: Wire, vector: Tensor) -> None:
-    wire.all_reduce_future(vector.clone()).wait()
+    wire.all_reduce_later_(vector.clone())()
 
 
 # DenseAllReduce sends one more number for each tensor. A Gather's payload is padded to its bound, a fifth of the
@@ -269,8 +270,16 @@ DENSE = ELEMENTS + len(TENSORS)
 PADDED_BYTES = PAYLOAD_HEADER_BYTES + ELEMENT_BYTES * ELEMENTS // 5 + 1
 TRAFFIC = {
     "all_reduce_": Traffic(lambda wire, vector: wire.all_reduce_(vector.clone()), FLOAT_BYTES * ELEMENTS),
-    "all_reduce_future": Traffic(_reduce_in_background, FLOAT_BYTES * ELEMENTS),
+    "all_reduce_later_": Traffic(_reduce_in_background, FLOAT_BYTES * ELEMENTS),
     "all_gather": Traffic(lambda wire, vector: wire.all_gather(vector), FLOAT_BYTES * ELEMENTS, gathers=True),
+    "far, all_gather": Traffic(lambda wire, vector: wire.all_gather(vector), FLOAT_BYTES * ELEMENTS, gathers=True),
+    # Each rank's whole vector to all; of a longer one, pieces.
+    "far, all_reduce_": Traffic(
+        lambda wire, vector: wire.all_reduce_(vector.clone()), FLOAT_BYTES * ELEMENTS, gathers=True
+    ),
+    "far, all_reduce_later_": Traffic(
+        lambda wire, vector: wire.all_reduce_later_(vector.repeat(12))(), FLOAT_BYTES * ELEMENTS * 12
+    ),
     "all_to_all": Traffic(
         lambda wire, vector: wire.all_to_all(vector.view(wire.world_size, -1)), FLOAT_BYTES * ELEMENTS, scatters=True
     ),
@@ -287,7 +296,8 @@ NOT_QUICK = ("sketched_top_k", "blocks")
 
 
 def _send_rounds(rank: int, name: str, barrier: Barrier) -> Span:
-    traffic, wire, vector = TRAFFIC[name], Wire(), _vector(rank)
+    traffic, wire, vector = TRAFFIC[name], FarWire(), _vector(rank)
+    wire.far = name.startswith("far")
     # The first round makes the connections.
     traffic.send(wire, vector, 0)
     sent = Sent.of(wire.ledger)

@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sparsecomm import PeerError
 from lightning_sparsecomm.basis import wire as wires
+from lightning_sparsecomm.basis.far import FarWire
 from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.methods import dense, dgc, diloco, federated_averaging, gradient_dropping, sbc
 from lightning_sparsecomm.run.engine import Engine
@@ -65,6 +66,12 @@ CALLS: dict[str, tuple[Callable[[Wire], Any], str]] = {
         "all_reduce of 9 bytes (parameters)",
     ),
     "all_gather": (lambda wire: wire.all_gather(torch.ones(3, 4)), "all_gather of 48 bytes (weight updates)"),
+    "far, all_reduce": (lambda wire: wire.all_reduce_(torch.ones(9)), "all_gather of 36 bytes (weight updates)"),
+    "far, all_reduce of pieces": (
+        lambda wire: wire.all_reduce_(torch.ones(300_000)),
+        "all_to_all of 1,200,000 bytes (weight updates)",
+    ),
+    "far, all_gather": (lambda wire: wire.all_gather(torch.ones(3, 4)), "all_gather of 48 bytes (weight updates)"),
 }
 
 
@@ -83,23 +90,37 @@ def _call(wire: Wire, name: str) -> tuple[str, str, float]:
     return str(raised.value), str(raised.value.__cause__), time.monotonic() - begin
 
 
+def _reduced(wire: Wire, tensor: Tensor) -> "torch.futures.Future[list[Tensor]]":
+    """A sum whose future raises in another thread, as in DDP's hook."""
+    waiting, work = wire.start_sum(tensor)
+
+    def received(future: torch.futures.Future[list[Tensor]]) -> list[Tensor]:
+        with waiting:
+            return future.value()
+
+    return work.get_future().then(received)
+
+
 def _lose_in_calls(rank: int, lose: Callable[[], None], patience: timedelta) -> dict[str, tuple[str, str, float]]:
     # Each call needs a group of its own, since a connection is lost only once.
-    wires = {name: Wire(group=dist.new_group(timeout=patience)).under("weight updates") for name in (*CALLS, "future")}
-    for wire in wires.values():
+    wires = {
+        name: FarWire(group=dist.new_group(timeout=patience)).under("weight updates") for name in (*CALLS, "future")
+    }
+    for name, wire in wires.items():
         wire.all_reduce_(torch.zeros(1))
+        wire.far = name.startswith("far")
     if rank == 2:
         lose()
     with ThreadPoolExecutor(len(CALLS)) as pool:
         found = dict(zip(CALLS, pool.map(lambda name: _call(wires[name], name), CALLS)))
     wire, begin = wires["future"], time.monotonic()
-    # As in DDP's hook, from which torch only quotes errors.
+    # torch only quotes errors of a hook.
     with pytest.raises(PeerError) as raised, Engine(dense(), wire).guards.backward():
-        wire.all_reduce_future(torch.ones(9)).wait()
+        _reduced(wire, torch.ones(9)).wait()
     assert wire.failures == [raised.value]
     found["future"] = str(raised.value), str(raised.value.__cause__), time.monotonic() - begin
     with pytest.raises(RuntimeError, match="PeerError: rank"):
-        wire.all_reduce_future(torch.ones(9)).wait()
+        _reduced(wire, torch.ones(9)).wait()
     return found
 
 

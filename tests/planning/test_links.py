@@ -19,9 +19,12 @@ def test_a_large_sum_takes_its_bytes_by_the_rate() -> None:
 
 
 def test_a_small_collective_takes_its_hops() -> None:
-    network = Network(1e12, rtt=0.1, **EXACT)
-    assert network.seconds("all_reduce", 8, 4) == pytest.approx(6 * 0.05)
-    assert network.seconds("all_gather", 8, 4) == pytest.approx(3 * 0.05)
+    """Each takes a round trip; over a long way, ours goes straight to all, in one."""
+    far, near = Network(1e12, rtt=0.1, **EXACT), Network(1e12, rtt=0.001, **EXACT)
+    for kind, count in (("all_reduce", 6), ("all_gather", 3), ("all_to_all", 1)):
+        assert near.seconds(kind, 8, 4) == pytest.approx(count * 0.001)
+        assert far.seconds(kind, 8, 4, ring=True) == pytest.approx(count * 0.1)
+        assert far.seconds(kind, 8, 4) == pytest.approx(0.1)
 
 
 def test_nothing_is_sent_on_one_rank() -> None:
@@ -31,10 +34,10 @@ def test_nothing_is_sent_on_one_rank() -> None:
 def test_length_costs_more_than_its_hops_while_tcp_opens_its_window() -> None:
     near, far = Network(100e6, **EXACT), Network(100e6, rtt=0.1, **EXACT)
     more = far.seconds("all_gather", 1e6, 2) - near.seconds("all_gather", 1e6, 2)
-    # One hop, and six doublings from 14 kB to 1 MB.
-    assert more == pytest.approx(0.05 + 0.1 * math.log2(1e6 / 14480))
+    # A round trip, and six doublings from 14 kB to 1 MB.
+    assert more == pytest.approx(0.1 + 0.1 * math.log2(1e6 / 14480))
     small = far.seconds("all_gather", 1e4, 2) - near.seconds("all_gather", 1e4, 2)
-    assert small == pytest.approx(0.05)
+    assert small == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize("figures", [{"bandwidth": 0.0}, {"bandwidth": 1e8, "rtt": -1.0}, {"bandwidth": math.nan}])

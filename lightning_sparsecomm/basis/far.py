@@ -1,0 +1,143 @@
+"""Collectives over long ways: messages go straight to whoever needs them, so that few round trips are waited for.
+
+Gloo passes messages around a ring. Each of its hops takes a whole round trip, since a rank first has to say that it is
+ready to receive: W − 1 of them in a gather, 2 (W − 1) in a sum. In an all-to-all, every rank sends to every other one
+at once, in a single round trip.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lightning_sparsecomm.basis.groups import round_trip
+from lightning_sparsecomm.basis.ledger import SETUP, Collective
+from lightning_sparsecomm.basis.wire import Wire
+
+FAR_SECONDS = 4e-3
+"""A round trip from which on a link is far. Those of a local network take a tenth of that."""
+
+# Up to here a gather is faster straight than in a ring, where the messages do not compete for the receivers' cables.
+_MOST_GATHERED = 8 * 2**20
+
+# Up to here, a second round trip takes longer than a whole tensor from each rank instead of a piece.
+_MOST_WHOLE = 2**20
+
+
+def straight(collective: Collective, handed_bytes: float, world_size: int) -> list[tuple[Collective, float]]:
+    """The calls that a far wire makes for a collective, of one round trip each, and the bytes handed over in each.
+
+    Empty where the collective goes around the ring also over a long way.
+
+    >>> straight("all_reduce", 1000, world_size=4), straight("all_reduce", 4_000_000, world_size=4)
+    ([('all_gather', 1000)], [('all_to_all', 4000000), ('all_gather', 1000000.0)])
+    """
+    if collective == "all_to_all" or (collective == "all_gather" and world_size * handed_bytes <= _MOST_GATHERED):
+        return [(collective, handed_bytes)]
+    if collective != "all_reduce":
+        return []
+    if world_size == 2 or world_size * handed_bytes <= _MOST_WHOLE:
+        return [("all_gather", handed_bytes)]
+    return [("all_to_all", handed_bytes), ("all_gather", handed_bytes / world_size)]
+
+
+class FarWire(Wire):
+    """A wire that sends straight where the way is long. Sums are in rank order then, on all ranks to the same bits.
+
+    Attributes:
+        round_trip: Seconds to the host of rank 0 and back, of the rank for which it is longest; 0 if unknown.
+    """
+
+    round_trip: float = 0.0
+
+    @classmethod
+    def apart(cls) -> "FarWire":
+        """As `Wire.apart`; it measures the round trip, and sets `far`."""
+        wire = super().apart()
+        assert isinstance(wire, FarWire)
+        if wire.world_size > 1 and wire.backend == "gloo":
+            mine = torch.tensor([round_trip(FAR_SECONDS)], dtype=torch.float64)
+            wire.round_trip = float(wire.all_gather(mine, SETUP).max())
+            wire.far = wire.round_trip >= FAR_SECONDS
+        return wire
+
+    def resume(self, far: bool) -> None:
+        """Goes on as a run did that was saved, unless the link has become another one: so its bits are the same."""
+        if FAR_SECONDS / 2 < self.round_trip < FAR_SECONDS * 2:
+            self.far = far
+
+    def all_gather(self, tensor: Tensor, row: str | None = None) -> Tensor:
+        if not self.far or not straight("all_gather", tensor.nbytes, self.world_size):
+            return super().all_gather(tensor, row)
+        return _Gather(self, tensor, row).wait()
+
+    def all_reduce_(self, tensor: Tensor, row: str | None = None) -> Tensor:
+        if not self.far:
+            return super().all_reduce_(tensor, row)
+        self.all_reduce_later_(tensor, row)()
+        return tensor
+
+    def all_reduce_later_(self, tensor: Tensor, row: str | None = None) -> Callable[[], None]:
+        return _Reduction(self, tensor, row, Tensor.add_).wait if self.far else super().all_reduce_later_(tensor, row)
+
+    def all_reduce_or_(self, tensor: Tensor, row: str | None = None) -> Tensor:
+        if not self.far:
+            return super().all_reduce_or_(tensor, row)
+        _Reduction(self, tensor, row, Tensor.bitwise_or_).wait()
+        return tensor
+
+
+class _Gather:
+    """A gather of one round trip, under way from the start."""
+
+    def __init__(self, wire: FarWire, tensor: Tensor, row: str | None) -> None:
+        self._shape = tensor.shape
+        self._waiting = wire.calling("all_gather", tensor.nbytes, row)
+        with self._waiting:
+            rows = tensor.reshape(1, -1).expand(wire.world_size, -1).contiguous()
+            self._received, self._work = wire.start_all_to_all(rows)
+
+    def wait(self) -> Tensor:
+        """`[W, *shape]`."""
+        with self._waiting:
+            self._work.wait()
+        return self._received.view(-1, *self._shape)
+
+
+class _Pieces:
+    """An all-to-all of a tensor's pieces, under way from the start: each rank gets all ranks' versions of one."""
+
+    def __init__(self, wire: FarWire, tensor: Tensor, row: str | None) -> None:
+        length = -(-tensor.numel() // wire.world_size)
+        rows = tensor.new_zeros(wire.world_size, length)
+        rows.view(-1)[: tensor.numel()] = tensor.view(-1)
+        self._waiting = wire.calling("all_to_all", rows.nbytes, row)
+        with self._waiting:
+            self._received, self._work = wire.start_all_to_all(rows)
+
+    def wait(self) -> Tensor:
+        """`[W, length]`."""
+        with self._waiting:
+            self._work.wait()
+        return self._received
+
+
+class _Reduction:
+    """A sum, or the like, of one round trip or two; the first is under way from the start."""
+
+    def __init__(
+        self, wire: FarWire, tensor: Tensor, row: str | None, add_: Callable[[Tensor, Tensor], Tensor]
+    ) -> None:
+        self._wire, self._tensor, self._row, self._add_ = wire, tensor, row, add_
+        self._whole = len(straight("all_reduce", tensor.nbytes, wire.world_size)) == 1
+        self._first = _Gather(wire, tensor, row) if self._whole else _Pieces(wire, tensor, row)
+
+    def wait(self) -> None:
+        """Writes the result into the tensor."""
+        versions = self._first.wait()
+        total = versions[0]
+        for version in versions[1:]:
+            self._add_(total, version)
+        if not self._whole:
+            total = _Gather(self._wire, total, self._row).wait().view(-1)[: self._tensor.numel()]
+        self._tensor.copy_(total.view(self._tensor.shape))

@@ -1,0 +1,175 @@
+"""Over a long way, messages go straight to whoever needs them: with the same results, on all ranks to the same bits."""
+
+import contextlib
+import socket
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore
+
+from lightning_sparsecomm.basis.far import FAR_SECONDS, FarWire, straight
+from lightning_sparsecomm.basis.groups import round_trip
+from lightning_sparsecomm.basis.wire import Wire
+from lightning_sparsecomm.run.engine import Engine
+from lightning_sparsecomm.sharing import Method
+from tests.distributed.launch import run_ranks
+from tests.distributed.scaled import METHODS
+from tests.distributed.test_laws import quick_and_slow
+from tests.distributed.test_reference import SIZES, Parameters, flat, gradients_of
+
+# Whole tensors, and pieces of such as do not divide evenly.
+ELEMENTS = [1, 2, 7, 1_000, 400_003]
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8]
+
+
+def _numbers(rank: int, elements: int, dtype: torch.dtype) -> torch.Tensor:
+    drawn = torch.randn(elements, generator=torch.Generator().manual_seed(rank + elements), dtype=torch.float64)
+    return drawn.to(dtype) if dtype.is_floating_point else (drawn.abs() * 20).to(dtype)
+
+
+def _results(rank: int) -> list[list[np.ndarray]]:
+    """For each dtype and length: a gather, a sum, a sum that is waited for later, and an OR."""
+    wire, found = FarWire(), []
+    wire.far = True
+    for dtype in DTYPES:
+        for elements in ELEMENTS:
+            x = _numbers(rank, elements, dtype)
+            later = x.clone().view(1, -1)
+            wait = wire.all_reduce_later_(later)
+            gathered, total = wire.all_gather(x), wire.all_reduce_(x.clone())
+            wait()
+            results = [gathered, total, later.view(-1)]
+            if dtype == torch.uint8:
+                results.append(wire.all_reduce_or_(x.clone()))
+            found.append([result.double().numpy() for result in results])
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3, pytest.param(5, marks=pytest.mark.slow)])
+def test_results(tmp_path: Path, world_size: int) -> None:
+    """Sums are in rank order."""
+    ranks = iter(zip(*run_ranks(tmp_path, world_size, _results)))
+    for dtype in DTYPES:
+        for elements in ELEMENTS:
+            versions = [_numbers(rank, elements, dtype) for rank in range(world_size)]
+            total, union = versions[0].clone(), versions[0].clone()
+            for version in versions[1:]:
+                total += version
+                if dtype == torch.uint8:
+                    union |= version
+            expected = [torch.stack(versions), total, total, union]
+            for results in next(ranks):
+                for result, wanted in zip(results, expected):
+                    np.testing.assert_array_equal(result, wanted.double().numpy())
+
+
+def _train(rank: int, method: Method, adam: bool, is_far: bool) -> bytes:
+    module, wire = Parameters(), FarWire.apart()
+    wire.far = is_far
+    engine = Engine(method, wire)
+    engine.registry.add_module(module)
+    optimizer = (torch.optim.AdamW if adam else torch.optim.SGD)(module.parameters(), lr=0.1)
+    engine.register(optimizer)
+    for gradient in gradients_of(rank)[:8]:
+        with engine.stepping(optimizer):
+            for parameter, part in zip(module.parameters(), torch.from_numpy(gradient).split(SIZES)):
+                parameter.grad = part.view(parameter.shape)
+            engine.synchronize(optimizer)
+            optimizer.step()
+    engine.settle()
+    engine.close()
+    if is_far:
+        # They would go around the ring.
+        assert not any("all_reduce" in row for row in wire.ledger.rows.values())
+    return flat(parameter.detach() for parameter in module.parameters()).tobytes()
+
+
+def _trained(tmp_path: Path, name: str, world_size: int, is_far: bool) -> list[bytes]:
+    tmp_path.mkdir(exist_ok=True)
+    return run_ranks(tmp_path, world_size, _train, METHODS[name], name.startswith(("local_adam", "des_loc")), is_far)
+
+
+# The two share gradients in DDP's hook, or parameters of other names.
+OTHERS = [name for name in METHODS if name not in ("dense", "split")]
+QUICK = "dgc", "powersgd", "s2_reducer", "streaming_diloco"
+
+
+@pytest.mark.parametrize("name", quick_and_slow(OTHERS, QUICK))
+def test_training_has_the_same_bits(tmp_path: Path, name: str) -> None:
+    """With two ranks, whose sums do not depend on the order."""
+    near, far = (_trained(tmp_path / str(is_far), name, 2, is_far) for is_far in (False, True))
+    assert near == far
+
+
+@pytest.mark.parametrize("name", quick_and_slow(OTHERS, ("sketched_sgd",)))
+def test_replicas_are_equal(tmp_path: Path, name: str) -> None:
+    assert len(set(_trained(tmp_path, name, 3, True))) == 1
+
+
+def test_a_round_trip_is_waited_for_only_where_bytes_take_longer() -> None:
+    assert straight("all_reduce", 10**9, 2) == [("all_gather", 10**9)]
+    assert straight("all_reduce", 10**6, 8) == [("all_to_all", 10**6), ("all_gather", 125_000)]
+    assert straight("all_gather", 2**20, 8) == [("all_gather", 2**20)]
+    assert straight("all_gather", 2**20 + 1, 8) == []
+    assert straight("broadcast", 8, 4) == []
+
+
+@pytest.mark.parametrize(
+    ("seconds", "was_far", "expected"),
+    [(0.1, False, True), (0.005, False, False), (0.003, True, True), (0.0005, True, False)],
+)
+def test_a_link_between_near_and_far_stays_what_it_was(
+    wire: Wire, seconds: float, was_far: bool, expected: bool
+) -> None:
+    """A resumed run has the bits of one that never stopped, unless it runs on another network."""
+    here = FarWire()
+    here.round_trip, here.far = seconds, seconds >= FAR_SECONDS
+    engine = Engine(METHODS["dgc"], here)
+    saved = engine.state.state_dict() | {"far": was_far}
+    engine.state.load_state_dict(saved, as_many_ranks=True)
+    assert here.far == expected
+    assert engine.state.state_dict()["far"] == expected
+    engine.close()
+
+
+def _forward(source: socket.socket, to: socket.socket, seconds: float) -> None:
+    with source, contextlib.suppress(OSError):
+        while data := source.recv(65536):
+            time.sleep(seconds)
+            to.sendall(data)
+        to.shutdown(socket.SHUT_RDWR)
+
+
+def _proxy(port: int, seconds: float) -> socket.socket:
+    """Listens, and passes on to another port what one client sends, and back, each so many seconds later."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        client, server = listener.accept()[0], socket.create_connection(("127.0.0.1", port))
+        for ends in ((client, server), (server, client)):
+            threading.Thread(target=_forward, args=(*ends, seconds), daemon=True).start()
+
+    threading.Thread(target=serve, daemon=True).start()
+    return listener
+
+
+def test_a_round_trip_is_measured_through_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with _proxy(server.port, 0.004) as listener:
+        client = TCPStore("127.0.0.1", listener.getsockname()[1], is_master=False, wait_for_workers=False)
+        found = []
+        for store in (server, client, PrefixStore("any", PrefixStore("more", client))):
+            monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda store=store: store)
+            found.append(round_trip(FAR_SECONDS))
+    assert found[0] > 0
+    assert all(each >= 0.008 for each in found[1:])
+
+
+def test_where_ranks_met_in_a_file_no_way_is_known(wire: Wire) -> None:
+    assert round_trip(FAR_SECONDS) == 0
+    assert not FarWire.apart().far
