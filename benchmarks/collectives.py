@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from command_line import at_least
 
 BYTES = (256, 25_000, 600_000, 6_000_000)
-WAYS = {"around": False, "straight": True}
+WAYS = {"around": 0.0, "straight": 100.0}  # how far the wire takes the way to be
 WARM_UPS = 2
 
 Times = dict[str, dict[str, list[float]]]
@@ -48,8 +48,8 @@ def measure(rank: int, world_size: int, store: str, sizes: list[int], repetition
         times: Times = {kind: {way: [] for way in WAYS} for kind in kinds}
         for repetition in range(WARM_UPS + repetitions):
             for kind, call in kinds.items():
-                for way, is_far in WAYS.items():
-                    wire.far = is_far
+                for way, far in WAYS.items():
+                    wire.far = far
                     dist.barrier()
                     begin = time.perf_counter()
                     result = call()

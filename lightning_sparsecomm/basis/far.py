@@ -5,40 +5,70 @@ ready to receive: W − 1 of them in a gather, 2 (W − 1) in a sum. In an all-t
 at once, in a single round trip.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from lightning_sparsecomm.basis.groups import round_trip
-from lightning_sparsecomm.basis.ledger import SETUP, Collective
+from lightning_sparsecomm.basis.ledger import SETUP, Collective, link_bytes
 from lightning_sparsecomm.basis.wire import Wire
 
 FAR_SECONDS = 4e-3
 """A round trip from which on a link is far. Those of a local network take a tenth of that."""
 
-# Up to here a gather is faster straight than in a ring, where the messages do not compete for the receivers' cables.
-_MOST_GATHERED = 8 * 2**20
-
-# Up to here, a second round trip takes longer than a whole tensor from each rank instead of a piece.
-_MOST_WHOLE = 2**20
+# Messages that compete for the receivers' cables take up to half as long again as in a ring. What that costs depends on
+# the rate, in bytes per second, which is not known; a faster link gains less than it could.
+_COMPETING, _RATE = 1.5, 5e6
 
 
-def straight(collective: Collective, handed_bytes: float, world_size: int) -> list[tuple[Collective, float]]:
+def far_of(round_trip: float) -> float:
+    """How far a link is: its round trip to a power of two, in seconds; 0 where that is less than 4 ms.
+
+    >>> far_of(0.02), far_of(0.001)
+    (0.016, 0.0)
+    """
+    return FAR_SECONDS * 2.0 ** round(math.log2(round_trip / FAR_SECONDS)) if round_trip >= FAR_SECONDS else 0.0
+
+
+def straight(
+    collective: Collective, handed_bytes: float, world_size: int, far: float
+) -> list[tuple[Collective, float]]:
     """The calls that a far wire makes for a collective, of one round trip each, and the bytes handed over in each.
 
-    Empty where the collective goes around the ring also over a long way.
+    Empty where the collective goes around the ring: over a short way, or where bytes take longer than round trips.
 
-    >>> straight("all_reduce", 1000, world_size=4), straight("all_reduce", 4_000_000, world_size=4)
-    ([('all_gather', 1000)], [('all_to_all', 4000000), ('all_gather', 1000000.0)])
+    >>> straight("all_reduce", 1000, 4, far=0.128), straight("all_reduce", 1_000_000, 4, far=0.128)
+    ([('all_gather', 1000)], [('all_to_all', 1000000), ('all_gather', 250000.0)])
+    >>> straight("all_reduce", 100_000_000, 4, far=0.128)
+    []
+
+    Args:
+        collective: Which one.
+        handed_bytes: Bytes that each rank hands over.
+        world_size: Number of ranks.
+        far: As from `far_of`.
     """
-    if collective == "all_to_all" or (collective == "all_gather" and world_size * handed_bytes <= _MOST_GATHERED):
-        return [(collective, handed_bytes)]
-    if collective != "all_reduce":
+    ways: dict[str, list[list[tuple[Collective, float]]]] = {
+        "all_to_all": [[("all_to_all", handed_bytes)]],
+        "all_gather": [[("all_gather", handed_bytes)]],
+        "all_reduce": [
+            [("all_gather", handed_bytes)],
+            [("all_to_all", handed_bytes), ("all_gather", handed_bytes / world_size)],
+        ],
+    }
+    if not far or collective not in ways:
         return []
-    if world_size == 2 or world_size * handed_bytes <= _MOST_WHOLE:
-        return [("all_gather", handed_bytes)]
-    return [("all_to_all", handed_bytes), ("all_gather", handed_bytes / world_size)]
+    best: list[tuple[Collective, float]] = []
+    hops = {"all_reduce": 2 * (world_size - 1), "all_to_all": math.inf}.get(collective, world_size - 1)
+    least = hops * far + link_bytes(collective, handed_bytes, world_size) / _RATE
+    competing = _COMPETING if world_size > 2 else 1.0
+    for calls in ways[collective]:
+        taken = sum(far + competing * link_bytes(*call, world_size) / _RATE for call in calls)
+        if taken < least:
+            best, least = calls, taken
+    return best
 
 
 class FarWire(Wire):
@@ -58,30 +88,32 @@ class FarWire(Wire):
         if wire.world_size > 1 and wire.backend == "gloo":
             mine = torch.tensor([round_trip(FAR_SECONDS)], dtype=torch.float64)
             wire.round_trip = float(wire.all_gather(mine, SETUP).max())
-            wire.far = wire.round_trip >= FAR_SECONDS
+            wire.far = far_of(wire.round_trip)
         return wire
 
-    def resume(self, far: bool) -> None:
+    def resume(self, far: float) -> None:
         """Goes on as a run did that was saved, unless the link has become another one: so its bits are the same."""
-        if FAR_SECONDS / 2 < self.round_trip < FAR_SECONDS * 2:
+        if far / 2 < self.round_trip < far * 2 or (not far and self.round_trip < FAR_SECONDS * 2):
             self.far = far
 
     def all_gather(self, tensor: Tensor, row: str | None = None) -> Tensor:
-        if not self.far or not straight("all_gather", tensor.nbytes, self.world_size):
+        if not straight("all_gather", tensor.nbytes, self.world_size, self.far):
             return super().all_gather(tensor, row)
         return _Gather(self, tensor, row).wait()
 
     def all_reduce_(self, tensor: Tensor, row: str | None = None) -> Tensor:
-        if not self.far:
+        if not straight("all_reduce", tensor.nbytes, self.world_size, self.far):
             return super().all_reduce_(tensor, row)
         self.all_reduce_later_(tensor, row)()
         return tensor
 
     def all_reduce_later_(self, tensor: Tensor, row: str | None = None) -> Callable[[], None]:
-        return _Reduction(self, tensor, row, Tensor.add_).wait if self.far else super().all_reduce_later_(tensor, row)
+        if not straight("all_reduce", tensor.nbytes, self.world_size, self.far):
+            return super().all_reduce_later_(tensor, row)
+        return _Reduction(self, tensor, row, Tensor.add_).wait
 
     def all_reduce_or_(self, tensor: Tensor, row: str | None = None) -> Tensor:
-        if not self.far:
+        if not straight("all_reduce", tensor.nbytes, self.world_size, self.far):
             return super().all_reduce_or_(tensor, row)
         _Reduction(self, tensor, row, Tensor.bitwise_or_).wait()
         return tensor
@@ -129,7 +161,7 @@ class _Reduction:
         self, wire: FarWire, tensor: Tensor, row: str | None, add_: Callable[[Tensor, Tensor], Tensor]
     ) -> None:
         self._wire, self._tensor, self._row, self._add_ = wire, tensor, row, add_
-        self._whole = len(straight("all_reduce", tensor.nbytes, wire.world_size)) == 1
+        self._whole = len(straight("all_reduce", tensor.nbytes, wire.world_size, wire.far)) == 1
         self._first = _Gather(wire, tensor, row) if self._whole else _Pieces(wire, tensor, row)
 
     def wait(self) -> None:

@@ -1,7 +1,7 @@
 """A wire without a network: as if all other ranks did exactly the same."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
@@ -61,6 +61,10 @@ class MirrorWire(Wire):
         self._calling("all_to_all", tensor, row)
         # As if the next rank were this one: what a rank has for itself, it need not write.
         return tensor[(self.rank + 1) % self.world_size].expand_as(tensor).clone()
+
+    def all_to_all_of(self, parts: Sequence[Tensor], lengths: Sequence[int], row: str | None = None) -> list[Tensor]:
+        self.calling("send", sum(part.nbytes for part in parts) - parts[self.rank].nbytes, row)
+        return [parts[(self.rank + 1) % self.world_size].clone() for _ in parts]
 
     def all_gather(self, tensor: Tensor, row: str | None = None) -> Tensor:
         self._calling("all_gather", tensor, row)

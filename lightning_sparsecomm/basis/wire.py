@@ -71,7 +71,7 @@ class Wire:
 
     Attributes:
         mirrors: Whether there are no other ranks, and what they say is what this one does: for rehearsals.
-        far: Whether round trips between ranks take long, so that few of them are to be waited for; see `FarWire`.
+        far: Seconds of a round trip between ranks, where it is long; see `FarWire`. Otherwise 0.
         step: Optimizer steps finished, for messages; None before the first step.
         step_group: Process group for calls in optimizer steps; None for the same as for others.
         place: Where the run is between optimizer steps, for messages; None in training.
@@ -83,7 +83,7 @@ class Wire:
     """
 
     mirrors: ClassVar[bool] = False
-    far: bool = False
+    far: float = 0.0
     place: str | None = None
     step_group: dist.ProcessGroup | None = None
 
@@ -238,6 +238,15 @@ class Wire:
             received, work = self.start_all_to_all(tensor)
             work.wait()
         return received
+
+    def all_to_all_of(self, parts: Sequence[Tensor], lengths: Sequence[int], row: str | None = None) -> list[Tensor]:
+        """What each rank has for this one, of so many elements. This one's own `parts`, 1-D, are one for each rank."""
+        sending = torch.cat(list(parts))
+        received = sending.new_empty(sum(lengths))
+        sizes = [part.numel() for part in parts]
+        with self.calling("send", sending.nbytes - parts[self.rank].nbytes, row):
+            dist.all_to_all_single(received, sending, list(lengths), sizes, group=self.group)
+        return list(received.split(list(lengths)))
 
     def start_all_to_all(self, tensor: Tensor) -> tuple[Tensor, Work]:
         """Starts `all_to_all`. The caller enters it in the ledger, and waits within the context that this gives."""

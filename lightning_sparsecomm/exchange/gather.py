@@ -1,7 +1,7 @@
 """Each rank sends one payload to all others, and all ranks decode all payloads."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -113,10 +113,28 @@ def longest(length: int, context: Round, wire: Wire, device: torch.device) -> in
         PayloadError: A rank's length was damaged; raised on all of them.
     """
     seed, most = context.shared_seed(), most_bytes(context.layout)
-    sealed = torch.tensor([seal_length(length, seed)], device=device)
+    sealed = torch.tensor([seal_length(length, seed + wire.rank)], device=device)
     numbers = wire.all_gather(sealed).view(-1).tolist()
+    sources = [wire.rank] * len(numbers) if wire.mirrors else range(len(numbers))
     # All ranks see the same lengths, so all refuse the same one.
-    return max(open_length(number, seed, most, rank) for rank, number in enumerate(numbers))
+    return max(open_length(number, seed + rank, most, rank) for rank, number in zip(sources, numbers))
+
+
+def handed_over(messages: Sequence[Tensor], context: Round, wire: Wire) -> list[Tensor]:
+    """What each rank has for this one, given one message for each rank. Two collectives: of lengths, and of messages.
+
+    Raises:
+        PayloadError: A length was damaged; raised on this rank.
+    """
+    seed, most, ranks = context.shared_seed(), most_bytes(context.layout), wire.world_size
+    # No number passes for that of another rank, or of another receiver.
+    sealed = [seal_length(len(each), seed + ranks * (1 + wire.rank) + to) for to, each in enumerate(messages)]
+    told = wire.all_to_all(torch.tensor(sealed, device=messages[0].device).view(-1, 1)).view(-1).tolist()
+    lengths = []
+    for sender, number in enumerate(told):
+        source, to = (wire.rank, (wire.rank + 1) % ranks) if wire.mirrors else (sender, wire.rank)
+        lengths.append(open_length(number, seed + ranks * (1 + source) + to, most, sender))
+    return wire.all_to_all_of(messages, lengths)
 
 
 def decoded(compressor: Compressor, body: Tensor, size: int, rank: int, device: torch.device) -> SparseVector | Tensor:

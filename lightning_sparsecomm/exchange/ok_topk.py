@@ -1,7 +1,7 @@
 """The largest elements of the sum over ranks: each rank adds up a region, of as many elements as any other."""
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,14 +13,27 @@ from lightning_sparsecomm.codecs import Envelope, Float32, Float64, PayloadError
 from lightning_sparsecomm.codecs.payload import open_envelope, seal, sealed_bytes
 from lightning_sparsecomm.codecs.stretch import STRETCH_BYTES, decode_stretch, encode_stretch
 from lightning_sparsecomm.exchange.base import Exchange, Exchanged, dense_values
-from lightning_sparsecomm.exchange.gather import count_clamped, longest
+from lightning_sparsecomm.exchange.gather import count_clamped, handed_over, longest
 from lightning_sparsecomm.exchange.regions import agreed_bounds, cut, joined, kept_of, shared_out
 from lightning_sparsecomm.exchange.status import masked, read_envelopes
 from lightning_sparsecomm.kernels import kernels_for
 
-# How many elements of the result the rank with most may have, by the mean, before ranks share them out: as much of what
-# they send to all is padding.
-_UNEVEN = 1.5
+# Ranks share out the result where one keeps so many times the mean: as much of what they send to all is padding. With
+# two ranks that costs less than sharing out.
+_UNEVEN, _FEWEST_RANKS = 1.5, 3
+
+# Regions are made anew where one has so many times the mean.
+_STALE = 2
+
+# From this density on, positions may take far less than their bound, up to nothing where all elements are sent.
+_DENSE = 1 / 8
+
+
+class _Regions(NamedTuple):
+    """Where regions begin and end, `[W + 1]` int64 on the CPU, and for how many rounds they have been used."""
+
+    bounds: Tensor
+    rounds: int
 
 
 class OkTopK(Exchange):
@@ -33,11 +46,12 @@ class OkTopK(Exchange):
     A rank has sent what it selected and what was kept in the end. All else stays in its residual, as does what a rank
     rounds off of a mean, W times, since one rank's residual enters the next mean divided by W: nothing is lost.
 
-    Elements on the link: (W − 1) / W · k to owners, and as many to all; half as many again at most, where regions or
-    results are uneven. Each of four collectives is padded to the longest message: lengths, an all-to-all, 280 bytes of
-    magnitudes, an all-gather; and another one of lengths before it, where the codec of positions has no bound.
+    Elements on the link: a rank sends the k that it has selected, less those of its own region, and a W-th of the
+    result's k to each other rank; up to half as many again of the latter where regions keep unequally many. There are
+    four collectives: lengths, the selection, 280 bytes of magnitudes, and an all-gather; and another one of lengths
+    before that, where the codec of positions has no bound or much is sent.
 
-    State, equal on all ranks: where regions begin, `[W + 1]` int64.
+    State, equal on all ranks: where regions begin, `[W + 1]` int64, and for how many rounds they have been used.
 
     Source: Li & Hoefler 2022, Near-Optimal Sparse Allreduce for Distributed Deep Learning (Ok-Topk), algorithm 1.
     There, two thresholds are estimated in every 32nd step, one for what a rank selects and one for the result. Here,
@@ -48,7 +62,7 @@ class OkTopK(Exchange):
 
     Args:
         codec: Selects each rank's elements, and turns them into bytes. k is as many as it selects.
-        balance_every: Steps for which regions are kept.
+        balance_every: Rounds for which regions are kept; less where one gets twice as many elements as the mean.
 
     Raises:
         TypeError: `codec` is no `SparseCodec`.
@@ -60,29 +74,28 @@ class OkTopK(Exchange):
     def __init__(self, codec: SparseCodec, balance_every: int = 64) -> None:
         if not isinstance(codec, SparseCodec):
             raise TypeError(f"codec must be a SparseCodec; got {codec!r}. Use SparseCodec(TopK(0.01)), for example.")
-        check_whole_number("balance_every", balance_every, 1, "steps", "Use 64, as in the paper.")
+        check_whole_number("balance_every", balance_every, 1, "rounds", "Use 64, as in the paper.")
         self.codec = codec
         self.balance_every = balance_every
-        self._bounds: Tensor | None = None
-        self._next: Tensor | None = None
+        self._regions: _Regions | None = None
+        self._next: _Regions | None = None
         self._elements = 0
 
     def exchange(self, x: Vector, context: Round, wire: Wire) -> Exchanged:
         values, rank = dense_values(x, self), wire.rank
         nothing = SparseVector(torch.empty(0, dtype=torch.int64, device=values.device), values[:0], values.numel())
         own = self.codec.select(x, context) if x.nonfinite_segment is None else nothing
-        bounds = self._regions(own, context, wire)
+        bounds = self._bounds(own, context, wire)
         with phase("encode"):
             brought = cut(own, bounds)
             # An owner has its own part already.
             bodies = [self._encoded(nothing if i == rank else part, context) for i, part in enumerate(brought)]
             present = None if all(x.present) else list(x.present)
             messages = [seal(Envelope(body, present, x.nonfinite_segment), context.layout) for body in bodies]
-        length = longest(max(map(len, messages)), context, wire, values.device)
-        received = wire.all_to_all(_padded(messages, length)).cpu()
+        received = handed_over(messages, context, wire)
         with phase("decode"):
             # All are opened before any is used.
-            envelopes = [open_envelope(message, context.layout, sender) for sender, message in enumerate(received)]
+            envelopes = [open_envelope(each.cpu(), context.layout, sender) for sender, each in enumerate(received)]
             anyone = read_envelopes(envelopes, context)
             begin, end = int(bounds[rank]), int(bounds[rank + 1])
             first, last = (0, own.size) if wire.mirrors else (begin, end)
@@ -93,7 +106,7 @@ class OkTopK(Exchange):
         with phase("encode"):
             message = seal(Envelope(self._encoded(result, context)), context.layout)
         length = self._length(message, most, context, wire)
-        gathered = wire.all_gather(_padded([message], length)[0]).cpu()
+        gathered = wire.all_gather(torch.nn.functional.pad(message, (0, length - len(message)))).cpu()
         with phase("decode"):
             opened = [open_envelope(message, context.layout, sender) for sender, message in enumerate(gathered)]
             means = [_opened(each.body, sender, own, 0, own.size) for sender, each in enumerate(opened)]
@@ -112,31 +125,39 @@ class OkTopK(Exchange):
         return self._elements
 
     def commit(self) -> None:
-        self._bounds = self._next
+        self._regions = self._next
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {} if self._bounds is None else {"bounds": self._bounds}
+        if self._regions is None:
+            return {}
+        return {"bounds": self._regions.bounds, "rounds": torch.tensor(self._regions.rounds)}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         if state:
-            self._bounds = state["bounds"].cpu()
+            self._regions = _Regions(state["bounds"].cpu(), int(state["rounds"]))
 
-    def _regions(self, own: SparseVector, context: Round, wire: Wire) -> Tensor:
-        """Where they begin and end, `[W + 1]` int64."""
-        bounds = self._bounds
-        fits = bounds is not None and len(bounds) == wire.world_size + 1 and int(bounds[-1]) == own.size
-        if bounds is None or not fits or context.step % self.balance_every == 0:
-            bounds = agreed_bounds(own, context, wire)
-        self._next = bounds
-        return bounds
+    def _bounds(self, own: SparseVector, context: Round, wire: Wire) -> Tensor:
+        """Where regions begin and end in this round."""
+        regions = self._regions
+        if regions is not None:
+            fits = len(regions.bounds) == wire.world_size + 1 and int(regions.bounds[-1]) == own.size
+            if not fits or regions.rounds >= self.balance_every:
+                regions = None
+        if regions is None:
+            regions = _Regions(agreed_bounds(own, context, wire), 0)
+        self._next = regions._replace(rounds=regions.rounds + 1)
+        return regions.bounds
 
     def _result(self, region: SparseVector, context: Round, wire: Wire) -> tuple[SparseVector, int]:
         """What this rank sends to all, of the largest elements of all regions; and how many a rank sends at most."""
-        counts = kept_of(region.values, self.codec.selector.count(context), context, wire)
+        available, counts = kept_of(region, self.codec.selector.count(context), context, wire)
+        if max(available) * wire.world_size > _STALE * (sum(available) + wire.world_size):
+            self._next = None
         with phase("select"):
             kernels = kernels_for(region.values.device, region.values.dtype)
             kept = _at(region, kernels.largest(region.values, counts[wire.rank], context.shared_seed()))
-        if max(counts) * wire.world_size <= _UNEVEN * (sum(counts) + wire.world_size):
+        even = max(counts) * wire.world_size <= _UNEVEN * (sum(counts) + wire.world_size)
+        if even or wire.world_size < _FEWEST_RANKS:
             return kept, max(counts)
         return self._evened(kept, counts, context, wire), -(-sum(counts) // wire.world_size)
 
@@ -147,10 +168,9 @@ class OkTopK(Exchange):
             codec = Float64() if context.dtype == torch.float64 else Float32()
             bodies = [encode_stretch(part, codec, self.codec.indices) for part in shared_out(kept, counts, wire.rank)]
             messages = [seal(Envelope(body), context.layout) for body in bodies]
-        length = longest(max(map(len, messages)), context, wire, kept.values.device)
-        received = wire.all_to_all(_padded(messages, length)).cpu()
+        received = handed_over(messages, context, wire)
         with phase("decode"):
-            opened = [open_envelope(message, context.layout, sender) for sender, message in enumerate(received)]
+            opened = [open_envelope(message.cpu(), context.layout, sender) for sender, message in enumerate(received)]
             return joined([_opened(each.body, sender, kept, 0, kept.size) for sender, each in enumerate(opened)])
 
     def _length(self, message: Tensor, most: int, context: Round, wire: Wire) -> int:
@@ -158,17 +178,13 @@ class OkTopK(Exchange):
         layout = context.layout
         index_bytes = self.codec.indices.bound_bytes(most, layout.size)
         value_bytes = self.codec.value_codec(context).bound_bytes(most, layout)
-        if index_bytes is None or value_bytes is None:
+        dense = self.codec.selector.count(context) > _DENSE * layout.size
+        if index_bytes is None or value_bytes is None or dense:
             return longest(message.numel(), context, wire, message.device)
         return sealed_bytes(STRETCH_BYTES + index_bytes + value_bytes, layout)
 
     def _encoded(self, part: SparseVector, context: Round) -> Tensor:
         return encode_stretch(part, self.codec.value_codec(context), self.codec.indices)
-
-
-def _padded(messages: Sequence[Tensor], length: int) -> Tensor:
-    """`[messages, length]` uint8."""
-    return torch.stack([torch.nn.functional.pad(each, (0, length - each.numel())) for each in messages])
 
 
 def _opened(body: Tensor, sender: int, like: SparseVector, begin: int, end: int) -> SparseVector:

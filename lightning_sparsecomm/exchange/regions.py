@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ _CLASSES = 64
 def agreed_bounds(own: SparseVector, context: Round, wire: Wire) -> Tensor:
     """Where regions begin and end, so that each holds about as many of the elements that all ranks have selected.
 
-    Each rank tells where a few of its elements are, at equal distances in their order. One all-gather.
+    Each rank tells how many it has, and where a few of them are, at equal distances in their order. One all-gather.
 
     Args:
         own: What this rank has selected.
@@ -35,56 +36,68 @@ def agreed_bounds(own: SparseVector, context: Round, wire: Wire) -> Tensor:
     """
     count, n, world_size = own.indices.numel(), own.size, wire.world_size
     asked = min(max(_SAMPLES_FOR_EACH_RANK * world_size, _FEWEST_SAMPLES), _MOST_SAMPLES)
-    samples = torch.full((asked,), -1, dtype=torch.int64)
+    samples = torch.zeros(asked, dtype=torch.int64)
     if count:
         samples = own.indices[(torch.arange(asked, device=own.indices.device) * count + count // 2) // asked].cpu()
-    pooled = torch.cat([each.view(torch.int64) for each in _told(samples, context, wire, own.indices.device)])
-    pooled = pooled[pooled >= 0].sort().values
-    if not pooled.numel():
+    told = torch.stack(
+        [each.view(torch.int64) for each in _told(torch.cat([torch.tensor([count]), samples]), context, wire, own)]
+    )
+    positions, order = told[:, 1:].reshape(-1).sort(stable=True)
+    if int(told.min()) < 0 or int(positions.max()) >= max(1, n):
+        raise PayloadError(f"regions: a rank selected position {int(positions.max())}, expected less than {n}.")
+    # A sample stands for so many elements of its rank, times the number of samples.
+    before = told[:, 0].repeat_interleave(asked)[order].cumsum(0)
+    if not int(before[-1]):
         return torch.arange(world_size + 1) * n // world_size
-    if int(pooled[-1]) >= n:
-        raise PayloadError(f"regions: a rank selected position {int(pooled[-1])}, expected less than {n}.")
-    inner = pooled[torch.arange(1, world_size) * pooled.numel() // world_size]
+    inner = positions[torch.searchsorted(before, before[-1] * torch.arange(1, world_size) // world_size, right=True)]
     return torch.cat([torch.tensor([0]), inner, torch.tensor([n])])
 
 
-def kept_of(values: Tensor, k: int, context: Round, wire: Wire) -> list[int]:
-    """How many of its largest elements each rank keeps, so that together they keep the k largest of all, about.
+class Kept(NamedTuple):
+    """How many elements each rank has of its region, and how many of the largest of these it keeps."""
+
+    available: list[int]
+    counts: list[int]
+
+
+def kept_of(region: SparseVector, k: int, context: Round, wire: Wire) -> Kept:
+    """Ranks agree on how many of their largest elements they keep, so that these are about the k largest of all.
 
     Each rank divides its elements by magnitude into 64 classes of equal size, and tells the least magnitude in each.
     The classes with the greatest of these are kept, as long as they have k elements at most. One all-gather.
 
     Args:
-        values: `[c]`, this rank's elements.
+        region: This rank's elements.
         k: How many elements of all ranks together.
         context: The round.
         wire: Where to communicate.
 
     Returns:
-        A count for each rank; equal on all ranks. All elements, if there are at most k.
+        Equal on all ranks. All elements are kept, if there are at most k.
 
     Raises:
         PayloadError: What a rank told was altered.
     """
-    count = torch.tensor([values.numel()])
-    least = torch.zeros(_CLASSES)
-    if values.numel():
-        ordered = values.abs().float().sort(descending=True).values
-        least = ordered[(_ends(count) - 1).clamp(min=0).view(-1).to(values.device)].cpu()
-    told = _told(torch.cat([count.view(torch.uint8), least.view(torch.uint8)]), context, wire, values.device)
+    count, least = torch.tensor([region.values.numel()]), torch.zeros(_CLASSES)
+    if region.values.numel():
+        ordered = region.values.abs().float().sort(descending=True).values
+        least = ordered[(_ends(count) - 1).clamp(min=0).view(-1).to(ordered.device)].cpu()
+    told = _told(torch.cat([count.view(torch.uint8), least.view(torch.uint8)]), context, wire, region)
     counts = torch.cat([each[:8].view(torch.int64) for each in told])
-    if bool((counts < 0).any()) or int(counts.sum()) <= k:
-        return [max(0, number) for number in counts.tolist()]
-    sizes = _ends(counts).diff(dim=1, prepend=torch.zeros(len(told), 1, dtype=torch.int64))
-    # Stable, so that all ranks order equal magnitudes alike.
-    order = torch.stack([each[8:].view(torch.float32) for each in told]).view(-1).argsort(descending=True, stable=True)
-    within = sizes.view(-1)[order].cumsum(0) <= k
-    kept = torch.zeros(len(told), dtype=torch.int64)
-    kept.index_add_(0, order[within] // _CLASSES, sizes.view(-1)[order[within]])
+    if int(counts.min()) < 0:
+        raise PayloadError(f"rank {int(counts.argmin())} has {int(counts.min())} elements, expected 0 or more.")
+    if int(counts.sum()) <= k:
+        return Kept(counts.tolist(), counts.tolist())
+    sizes = _ends(counts).diff(dim=1, prepend=torch.zeros(len(told), 1, dtype=torch.int64)).t().reshape(-1)
+    # Equal magnitudes by class and then by rank, so that all ranks keep as many of them.
+    magnitudes = torch.stack([each[8:].view(torch.float32) for each in told]).t().reshape(-1)
+    order = magnitudes.argsort(descending=True, stable=True)
+    within = order[sizes[order].cumsum(0) <= k]
+    kept = torch.zeros(len(told), dtype=torch.int64).index_add_(0, within % len(told), sizes[within])
     if not bool(kept.any()):
         # The first class alone has more: many ranks have selected what one owns.
-        kept[order[0] // _CLASSES] = k
-    return kept.tolist()
+        kept[order[0] % len(told)] = k
+    return Kept(counts.tolist(), kept.tolist())
 
 
 def cut(vector: SparseVector, bounds: Tensor) -> list[SparseVector]:
@@ -112,10 +125,10 @@ def joined(parts: Sequence[SparseVector]) -> SparseVector:
     return SparseVector(indices, torch.cat([part.values for part in parts]), parts[0].size)
 
 
-def _told(numbers: Tensor, context: Round, wire: Wire, device: torch.device) -> list[Tensor]:
+def _told(numbers: Tensor, context: Round, wire: Wire, like: SparseVector) -> list[Tensor]:
     """The bytes of every rank's `numbers`, which are as many on all; with a checksum. On the CPU."""
     sealed = seal(Envelope(numbers.view(torch.uint8)), context.layout)
-    gathered = wire.all_gather(sealed.to(device)).cpu()
+    gathered = wire.all_gather(sealed.to(like.indices.device)).cpu()
     # Copied, they can be viewed in any dtype.
     bodies = [open_envelope(each, context.layout, rank).body.clone() for rank, each in enumerate(gathered)]
     for rank, body in enumerate(bodies):

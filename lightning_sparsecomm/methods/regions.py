@@ -19,8 +19,8 @@ class ok_topk(Method):
     to what is shared.
 
     Bytes per step and rank on the link, with W ranks: 2 (W − 1) / W times 6 for each of k elements (2 of position, 4 of
-    value; 4 with float16), up to half as many again where ranks have unequal parts, 4 for each element of biases and
-    norms, and 400 times W.
+    value; 4 with float16), up to 6 more for each where ranks have unequal parts, 8 (W − 1) / W for each element of
+    biases and norms, and 340 times W.
 
     Source: Li & Hoefler 2022, Near-Optimal Sparse Allreduce for Distributed Deep Learning (Ok-Topk). Here, thresholds
     are new in each step, the residual follows the learning rate, and what waits in the end is applied;
@@ -36,7 +36,7 @@ class ok_topk(Method):
         values: Dtype of values on the wire, as for `gradient_dropping`. What is rounded off stays in residuals.
         positions: How positions are coded: "fast" takes 2 bytes for each element sent; "short" is the shortest of five
             codes, and ranks tell each other their messages' lengths once more.
-        balance_every: Steps for which ranks keep the regions that they add up.
+        balance_every: Rounds for which ranks keep the regions that they add up, while these are even.
         error_feedback: Whether to keep what is not sent and add it to the next gradient. Training suffers without.
         exclude: Patterns of more parameter names whose gradients are sent whole, such as "head.*".
         follow_rate: Whether the residual follows SGD's learning rate, so that a gradient counts as much as in the step

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from lightning_sparsecomm.basis.far import FAR_SECONDS, straight
+from lightning_sparsecomm.basis.far import FAR_SECONDS, far_of, straight
 from lightning_sparsecomm.basis.ledger import Collective, link_bytes
 
 # A TCP connection that was idle begins with ten segments in flight, and doubles them in each round trip (RFC 6928).
@@ -43,21 +43,21 @@ class Network(Link):
 
     >>> network = Network(100e6, rtt=0.02)
     >>> [round(network.seconds("all_reduce", 40_000, ranks=4, ring=ring), 2) for ring in (True, False)]
-    [0.13, 0.06]
+    [0.13, 0.05]
 
     Args:
         bandwidth: Bits per second that each rank sends, and receives at the same time; infinite for no limit.
         rtt: Round-trip time between two ranks, in seconds.
         call: Seconds of software in each message.
         copying: Seconds of processor time for each byte on the link.
-        straight: Whether messages go straight; None where the round trip is long.
+        straight: Whether messages go straight where the way is long, as in `FarWire`.
     """
 
     bandwidth: float
     rtt: float = 0.0
     call: float = 1e-4
     copying: float = 5e-10
-    straight: bool | None = None
+    straight: bool = True
 
     def __post_init__(self) -> None:
         if not self.bandwidth > 0:
@@ -68,8 +68,8 @@ class Network(Link):
     def seconds(self, collective: Collective, handed_bytes: float, ranks: int, ring: bool = False) -> float:
         if ranks == 1:
             return 0.0
-        goes_straight = self.rtt >= FAR_SECONDS if self.straight is None else self.straight
-        calls = straight(collective, handed_bytes, ranks) if goes_straight and not ring else []
+        may = self.straight and not ring
+        calls = straight(collective, handed_bytes, ranks, far_of(self.rtt)) if may else []
         if calls:
             return sum(self._call_seconds(link_bytes(*call, ranks), 1, ranks - 1) for call in calls)
         return self._call_seconds(link_bytes(collective, handed_bytes, ranks), hops(collective, ranks), 1)

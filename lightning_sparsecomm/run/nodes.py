@@ -36,7 +36,7 @@ class Nodes:
     def __init__(self, groups: Groups, wire: Wire) -> None:
         self.groups = sorted(sorted(group) for group in groups)
         self.inside = within(wire, self.groups, INSIDE)
-        self.inside.far = False
+        self.inside.far = 0.0
         self.between = within(wire, list(zip(*self.groups)))
         self._wire = wire
         # By the parameter's identity, its rank within a node; and how many elements each of these ranks has.

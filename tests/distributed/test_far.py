@@ -1,6 +1,7 @@
 """Over a long way, messages go straight to whoever needs them: with the same results, on all ranks to the same bits."""
 
 import contextlib
+import itertools
 import socket
 import threading
 import time
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
-from lightning_sparsecomm.basis.far import FAR_SECONDS, FarWire, straight
+from lightning_sparsecomm.basis.far import FAR_SECONDS, FarWire, far_of, straight
 from lightning_sparsecomm.basis.groups import round_trip
 from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.run.engine import Engine
@@ -35,7 +36,7 @@ def _numbers(rank: int, elements: int, dtype: torch.dtype) -> torch.Tensor:
 def _results(rank: int) -> list[list[np.ndarray]]:
     """For each dtype and length: a gather, a sum, a sum that is waited for later, and an OR."""
     wire, found = FarWire(), []
-    wire.far = True
+    wire.far = 10.0
     for dtype in DTYPES:
         for elements in ELEMENTS:
             x = _numbers(rank, elements, dtype)
@@ -70,7 +71,7 @@ def test_results(tmp_path: Path, world_size: int) -> None:
 
 def _train(rank: int, method: Method, adam: bool, is_far: bool) -> bytes:
     module, wire = Parameters(), FarWire.apart()
-    wire.far = is_far
+    wire.far = 10.0 if is_far else 0.0
     engine = Engine(method, wire)
     engine.registry.add_module(module)
     optimizer = (torch.optim.AdamW if adam else torch.optim.SGD)(module.parameters(), lr=0.1)
@@ -111,27 +112,32 @@ def test_replicas_are_equal(tmp_path: Path, name: str) -> None:
     assert len(set(_trained(tmp_path, name, 3, True))) == 1
 
 
-def test_a_round_trip_is_waited_for_only_where_bytes_take_longer() -> None:
-    assert straight("all_reduce", 10**9, 2) == [("all_gather", 10**9)]
-    assert straight("all_reduce", 10**6, 8) == [("all_to_all", 10**6), ("all_gather", 125_000)]
-    assert straight("all_gather", 2**20, 8) == [("all_gather", 2**20)]
-    assert straight("all_gather", 2**20 + 1, 8) == []
-    assert straight("broadcast", 8, 4) == []
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8, 64])
+@pytest.mark.parametrize("far", [0.004, 0.016, 0.128])
+def test_round_trips_are_saved_where_bytes_take_less(world_size: int, far: float) -> None:
+    whole, pieces = 1, 2
+    ways = [len(straight("all_reduce", 2.0**power, world_size, far)) for power in range(34)]
+    if world_size == 2:
+        # As many bytes in one round trip less.
+        assert set(ways) == {whole}
+    else:
+        assert [way for way, _ in itertools.groupby(ways)] == [whole, pieces, 0]
+        gathers = [len(straight("all_gather", 2.0**power, world_size, far)) for power in range(34)]
+        assert [way for way, _ in itertools.groupby(gathers)] == [1, 0]
+    assert straight("all_reduce", 8, world_size, 0.0) == straight("broadcast", 8, world_size, far) == []
+    assert straight("all_to_all", 2**40, world_size, far) == [("all_to_all", 2**40)]
 
 
 @pytest.mark.parametrize(
-    ("seconds", "was_far", "expected"),
-    [(0.1, False, True), (0.005, False, False), (0.003, True, True), (0.0005, True, False)],
+    ("seconds", "saved", "expected"),
+    [(0.1, 0.0, 0.128), (0.005, 0.0, 0.0), (0.003, 0.004, 0.004), (0.0005, 0.004, 0.0), (0.1, 0.064, 0.064)],
 )
-def test_a_link_between_near_and_far_stays_what_it_was(
-    wire: Wire, seconds: float, was_far: bool, expected: bool
-) -> None:
+def test_a_link_stays_as_far_as_it_was(wire: Wire, seconds: float, saved: float, expected: float) -> None:
     """A resumed run has the bits of one that never stopped, unless it runs on another network."""
     here = FarWire()
-    here.round_trip, here.far = seconds, seconds >= FAR_SECONDS
+    here.round_trip, here.far = seconds, far_of(seconds)
     engine = Engine(METHODS["dgc"], here)
-    saved = engine.state.state_dict() | {"far": was_far}
-    engine.state.load_state_dict(saved, as_many_ranks=True)
+    engine.state.load_state_dict(engine.state.state_dict() | {"far": saved}, as_many_ranks=True)
     assert here.far == expected
     assert engine.state.state_dict()["far"] == expected
     engine.close()

@@ -68,7 +68,7 @@ def test_regions_count_after_a_commit_only(wire: Wire) -> None:
 @pytest.mark.parametrize("bounds", [[0, 300, 607], [0, 600]])
 def test_regions_of_another_number_of_ranks_or_model_are_left(wire: Wire, bounds: list[int]) -> None:
     exchange = _exchange()
-    exchange.load_state_dict({"bounds": torch.tensor(bounds)})
+    exchange.load_state_dict({"bounds": torch.tensor(bounds), "rounds": torch.tensor(1)})
     exchange.exchange(Vector(torch.randn(LAYOUT.size), [True] * 3), Round(LAYOUT, step=5), wire)
     exchange.commit()
     assert exchange.state_dict()["bounds"].tolist() == [0, LAYOUT.size]
@@ -106,9 +106,10 @@ def test_shared_out_evenly_and_in_order(counts: list[int]) -> None:
 
 @pytest.mark.parametrize("k", [1, 5, 63, 64, 100, 639, 640, 1_000])
 def test_kept_are_at_most_k_and_less_by_at_most_a_class(wire: Wire, k: int) -> None:
-    kept = kept_of(torch.randn(640), k, CONTEXT, wire)
-    assert len(kept) == 1
-    assert max(0, min(k, 640) - 10) < kept[0] <= k
+    region = SparseVector(torch.arange(640), torch.randn(640), 640)
+    available, counts = kept_of(region, k, CONTEXT, wire)
+    assert available == [640]
+    assert max(0, min(k, 640) - 10) < counts[0] <= k
 
 
 @pytest.mark.parametrize(
