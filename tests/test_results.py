@@ -51,3 +51,13 @@ def test_tables_of_steps(script: str, name: str, monkeypatch: pytest.MonkeyPatch
     printed = benchmark.table([benchmark.Run(**run) for run in runs]).splitlines()
     assert len(printed) > 2
     assert [line for line in printed if line not in lines] == []
+
+
+def test_table_of_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    runs = json.loads((ROOT / "docs" / "results" / "collectives.json").read_text())["runs"]
+    lines = (ROOT / "docs" / "network.md").read_text().splitlines()
+    printed = import_module("collectives").table(runs).splitlines()
+    assert len(printed) > 2
+    assert [line for line in printed if line not in lines] == []
