@@ -43,6 +43,13 @@ def round_trip(enough: float, tries: int = 5) -> float:
     return least if least < math.inf else 0.0
 
 
+def broadcast_object(item: object, source: int, group: dist.ProcessGroup | None) -> object:
+    """The object of rank `source`, on all ranks. It must pickle. The caller enters it in the ledger."""
+    items = [item]
+    dist.broadcast_object_list(items, source, group=group)
+    return items[0]
+
+
 def join_alone() -> None:
     """Makes this process the only one of the default group, if there is none yet, without a port."""
     if not dist.is_initialized():

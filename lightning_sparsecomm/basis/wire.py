@@ -149,12 +149,6 @@ class Wire:
         finally:
             self.group = outside
 
-    def broadcast_object(self, item: object, source: int) -> object:
-        """The object of rank `source`, on all ranks. It must pickle. The caller enters it in the ledger."""
-        items = [item]
-        dist.broadcast_object_list(items, source, group=self.group)
-        return items[0]
-
     @property
     def when(self) -> str:
         """Where this rank is, for messages."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_sparsecomm.basis.groups import broadcast_object
 from lightning_sparsecomm.basis.ledger import LIGHTNING, Collective
 from lightning_sparsecomm.basis.wire import Waiting
 from lightning_sparsecomm.frontends.checkpointing import CheckpointingMixin
@@ -169,7 +170,7 @@ class TrainerMixin(UnevenMixin, CheckpointingMixin, DDPStrategy):
         wire = self._engine.wire
         with wire.calling("broadcast", len(pickle.dumps(obj)) + 8, LIGHTNING):
             # Not in the default group, where Lightning broadcasts before each batch.
-            return wire.broadcast_object(obj, src)  # type: ignore[return-value]
+            return broadcast_object(obj, src, wire.group)  # type: ignore[return-value]
 
     def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         with self._calling("all_reduce", tensor):
