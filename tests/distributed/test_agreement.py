@@ -281,7 +281,7 @@ def test_steps_send_nothing_more(tmp_path: Path) -> None:
     for rank in fit(tmp_path, Scenario(Classifier), 2, gradient_dropping(0.01)):
         calls = rank["ledger"].rows[SETUP]
         assert {kind: (traffic.calls, traffic.handed_bytes) for kind, traffic in calls.items()} == {
-            "all_gather": (4, 64 + 8 + 8)
+            "all_gather": (5, 64 + 8 + 8 + 8)
         }
         assert SETUP not in OURS
 
