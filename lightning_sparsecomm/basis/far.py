@@ -123,35 +123,36 @@ class _Gather:
     """A gather of one round trip, under way from the start."""
 
     def __init__(self, wire: FarWire, tensor: Tensor, row: str | None) -> None:
-        self._shape = tensor.shape
+        self._shape, self._dtype = tensor.shape, tensor.dtype
         self._waiting = wire.calling("all_gather", tensor.nbytes, row)
         with self._waiting:
             rows = tensor.reshape(1, -1).expand(wire.world_size, -1).contiguous()
-            self._received, self._work = wire.start_all_to_all(rows)
+            # As bytes: not every version of torch exchanges every dtype so.
+            self._received, self._work = wire.start_all_to_all(rows.view(torch.uint8))
 
     def wait(self) -> Tensor:
         """`[W, *shape]`."""
         with self._waiting:
             self._work.wait()
-        return self._received.view(-1, *self._shape)
+        return self._received.view(-1).view(self._dtype).view(len(self._received), *self._shape)
 
 
 class _Pieces:
     """An all-to-all of a tensor's pieces, under way from the start: each rank gets all ranks' versions of one."""
 
     def __init__(self, wire: FarWire, tensor: Tensor, row: str | None) -> None:
-        length = -(-tensor.numel() // wire.world_size)
-        rows = tensor.new_zeros(wire.world_size, length)
+        self._length, self._dtype = -(-tensor.numel() // wire.world_size), tensor.dtype
+        rows = tensor.new_zeros(wire.world_size, self._length)
         rows.view(-1)[: tensor.numel()] = tensor.view(-1)
         self._waiting = wire.calling("all_to_all", rows.nbytes, row)
         with self._waiting:
-            self._received, self._work = wire.start_all_to_all(rows)
+            self._received, self._work = wire.start_all_to_all(rows.view(torch.uint8))
 
     def wait(self) -> Tensor:
         """`[W, length]`."""
         with self._waiting:
             self._work.wait()
-        return self._received
+        return self._received.view(-1).view(self._dtype).view(len(self._received), self._length)
 
 
 class _Reduction:

@@ -114,6 +114,8 @@ class RunState:
             self._wire.ledger.load_state_dict(state["ledger"])
             if isinstance(self._wire, FarWire):
                 self._wire.resume(state.get("far", self._wire.far))
+                if self._registry.nodes is not None:
+                    self._registry.nodes.between.far = self._wire.far
         return dropped
 
     def load_shared(self, optimizers: Sequence[State]) -> list[str]:

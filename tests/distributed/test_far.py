@@ -24,7 +24,7 @@ from tests.distributed.test_laws import quick_and_slow
 from tests.distributed.test_reference import SIZES, Parameters, flat, gradients_of
 
 # Whole tensors, and pieces of such as do not divide evenly.
-ELEMENTS = [1, 2, 7, 1_000, 400_003]
+ELEMENTS = [0, 1, 2, 7, 1_000, 400_003]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8]
 
 
