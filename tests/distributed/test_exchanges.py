@@ -264,7 +264,8 @@ UNSEALED = [-(2**63), -1, 0, 20, 2**40, 2**63 - 1]
 def test_all_ranks_refuse_a_length_that_no_payload_has(tmp_path: Path) -> None:
     assert most_bytes(LAYOUT) == MOST
     exchange = Gather(SparseCodec(TopK(0.05), indices=Golomb()))
-    sealed = [seal_length(length, Round(LAYOUT, 3).shared_seed()) for length in LENGTHS]
+    # By rank 1.
+    sealed = [seal_length(length, Round(LAYOUT, 3).shared_seed() + 1) for length in LENGTHS]
     for messages in run_ranks(tmp_path, 2, _lied_to, exchange, sealed + UNSEALED):
         for message in messages[len(LENGTHS) :]:
             assert message.startswith("rank 1's payload: the checksum of its length, sent ahead of it, does not match")
