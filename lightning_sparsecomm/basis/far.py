@@ -108,6 +108,7 @@ class FarWire(Wire):
         return tensor
 
     def all_reduce_later_(self, tensor: Tensor, row: str | None = None) -> Callable[[], None]:
+        """As of any wire; but all ranks must wait, and in the same order, as a second call may start in the wait."""
         if not straight("all_reduce", tensor.nbytes, self.world_size, self.far):
             return super().all_reduce_later_(tensor, row)
         return _Reduction(self, tensor, row, Tensor.add_).wait
@@ -126,7 +127,7 @@ class _Gather:
         self._shape, self._dtype = tensor.shape, tensor.dtype
         self._waiting = wire.calling("all_gather", tensor.nbytes, row)
         with self._waiting:
-            rows = tensor.reshape(1, -1).expand(wire.world_size, -1).contiguous()
+            rows = tensor.detach().reshape(1, -1).expand(wire.world_size, -1).contiguous()
             # As bytes: not every version of torch exchanges every dtype so.
             self._received, self._work = wire.start_all_to_all(rows.view(torch.uint8))
 
@@ -143,7 +144,7 @@ class _Pieces:
     def __init__(self, wire: FarWire, tensor: Tensor, row: str | None) -> None:
         self._length, self._dtype = -(-tensor.numel() // wire.world_size), tensor.dtype
         rows = tensor.new_zeros(wire.world_size, self._length)
-        rows.view(-1)[: tensor.numel()] = tensor.view(-1)
+        rows.view(-1)[: tensor.numel()] = tensor.detach().reshape(-1)
         self._waiting = wire.calling("all_to_all", rows.nbytes, row)
         with self._waiting:
             self._received, self._work = wire.start_all_to_all(rows.view(torch.uint8))
@@ -173,4 +174,4 @@ class _Reduction:
             self._add_(total, version)
         if not self._whole:
             total = _Gather(self._wire, total, self._row).wait().view(-1)[: self._tensor.numel()]
-        self._tensor.copy_(total.view(self._tensor.shape))
+        self._tensor.detach().copy_(total.view(self._tensor.shape))

@@ -134,7 +134,8 @@ class MeasuredLink(Link):
                 f"the link was measured with {self.ranks} ranks and {', '.join(self.points)}; got {ranks} ranks and"
                 f" {collective!r}. Measure again, or use planning.Network."
             )
-        if ring and self.around is not None:
+        goes_straight = not ring and straight(collective, handed_bytes, ranks, far_of(self.latency))
+        if self.around is not None and not goes_straight:
             network = Network(self.bandwidth, self.latency, call=0.0, straight=False)
             return network.seconds(collective, handed_bytes, ranks)
         points = self.points[collective]

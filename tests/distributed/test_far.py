@@ -33,28 +33,34 @@ def _numbers(rank: int, elements: int, dtype: torch.dtype) -> torch.Tensor:
     return drawn.to(dtype) if dtype.is_floating_point else (drawn.abs() * 20).to(dtype)
 
 
-def _results(rank: int) -> list[list[np.ndarray]]:
+def _results(rank: int, far: float) -> list[list[np.ndarray]]:
     """For each dtype and length: a gather, a sum, a sum that is waited for later, and an OR."""
     wire, found = FarWire(), []
-    wire.far = 10.0
+    wire.far = far
     for dtype in DTYPES:
         for elements in ELEMENTS:
             x = _numbers(rank, elements, dtype)
-            later = x.clone().view(1, -1)
+            # Its elements are not next to each other.
+            later = torch.stack([x, x], 1)[:, 0]
             wait = wire.all_reduce_later_(later)
             gathered, total = wire.all_gather(x), wire.all_reduce_(x.clone())
             wait()
-            results = [gathered, total, later.view(-1)]
+            results = [gathered, total, later]
             if dtype == torch.uint8:
                 results.append(wire.all_reduce_or_(x.clone()))
             found.append([result.double().numpy() for result in results])
     return found
 
 
+@pytest.mark.parametrize("far", [0.5, 10.0])
 @pytest.mark.parametrize("world_size", [2, 3, pytest.param(5, marks=pytest.mark.slow)])
-def test_results(tmp_path: Path, world_size: int) -> None:
-    """Sums are in rank order."""
-    ranks = iter(zip(*run_ranks(tmp_path, world_size, _results)))
+def test_results(tmp_path: Path, world_size: int, far: float) -> None:
+    """Sums are in rank order, also where ranks add up pieces."""
+    calls = {
+        len(straight("all_reduce", count * dtype.itemsize, world_size, far)) for count in ELEMENTS for dtype in DTYPES
+    }
+    assert calls == ({1, 2} if world_size > 2 and far < 1 else {1})
+    ranks = iter(zip(*run_ranks(tmp_path, world_size, _results, far)))
     for dtype in DTYPES:
         for elements in ELEMENTS:
             versions = [_numbers(rank, elements, dtype) for rank in range(world_size)]
