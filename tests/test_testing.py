@@ -50,10 +50,13 @@ from lightning_sparsecomm.exchange import (
     Exchange,
     Exchanged,
     Gather,
+    OkTopK,
     PlainExchange,
     PowerSGD,
     QuantizedAllReduce,
+    RegionSum,
     SketchedTopK,
+    Sparse,
 )
 from lightning_sparsecomm.testing import (
     RankError,
@@ -109,6 +112,9 @@ def test_our_compressors(compressor: Compressor, tolerance: float) -> None:
 EXCHANGES: dict[str, tuple[Callable[[], Exchange], float | None]] = {
     "gather": (lambda: Gather(SparseCodec(TopK(0.1))), 1e-5),
     "gather of any length": (lambda: Gather(SparseCodec(TopK(0.1), Float16(), Golomb())), 1e-5),
+    "regions": (lambda: RegionSum(SparseCodec(TopK(0.1))), 1e-5),
+    "ok_topk": (lambda: OkTopK(SparseCodec(TopK(0.1))), 1e-5),
+    "sparse": (lambda: Sparse(SparseCodec(TopK(0.3), Float32(), Golomb())), 1e-5),
     "dense": (DenseAllReduce, 1e-5),
     "dense, rounded": (lambda: DenseAllReduce("bfloat16"), 1e-2),
     "blocks": (lambda: BlockReduce(TopBlocks(0.2, 6)), 1e-5),
@@ -124,7 +130,7 @@ EXCHANGES: dict[str, tuple[Callable[[], Exchange], float | None]] = {
 
 
 # One of each kind; the others run with the slow tests.
-QUICK = ("gather", "blocks", "compressed", "quantized", "power sgd, in groups")
+QUICK = ("gather", "regions", "blocks", "compressed", "quantized", "power sgd, in groups")
 
 
 @pytest.mark.parametrize(

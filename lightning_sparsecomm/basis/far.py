@@ -22,6 +22,9 @@ FAR_SECONDS = 4e-3
 # the rate, in bytes per second, which is not known; a faster link gains less than it could.
 _COMPETING, _RATE = 1.5, 5e6
 
+# Over a short way: what a call takes besides its bytes, in seconds, and a rate between 100 Mbit/s and 1 Gbit/s.
+_NEAR_CALL, _NEAR_RATE = 5e-4, 4e7
+
 
 def far_of(round_trip: float) -> float:
     """How far a link is: its round trip to a power of two, in seconds; 0 where that is less than 4 ms.
@@ -30,6 +33,28 @@ def far_of(round_trip: float) -> float:
     (0.016, 0.0)
     """
     return FAR_SECONDS * 2.0 ** round(math.log2(round_trip / FAR_SECONDS)) if round_trip >= FAR_SECONDS else 0.0
+
+
+def call_seconds(collective: Collective, handed_bytes: float, world_size: int, far: float) -> float:
+    """About what a call takes, for choosing between ways: rates are not known, and are taken to be usual ones.
+
+    >>> [round(1000 * call_seconds("all_gather", size, 4, far=0.0), 1) for size in (0, 1_000_000)]
+    [0.5, 75.5]
+    >>> [round(1000 * call_seconds("all_gather", size, 4, far=0.128)) for size in (0, 1_000_000)]
+    [128, 984]
+
+    Args:
+        collective: Which one.
+        handed_bytes: Bytes that each rank hands over.
+        world_size: Number of ranks.
+        far: As from `far_of`.
+    """
+    if not far:
+        return _NEAR_CALL + link_bytes(collective, handed_bytes, world_size) / _NEAR_RATE
+    ways = _straight_ways(collective, handed_bytes, world_size)
+    return min(
+        _ring_seconds(collective, handed_bytes, world_size, far), *(_seconds(way, world_size, far) for way in ways)
+    )
 
 
 def straight(
@@ -50,25 +75,41 @@ def straight(
         world_size: Number of ranks.
         far: As from `far_of`.
     """
+    best: list[tuple[Collective, float]] = []
+    if not far or collective == "send":
+        return best
+    least = _ring_seconds(collective, handed_bytes, world_size, far)
+    for calls in _straight_ways(collective, handed_bytes, world_size):
+        taken = _seconds(calls, world_size, far)
+        if taken < least:
+            best, least = calls, taken
+    return best
+
+
+def _straight_ways(
+    collective: Collective, handed_bytes: float, world_size: int
+) -> list[list[tuple[Collective, float]]]:
     ways: dict[str, list[list[tuple[Collective, float]]]] = {
         "all_to_all": [[("all_to_all", handed_bytes)]],
+        "send": [[("send", handed_bytes)]],
         "all_gather": [[("all_gather", handed_bytes)]],
         "all_reduce": [
             [("all_gather", handed_bytes)],
             [("all_to_all", handed_bytes), ("all_gather", handed_bytes / world_size)],
         ],
     }
-    if not far or collective not in ways:
-        return []
-    best: list[tuple[Collective, float]] = []
-    hops = {"all_reduce": 2 * (world_size - 1), "all_to_all": math.inf}.get(collective, world_size - 1)
-    least = hops * far + link_bytes(collective, handed_bytes, world_size) / _RATE
+    return ways.get(collective, [])
+
+
+def _ring_seconds(collective: Collective, handed_bytes: float, world_size: int, far: float) -> float:
+    straight_only = {"all_to_all": math.inf, "send": math.inf}
+    hops = {"all_reduce": 2 * (world_size - 1), **straight_only}.get(collective, world_size - 1)
+    return hops * far + link_bytes(collective, handed_bytes, world_size) / _RATE
+
+
+def _seconds(calls: list[tuple[Collective, float]], world_size: int, far: float) -> float:
     competing = _COMPETING if world_size > 2 else 1.0
-    for calls in ways[collective]:
-        taken = sum(far + competing * link_bytes(*call, world_size) / _RATE for call in calls)
-        if taken < least:
-            best, least = calls, taken
-    return best
+    return sum(far + competing * link_bytes(*call, world_size) / _RATE for call in calls)
 
 
 class FarWire(Wire):

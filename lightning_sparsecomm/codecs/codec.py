@@ -150,6 +150,9 @@ class ValueCodec(Codec, ValueCoding):
     largest: ClassVar[float] = math.inf
     """The largest magnitude that it can send: larger values are clamped to it."""
 
+    elementwise: ClassVar[bool] = False
+    """Whether each value is rounded by itself, to the same whatever values are encoded with it."""
+
     def codecs(self) -> Sequence["ValueCodec"]:
         return (self,)
 

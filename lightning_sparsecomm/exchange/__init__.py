@@ -11,7 +11,9 @@ from lightning_sparsecomm.exchange.gather import Gather as Gather
 from lightning_sparsecomm.exchange.ok_topk import OkTopK as OkTopK
 from lightning_sparsecomm.exchange.power_sgd import PowerSGD as PowerSGD
 from lightning_sparsecomm.exchange.quantized import QuantizedAllReduce as QuantizedAllReduce
+from lightning_sparsecomm.exchange.region_sum import RegionSum as RegionSum
 from lightning_sparsecomm.exchange.shared_positions import AlignedTopK as AlignedTopK
 from lightning_sparsecomm.exchange.shared_positions import RandomK as RandomK
 from lightning_sparsecomm.exchange.sketched import SketchedTopK as SketchedTopK
+from lightning_sparsecomm.exchange.sparse import Sparse as Sparse
 from lightning_sparsecomm.exchange.status import NonFiniteGradientError as NonFiniteGradientError

@@ -46,9 +46,10 @@ class local_adam(Method):
         positions: How positions are coded: "fast" takes 2 bytes for each element sent; "short" is the shortest of five
             codes, such as 0.8 bytes at a density of 3%.
         exclude: Patterns of more parameter names whose gradients are sent whole, such as "head.*".
-        exchange: "gather" sends each rank's selection to all. With "all_reduce" ranks each add up a piece of every
-            tensor, and send the largest elements of its mean: the bytes on the link do not grow with the number of
-            ranks, and with 4 ranks are half as many.
+        exchange: "auto" shares the mean of all ranks' selections, by the way that costs least; "gather" always sends
+            each rank's selection to all. The others drop some of that mean, and their bytes on the link hardly grow
+            with the number of ranks: with "all_reduce" ranks each add up a piece of every tensor, and send the largest
+            elements of its mean; "ok_topk" shares the largest elements of the mean of all.
         rest_bits: Bits for each element of biases and norms, which are sent whole: 32, 8 or 4. What fewer than 32 round
             off is sent later.
         delay: 1 exchanges while the next step computes, for which this rank's own gradient stands in for the mean. So
@@ -68,7 +69,7 @@ class local_adam(Method):
         values: ValueName = "float32",
         exclude: Sequence[str] = (),
         positions: PositionName = "fast",
-        exchange: ExchangeName = "gather",
+        exchange: ExchangeName = "auto",
         rest_bits: RestBits = 32,
         delay: int = 0,
     ) -> None:

@@ -1,7 +1,7 @@
 """Each rank sends the largest elements of its gradient, and keeps the rest for later steps."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from lightning_sparsecomm.basis.arguments import check_booleans, check_one_of, renamed
@@ -23,7 +23,7 @@ from lightning_sparsecomm.codecs import (
     ValueCoding,
 )
 from lightning_sparsecomm.codecs.selectors.top_k import Scope
-from lightning_sparsecomm.exchange import CompressedAllReduce, DenseAllReduce, Exchange, Gather
+from lightning_sparsecomm.exchange import CompressedAllReduce, DenseAllReduce, Exchange, Gather, OkTopK, Sparse
 from lightning_sparsecomm.methods.corrected import corrected
 from lightning_sparsecomm.methods.weights import RestBits
 from lightning_sparsecomm.sharing import Averaging, GradientSync, Method, Sync
@@ -31,7 +31,7 @@ from lightning_sparsecomm.sharing.local_mode import LOCAL_MODES, LocalName
 
 ValueName = Literal["float32", "float16", "bfloat16", "one_bit", "two_bit", "three_bit", "short_three_bit", "few_bits"]
 PositionName = Literal["fast", "short"]
-ExchangeName = Literal["gather", "all_reduce"]
+ExchangeName = Literal["auto", "gather", "all_reduce", "ok_topk"]
 
 
 class gradient_dropping(Method):
@@ -175,9 +175,10 @@ class dgc(Method):
         exclude: Patterns of more parameter names whose gradients are sent whole, such as "head.*".
         follow_rate: Whether the residual follows SGD's learning rate, so that a gradient counts as much as in the step
             that computed it, and what still waits after the last step is applied. The paper's does not.
-        exchange: "gather" sends each rank's selection to all, as in the paper. With "all_reduce" ranks each add up a
-            piece of every tensor, and send the largest elements of its mean: the bytes on the link do not grow with
-            the number of ranks, and with 4 ranks are half as many.
+        exchange: "auto" shares the mean of all ranks' selections, as the paper does, by the way that costs least;
+            "gather" always sends each rank's selection to all. The others drop some of that mean, and their bytes on
+            the link hardly grow with the number of ranks: with "all_reduce" ranks each add up a piece of every tensor,
+            and send the largest elements of its mean; "ok_topk" shares the largest elements of the mean of all.
         rest_bits: Bits for each element of biases and norms, which are sent whole: 32, 8 or 4. What fewer than 32 round
             off is sent later.
         delay: 1 exchanges while the next step computes, for which this rank's own gradient stands in for the mean. So
@@ -202,17 +203,18 @@ class dgc(Method):
         exclude: Sequence[str] = (),
         follow_rate: bool = True,
         positions: PositionName = "fast",
-        exchange: ExchangeName = "gather",
+        exchange: ExchangeName = "auto",
         rest_bits: RestBits = 32,
         delay: int = 0,
     ) -> None:
         check_booleans(
             momentum_correction=momentum_correction, momentum_masking=momentum_masking, follow_rate=follow_rate
         )
-        if momentum_masking and exchange == "all_reduce":
+        if momentum_masking and exchange in ("all_reduce", "ok_topk"):
             raise ValueError(
-                "momentum_masking must be False with exchange='all_reduce', with which a rank sends all of what it adds"
-                " up itself, and would mask its whole momentum; got True. Use exchange='gather', as in the paper."
+                f"momentum_masking must be False with exchange={exchange!r}, with which a rank answers for all that it"
+                " adds up itself, and would mask momentum it has not sent; got True. Use exchange='auto', which shares"
+                " what the paper does."
             )
         density = warmed(density, warmup_steps, warmup_epochs, "exponential", 1000)
         how = sparse(density, scope, values, positions, exchange)
@@ -221,18 +223,23 @@ class dgc(Method):
 
 
 def sparse(
-    density: Density, scope: Scope, values: ValueName, positions: PositionName, exchange: ExchangeName = "gather"
+    density: Density, scope: Scope, values: ValueName, positions: PositionName, exchange: ExchangeName = "auto"
 ) -> Exchange:
     """An exchange of the largest elements. Raises `ValueError` for an unknown exchange, or as `codec_of`."""
+    exchanges: dict[str, Callable[[SparseCodec], Exchange]] = {
+        "auto": Sparse,
+        "gather": Gather,
+        "all_reduce": CompressedAllReduce,
+        "ok_topk": OkTopK,
+    }
     check_one_of(
         "exchange",
         exchange,
-        ("gather", "all_reduce"),
-        "'gather' sends each rank's selection to all; 'all_reduce', for three ranks or more, lets each add up a piece"
-        " and send the largest elements of its mean.",
+        exchanges,
+        "'auto' and 'gather' share the mean of what ranks have selected; 'all_reduce' and 'ok_topk' its largest"
+        " elements, whose bytes hardly grow with the number of ranks.",
     )
-    codec = codec_of(density, scope, values, positions)
-    return Gather(codec) if exchange == "gather" else CompressedAllReduce(codec)
+    return exchanges[exchange](codec_of(density, scope, values, positions))
 
 
 def codec_of(density: Density, scope: Scope, values: ValueName, positions: PositionName) -> SparseCodec:

@@ -79,7 +79,7 @@ def _check_round(step: int, outcomes: Sequence[Outcome], tolerance: float | None
 
 def _on_rank(rank: int, factory: Callable[[], Exchange]) -> list[Outcome]:
     wire = Wire()
-    with _Collectives() as collectives:
+    with _Collectives(wire.rank) as collectives:
         outcomes = _check_sums(factory, wire, torch.float32)
         _check_sums(factory, wire, torch.float64)
         for memories in ([], [ErrorFeedback()]):
@@ -178,8 +178,9 @@ class _Collectives(TorchDispatchMode):
     # Which argument is handed over.
     _HANDED = {"allreduce_": 0, "broadcast_": 0, "_allgather_base_": 1, "allgather_": 1, "alltoall_base_": 1}  # noqa: RUF012
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._rank = rank
         self.names: list[str] = []
         self.handed_bytes = 0
 
@@ -190,6 +191,9 @@ class _Collectives(TorchDispatchMode):
             handed = args[self._HANDED[name]] if name in self._HANDED else []
             for tensor in handed if isinstance(handed, (list, tuple)) else [handed]:
                 self.handed_bytes += tensor.numel() * tensor.element_size()
+            if name == "alltoall_base_" and args[4]:
+                # Of parts of any length, a rank hands none to itself.
+                self.handed_bytes -= args[4][self._rank] * args[1].element_size()
         return func(*args, **(kwargs or {}))
 
     def check(self, ledger: Ledger) -> None:

@@ -39,7 +39,7 @@ from lightning_sparsecomm.sharing.fragments import FragmentedShare
 from lightning_sparsecomm.sharing.gradient_share import GradientShare
 from tests import laws
 from tests.distributed.scenarios import Classifier
-from tests.distributed.summed import summed
+from tests.distributed.summed import in_regions, summed
 
 METHODS: dict[str, Method] = {
     "dense": dense(),
@@ -48,6 +48,9 @@ METHODS: dict[str, Method] = {
     "dgc": dgc(density=0.05, warmup_steps=0),
     "local_adam": local_adam(density=0.05),
     "dgc, summed": summed(dgc, 0.05, warmup_steps=0),
+    "dgc, regions": in_regions(dgc(density=0.05, warmup_steps=0)),
+    "dgc, ok_topk": dgc(density=0.05, warmup_steps=0, exchange="ok_topk"),
+    "local_adam, ok_topk": local_adam(density=0.05, exchange="ok_topk"),
     "dgc, late": dgc(density=0.05, warmup_steps=0, delay=1),
     "local_adam, late": local_adam(density=0.05, delay=1),
     "sketched_sgd": sketched_sgd(0.05, columns=40, candidates=4),

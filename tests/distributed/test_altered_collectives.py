@@ -40,7 +40,7 @@ from lightning_sparsecomm.run.agreement import digest_of
 from lightning_sparsecomm.run.engine import Engine
 from lightning_sparsecomm.sharing import Method
 from tests.distributed.launch import run_ranks
-from tests.distributed.summed import summed
+from tests.distributed.summed import in_regions, summed
 
 STEPS = 6
 
@@ -49,6 +49,7 @@ METHODS: dict[str, Callable[[], Method]] = {
     "gradient_dropping": lambda: gradient_dropping(0.3),
     "local_adam": lambda: local_adam(0.3),
     "dgc, summed": lambda: summed(dgc, 0.5, warmup_steps=0),
+    "dgc, regions": lambda: in_regions(dgc(0.3, warmup_steps=0)),
     "dgc, late": lambda: dgc(0.3, warmup_steps=0, delay=1),
     "local_adam, summed": lambda: summed(local_adam, 0.5),
     "federated_averaging": lambda: federated_averaging(every=2),
@@ -179,7 +180,7 @@ def _attack(rank: int, world_size: int, name: str, seed: int) -> tuple[str, str]
 def outcome_of(tmp_path: Path, name: str, seed: int) -> str:
     """What an attack led to: "no effect", the errors of the ranks, "silent", or "hung or aborted"."""
     # Two ranks do not add up pieces.
-    world_size = 3 if name.endswith(", summed") else 2
+    world_size = 3 if name.endswith((", summed", ", regions")) else 2
     try:
         found = run_ranks(
             tmp_path, world_size, _attack, world_size, name, seed, timeout=20, patience=timedelta(seconds=2)

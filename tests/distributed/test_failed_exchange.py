@@ -36,6 +36,7 @@ from lightning_sparsecomm.exchange import (
     PowerSGD,
     QuantizedAllReduce,
     SketchedTopK,
+    Sparse,
 )
 from lightning_sparsecomm.kernels import Reference, Update, kernels_for
 from lightning_sparsecomm.methods import dgc, gradient_dropping, s2_reducer, sbc, split
@@ -88,6 +89,7 @@ CHAINS: dict[str, Callable[[], list[Memory]]] = {
 EXCHANGES: dict[str, Callable[[], Exchange]] = {
     "gather": lambda: Gather(SparseCodec(TopK(0.1))),
     "gather of any length": lambda: Gather(SparseCodec(TopK(0.1), Float32(), Golomb())),
+    "regions": lambda: Sparse(SparseCodec(TopK(0.1), Float32(), Golomb()), ways=["regions"]),
     "dense": DenseAllReduce,
     "sketch": lambda: SketchedTopK(0.05, columns=300, always_sketch=True),
     "sketch of most": lambda: SketchedTopK(0.3),

@@ -24,6 +24,7 @@ from lightning_sparsecomm.sharing import GradientSync, Method
 from tests import laws
 from tests.distributed.recording import Recording, recorded
 from tests.distributed.scenarios import SCENARIOS, Classifier, Scenario, fit, without_momentum
+from tests.distributed.summed import in_regions
 
 # One scenario of each kind. The others run with the slow tests.
 KINDS = ("plain", "accumulation", "batch_norm", "adversarial", "several_backwards", "unused_by_turns", "bf16_mixed")
@@ -68,6 +69,7 @@ METHODS: dict[str, Method] = {
     "model": gradient_dropping(follow_rate=False, density=0.05),
     "tensor_float16": gradient_dropping(follow_rate=False, density=0.05, scope="tensor", values="float16"),
     "exclude": gradient_dropping(follow_rate=False, density=0.05, exclude=["*.bias"]),
+    "regions": in_regions(gradient_dropping(follow_rate=False, density=0.05)),
     "s2_reducer": s2_reducer(block_density=0.2, block_size=8, follow_rate=False),
     "sketched_sgd": sketched_sgd(0.05, columns=40, candidates=4, momentum_correction=False, follow_rate=False),
     "powersgd": powersgd(rank=2, follow_rate=False),

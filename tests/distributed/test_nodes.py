@@ -30,6 +30,7 @@ from lightning_sparsecomm.testing import run_ranks
 from tests import laws
 from tests.distributed.launch import QUIET
 from tests.distributed.scenarios import CLASSES, FEATURES, SCENARIOS, fit
+from tests.distributed.summed import in_regions
 
 SHAPES = [(30, 7), (30,), (5, 3, 2), (1,), (40, 6), (64,)]
 STEPS = 8
@@ -167,6 +168,7 @@ METHODS: dict[str, tuple[Method, bool]] = {
     "default": (methods.default(), False),
     "default, adam": (methods.default().fallback, True),
     "gradient_dropping": (methods.gradient_dropping(density=0.1, values="float16"), False),
+    "dgc, regions": (in_regions(methods.dgc(density=0.1, warmup_steps=0)), False),
     "powersgd": (methods.powersgd(rank=2), False),
     "quantized": (methods.quantized(), False),
     "random_k": (methods.random_k(0.1), False),

@@ -22,7 +22,7 @@ from lightning_sparsecomm import ParameterAveraging, SparsityWarmup, methods
 from lightning_sparsecomm.sharing import Method
 from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
 from tests.distributed.launch import QUIET, run_ranks
-from tests.distributed.summed import summed
+from tests.distributed.summed import in_regions, summed
 
 FEATURES, CLASSES, BATCH, BATCHES = 12, 5, 4, 6
 
@@ -185,6 +185,8 @@ CASES: dict[str, tuple[Callable[[], Method], dict[str, Any], Callable[[], tuple[
     "dgc, late, two optimizers": (lambda: methods.dgc(0.02, warmup_steps=4, delay=1), {"two": True}, tuple),
     "dgc, summed": (lambda: summed(methods.dgc, 0.2, warmup_steps=4), {}, tuple),
     "local_adam, summed": (lambda: summed(methods.local_adam, 0.2, warmup_steps=4), {"adam": True}, tuple),
+    "dgc, regions": (lambda: in_regions(methods.dgc(0.02, warmup_steps=4)), {}, tuple),
+    "local_adam, ok_topk": (lambda: methods.local_adam(0.05, exchange="ok_topk"), {"adam": True}, tuple),
     "dgc, two optimizers": (lambda: methods.dgc(0.02, warmup_steps=4), {"two": True}, tuple),
     "sbc": (lambda: methods.sbc(0.02, every=4), {"adam": True}, tuple),
     "sbc, two optimizers": (lambda: methods.sbc(0.02, every=5), {"two": True}, tuple),

@@ -25,7 +25,7 @@ def syncs(method: Method) -> list[GradientSync]:
 def test_gradient_dropping_is_top_k_with_error_feedback() -> None:
     (sync,) = syncs(gradient_dropping())
     assert repr(sync.channel) == (
-        "Channel(Gather(SparseCodec(selector=TopK(density=0.01, scope='model'), values=Float32(),"
+        "Channel(Sparse(SparseCodec(selector=TopK(density=0.01, scope='model'), values=Float32(),"
         " indices=RunLength16())), [ErrorFeedback(decay=1.0, follow_rate=True)])"
     )
     (sync,) = syncs(gradient_dropping(error_feedback=False, values="float16", scope="tensor", warmup_steps=5))
