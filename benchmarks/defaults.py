@@ -6,7 +6,8 @@ it ends; `--resume` skips the runs in that file. Prints a Markdown table, and pl
 
 A strategy is `ddp`, `bf16`, `powersgd RANK` (torch's hooks), `sparsecomm`, `sparsecomm_late` (with delay=1),
 `sparsecomm_stale` (the same, but nothing stands in for what is in flight), `sparsecomm_powersgd RANK`,
-`sbc DENSITY EVERY`, or any method as in Python, such as `ok_topk(density=0.08)`. Torch's PowerSGD sends its first two
+`sbc DENSITY EVERY`, or any method as in Python, such as `ok_topk(density=0.08)`. With `on 2 nodes` behind it, ranks are
+divided among so many nodes, which share whole gradients inside; bytes are then those of rank 0 between nodes. Torch's PowerSGD sends its first two
 steps whole; ours the first one, and in the end what waits.
 """
 
@@ -136,8 +137,20 @@ def method_of(text: str) -> Method:
     return method
 
 
-def strategy_of(name: str) -> Any:
+def on_nodes(method: Method, nodes: int, processes: int) -> Any:
+    """A strategy at two levels. Raises `ValueError` unless nodes have equally many processes."""
+    if nodes < 1 or processes % nodes:
+        raise ValueError(f"{processes} processes are not {nodes} equal nodes")
+    size = processes // nodes
+    groups = [list(range(first, first + size)) for first in range(0, processes, size)]
+    return SparseCommStrategy(method, nodes=groups, start_method="fork")
+
+
+def strategy_of(name: str, processes: int = 4) -> Any:
     """The strategy of a row."""
+    method, found, count = name.removesuffix(" nodes").rpartition(" on ")
+    if found and name.endswith(" nodes"):
+        return on_nodes(methods.default() if method == "sparsecomm" else method_of(method), int(count), processes)
     kind, *numbers = name.split()
     if kind == BASELINE:
         return "ddp_fork"
@@ -185,7 +198,7 @@ def run(
         trainer = pl.Trainer(
             accelerator="cpu",
             devices=options.processes,
-            strategy=strategy_of(strategy),
+            strategy=strategy_of(strategy, options.processes),
             max_steps=steps,
             callbacks=[Measure(path, data.held_out)],
             logger=False,
