@@ -8,12 +8,13 @@ from typing import NamedTuple
 import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset, TensorDataset
 
 # The examples are scripts, not a package.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from images import Images, read_fashion_mnist
+from transformer import GPT, read_characters, windows
 from words import read_words
 
 EXCERPT = Path(__file__).resolve().parent.parent / "examples" / "shakespeare-excerpt.txt"
@@ -91,40 +92,6 @@ class WordLSTM(nn.Module):
         return scores
 
 
-class Layer(nn.Module):
-    """Causal attention and a two-layer perceptron, each with a normalization before it and a residual connection."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.before_attention, self.before_linear = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attend = nn.Linear(width, 3 * width)
-        self.attended = nn.Linear(width, width)
-        self.linear = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts = self.attend(self.before_attention(x)).unflatten(-1, (3, self.heads, -1))
-        query, key, value = parts.permute(2, 0, 3, 1, 4)
-        mixed = scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.attended(mixed.transpose(1, 2).flatten(2))
-        out: Tensor = x + self.linear(self.before_linear(x))
-        return out
-
-
-class GPT(nn.Module):
-    """A character model of 6 layers, 6 heads and 384 dimensions: 10.7 million parameters."""
-
-    def __init__(self, symbols: int, length: int) -> None:
-        super().__init__()
-        self.symbols, self.positions = nn.Embedding(symbols, 384), nn.Embedding(length, 384)
-        self.layers = nn.Sequential(*(Layer(384, 6) for _ in range(6)), nn.LayerNorm(384))
-        self.output = nn.Linear(384, symbols)
-
-    def forward(self, x: Tensor) -> Tensor:
-        scores: Tensor = self.output(self.layers(self.symbols(x) + self.positions.weight[: x.shape[1]]))
-        return scores
-
-
 class Loaded(NamedTuple):
     """A data set in memory.
 
@@ -167,23 +134,12 @@ def load_images(folder: Path, text: Path) -> Loaded:
 
 def load_words(folder: Path, text: Path) -> Loaded:
     words = read_words(text).text
-    return Loaded(_windows(words.train, LENGTH), words.symbols)
+    return Loaded(windows(words.train, LENGTH), words.symbols)
 
 
 def load_characters(folder: Path, text: Path) -> Loaded:
-    characters = text.read_text(encoding="utf-8")
-    known = {character: number for number, character in enumerate(sorted(set(characters)))}
-    return Loaded(_windows(torch.tensor([known[character] for character in characters]), CHARACTERS), len(known))
-
-
-def _windows(sequence: Tensor, length: int) -> Dataset[tuple[Tensor, ...]]:
-    """Consecutive pieces of a text as inputs, and the same shifted by one symbol as targets."""
-    count = (len(sequence) - 1) // length
-    if count < 1:
-        raise ValueError(f"the text must have at least {length + 1} symbols; got {len(sequence)}. Name a longer text.")
-    return TensorDataset(
-        sequence[: count * length].view(count, length), sequence[1 : count * length + 1].view(count, length)
-    )
+    characters = read_characters(text)
+    return Loaded(windows(characters.numbers, CHARACTERS), characters.symbols)
 
 
 MODELS = {

@@ -15,8 +15,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 from learning import images_of
-from models import Layer
 from torch import Tensor, nn
+from transformer import Layer
 
 CHARACTERS = 32
 """Of a window of text; each is predicted from those before it."""

@@ -339,3 +339,19 @@ def test_runs_of_other_data_or_options_are_not_gone_on_with(tmp_path: Path, monk
         text.write_text("A text " * 10_000)
         with pytest.raises(ValueError, match=r"holds runs with other settings: \w+_sha256\. Name another --output"):
             stored.load(numbers, described(), resume=True)
+
+
+@pytest.mark.slow
+def test_gpt_goes_on_with_rows_that_it_has(tmp_path: Path) -> None:
+    arguments = ["--processes=2", "--link=0", "--steps=8", "--every=4", "--delay=1", "--width=32", "--layers=1"]
+    arguments += ["--batch-size=2", "--output=out"]
+    run_example("gpt.py", *arguments, "--rows", "streamed_sparse_loco", folder=tmp_path)
+    output = run_example("gpt.py", *arguments, "--rows", "streamed_sparse_loco", "ddp", "--resume", folder=tmp_path)
+    assert output.count("step     8 of 8") == 1
+    streamed, ddp = json.loads((tmp_path / "out" / "gpt.json").read_text())["runs"]
+    assert (streamed["row"], ddp["row"]) == ("streamed_sparse_loco", "ddp")
+    for run in (streamed, ddp):
+        assert [point["steps"] for point in run["points"]] == [4, 8]
+        assert run["points"][1]["loss"] < run["points"][0]["loss"] < 5
+    assert 1000 < 50 * streamed["points"][1]["sent_bytes"] < ddp["points"][1]["sent_bytes"]
+    assert re.search(r"^ddp +8 ", output, re.MULTILINE) and (tmp_path / "out" / "gpt.png").exists()
