@@ -6,6 +6,7 @@ from lightning_sparsecomm.exchange.base import PlainExchange as PlainExchange
 from lightning_sparsecomm.exchange.base import SparseExchange as SparseExchange
 from lightning_sparsecomm.exchange.block import BlockReduce as BlockReduce
 from lightning_sparsecomm.exchange.compressed import CompressedAllReduce as CompressedAllReduce
+from lightning_sparsecomm.exchange.contributions import GatherContributions as GatherContributions
 from lightning_sparsecomm.exchange.dense import DenseAllReduce as DenseAllReduce
 from lightning_sparsecomm.exchange.gather import Gather as Gather
 from lightning_sparsecomm.exchange.ok_topk import OkTopK as OkTopK

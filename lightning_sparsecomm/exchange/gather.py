@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -35,6 +36,9 @@ class Gather(Exchange):
         compressor: Turns the vector into bytes.
     """
 
+    may_reduce: ClassVar[bool] = True
+    """Whether what was selected may be all-reduced: not where more than its mean is needed."""
+
     def __init__(self, compressor: Compressor) -> None:
         self.compressor = compressor
 
@@ -47,7 +51,8 @@ class Gather(Exchange):
             payload = seal(Envelope(body, None if all(x.present) else list(x.present), x.nonfinite_segment), layout)
         capacity = padded_bytes(self.compressor, payload.numel(), context, wire, payload.device)
         all_bytes = values.element_size() * (values.numel() + len(layout.segments))
-        if link_bytes("all_gather", capacity, wire.world_size) > link_bytes("all_reduce", all_bytes, wire.world_size):
+        fewer = link_bytes("all_reduce", all_bytes, wire.world_size)
+        if self.may_reduce and link_bytes("all_gather", capacity, wire.world_size) > fewer:
             return self._reduced(x, body, context, wire)
         if payload.numel() < capacity:
             payload = torch.cat([payload, payload.new_zeros(capacity - payload.numel())])
@@ -64,19 +69,29 @@ class Gather(Exchange):
         # Open all before using any: ranks agree on which error comes first, and nothing is half done.
         envelopes = [open_envelope(gathered[rank], layout, rank) for rank in range(wire.world_size)]
         present = read_envelopes(envelopes, context)
-        own: list[SparseVector | Tensor] = []
 
         def vectors() -> Iterator[SparseVector | Tensor]:
             for rank, received in enumerate(envelopes):
                 here = () if x.carries else received.present
-                vector = masked(decoded(self.compressor, received.body, layout.size, rank, device), here, layout)
-                if rank == wire.rank:
+                yield masked(decoded(self.compressor, received.body, layout.size, rank, device), here, layout)
+
+        shared, sent = self.combined(vectors(), wire.rank, x.values.dtype)
+        count_clamped(sent, self.compressor, wire)
+        return Exchanged(shared, sent, present)
+
+    def combined(
+        self, vectors: Iterator[SparseVector | Tensor], rank: int, dtype: torch.dtype
+    ) -> tuple[SparseVector | Tensor, SparseVector | Tensor]:
+        """What all share, in `dtype`, of what each rank has sent; and what this `rank` has sent of it."""
+        own: list[SparseVector | Tensor] = []
+
+        def noting() -> Iterator[SparseVector | Tensor]:
+            for number, vector in enumerate(vectors):
+                if number == rank:
                     own.append(vector)
                 yield vector
 
-        shared = mean(vectors(), x.values.dtype)
-        count_clamped(own[0], self.compressor, wire)
-        return Exchanged(shared, own[0], present)
+        return mean(noting(), dtype), own[0]
 
     def _reduced(self, x: Vector, body: Tensor, context: Round, wire: Wire) -> Exchanged:
         """The mean of what ranks have selected, each as its payload decodes."""

@@ -10,7 +10,7 @@ from lightning_sparsecomm.basis.arguments import check_booleans, is_number
 from lightning_sparsecomm.basis.schedules import Density, Every
 from lightning_sparsecomm.channel import Channel, ErrorFeedback
 from lightning_sparsecomm.codecs import Auto, ChunkTopK, Golomb, OneSidedTopK, SharedMean, SparseCodec, TwoBit
-from lightning_sparsecomm.exchange import DenseAllReduce, Gather
+from lightning_sparsecomm.exchange import DenseAllReduce, Gather, GatherContributions
 from lightning_sparsecomm.exchange.dense import WireDtype
 from lightning_sparsecomm.sharing import DeltaSync, Method
 from lightning_sparsecomm.sharing.outer import OuterOptimizer
@@ -222,6 +222,9 @@ class sparse_loco(Method):
         every: Optimizer steps between two exchanges, or a schedule of it.
         density: Fraction of each chunk's elements sent, in (0, 1], or a schedule of it.
         chunk: Elements in a chunk; no chunk spans two tensors.
+        tiles: Whether chunks of matrices are squares, 64 × 64 for 4,096.
+        of_senders: Whether a change is the mean over those ranks that sent it, and not over all.
+        clip_to_median: Whether a rank's change is scaled down to the median of all ranks' norms.
         decay: Fraction of the residual kept from one exchange to the next, in (0, 1].
         outer_lr: Factor on the mean change; 1 adds it unchanged.
         buffers: What happens to floating-point buffers: "average" in each exchange, "own" for each rank, or "broadcast"
@@ -246,11 +249,17 @@ class sparse_loco(Method):
         fragments: int = 1,
         delay: int = 0,
         mix: Mix = "keep",
+        tiles: bool = False,
+        of_senders: bool = False,
+        clip_to_median: bool = False,
     ) -> None:
         _check_rate(outer_lr, 1)
-        codec = SparseCodec(ChunkTopK(density, chunk), TwoBit(192), Auto())
+        codec = SparseCodec(ChunkTopK(density, chunk, tiles), TwoBit(192), Auto())
+        exchange = (
+            GatherContributions(codec, of_senders, clip_to_median) if of_senders or clip_to_median else Gather(codec)
+        )
         outer = partial(torch.optim.SGD, lr=outer_lr) if outer_lr != 1 else None
-        channel = Channel(Gather(codec), [ErrorFeedback(decay)])
+        channel = Channel(exchange, [ErrorFeedback(decay)])
         super().__init__([DeltaSync(channel, every, outer, buffers=buffers, fragments=fragments, delay=delay, mix=mix)])
 
 

@@ -1,11 +1,15 @@
 """The largest elements of every chunk."""
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
 
-from lightning_sparsecomm.basis.arguments import check_whole_number
+from lightning_sparsecomm.basis.arguments import check_booleans, check_whole_number
+from lightning_sparsecomm.basis.layout import Segment
 from lightning_sparsecomm.basis.rounds import Round
 from lightning_sparsecomm.basis.schedules import Density, check_density
 from lightning_sparsecomm.codecs.selectors.base import Selector, k_of
@@ -15,13 +19,15 @@ from lightning_sparsecomm.codecs.selectors.base import Selector, k_of
 class ChunkTopK(Selector):
     """Selects the elements of largest magnitude in every chunk of every tensor.
 
-    A chunk is `chunk` consecutive elements of a tensor; the last one may have fewer. Of m elements, exactly the
+    A chunk is `chunk` consecutive elements of a tensor; the last one may have fewer. With `tiles`, a chunk of a matrix
+    is a square of √chunk × √chunk, less at its right and lower edges. A tensor of more dimensions counts as a matrix of
+    its first one, and one of a single dimension has chunks. Of m elements, exactly the
     min(k, non-zeros) largest are sent, with k = min(m, max(1, round(density·m))). Zeros are never sent. `torch.topk`
     breaks ties for the last places, possibly differently on different devices; ranks need not agree, as each sends the
     positions it chose. Exact and biased, like `TopK`, but every part of a tensor is represented.
 
     Source: SparseLoCo (Sarfi et al. 2025), with 64 of 4096. Here a chunk is consecutive in row-major order, whatever
-    the tensor's shape.
+    the tensor's shape; the public code has tiles.
 
     >>> from lightning_sparsecomm.basis.layout import Layout
     >>> x = torch.tensor([3.0, -4.0, 0.0, 2.0, -0.5, 1.0])
@@ -31,38 +37,75 @@ class ChunkTopK(Selector):
     Args:
         density: Fraction of each chunk to send, in (0, 1], or a schedule of it.
         chunk: Elements in a chunk.
+        tiles: Whether chunks of matrices are squares.
 
     Raises:
-        ValueError: `density` is outside (0, 1], or `chunk` is not a whole number of at least 1.
-        TypeError: `density` is neither a number nor a schedule.
+        ValueError: `density` is outside (0, 1], or `chunk` is not a whole number of at least 1, or with `tiles` no
+            square.
+        TypeError: `density` is neither a number nor a schedule, or `tiles` neither True nor False.
     """
 
     density: Density = 1 / 64
     chunk: int = 4096
+    tiles: bool = False
 
     def __post_init__(self) -> None:
         check_density("density", self.density)
         check_whole_number("chunk", self.chunk, 1, "the elements in a chunk", "Use 4096, as the paper does.")
+        check_booleans(tiles=self.tiles)
+        if self.tiles and math.isqrt(self.chunk) ** 2 != self.chunk:
+            raise ValueError(f"chunk must be a square number with tiles=True; got {self.chunk}. Use 4096, 64 × 64.")
 
     def select(self, x: Tensor, context: Round) -> Tensor:
-        parts = []
         density = context.density(self.density)
-        for segment in context.layout.segments:
-            stretch = x[segment.offset : segment.offset + segment.size]
-            chunks, rest = divmod(segment.size, self.chunk)
-            whole = segment.size - rest
-            if chunks:
-                rows = stretch[:whole].view(chunks, self.chunk)
-                parts.append(_largest_in_rows(rows, k_of(density, self.chunk)).add_(segment.offset))
-            if rest:
-                last = _largest_in_rows(stretch[None, whole:], k_of(density, rest))
-                parts.append(last.add_(segment.offset + whole))
+        parts = [
+            _largest_in_tiles(x[segment.offset : segment.offset + segment.size].view(matrix), tile, density)
+            + segment.offset
+            for segment, matrix, tile in self._tiled(context)
+        ]
         return torch.cat(parts) if parts else x.new_empty(0, dtype=torch.int64)
 
     def count(self, context: Round) -> int:
         density = context.density(self.density)
-        counts = (divmod(segment.size, self.chunk) for segment in context.layout.segments)
-        return sum(chunks * k_of(density, self.chunk) + k_of(density, rest) for chunks, rest in counts)
+        return sum(
+            (bottom - top) // height * ((right - left) // width) * k_of(density, height * width)
+            for _, matrix, tile in self._tiled(context)
+            for (top, bottom, height), (left, right, width) in product(*map(_cuts, matrix, tile))
+        )
+
+    def _tiled(self, context: Round) -> Iterator[tuple[Segment, tuple[int, int], tuple[int, int]]]:
+        """Each tensor as a matrix, and the shape of its tiles; chunks are those of a matrix with one row."""
+        side = math.isqrt(self.chunk)
+        for segment in context.layout.segments:
+            rows = segment.shape[0] if segment.size and len(segment.shape) > 1 else 1
+            if self.tiles and rows > 1:
+                yield segment, (rows, segment.size // rows), (side, side)
+            else:
+                yield segment, (1, segment.size), (1, self.chunk)
+
+
+def _cuts(length: int, tile: int) -> list[tuple[int, int, int]]:
+    """Whole tiles and the rest: where each begins and ends, and how long a tile is in it."""
+    whole = length - length % tile
+    return [(begin, end, min(tile, end - begin)) for begin, end in ((0, whole), (whole, length)) if begin < end]
+
+
+def _largest_in_tiles(matrix: Tensor, tile: tuple[int, int], density: float) -> Tensor:
+    """Sorted positions, in the flattened matrix, of the largest magnitudes of each tile."""
+    columns = matrix.shape[1]
+    found = []
+    for (top, bottom, height), (left, right, width) in product(*map(_cuts, matrix.shape, tile)):
+        part = matrix[top:bottom, left:right]
+        blocks = part.unflatten(0, (-1, height)).unflatten(2, (-1, width)).transpose(1, 2)
+        at = _largest_in_rows(blocks.reshape(-1, height * width), k_of(density, height * width))
+        # Where that is: block by block, and row by row in each.
+        block, within = at // (height * width), at % (height * width)
+        across = (right - left) // width
+        row = top + block // across * height + within // width
+        found.append(row * columns + left + block % across * width + within % width)
+    if len(found) == 1 and matrix.shape[0] == 1:
+        return found[0]
+    return torch.cat(found).sort().values if found else matrix.new_empty(0, dtype=torch.int64)
 
 
 def _largest_in_rows(rows: Tensor, k: int) -> Tensor:

@@ -50,6 +50,31 @@ def test_chunks_of_long_tensors():
         assert (selected[64 * chunk : 64 * (chunk + 1)] - 4096 * chunk).tolist() == expected
 
 
+@pytest.mark.parametrize("shape", [(64, 64), (7, 5), (9, 2, 5), (4, 4), (1, 30), (30, 1), (13,), (), (12, 8)])
+def test_tiles_select_the_largest_of_each_square(shape):
+    side, density = 4, 0.25
+    layout = Layout([("bias", (3,)), ("weight", shape)])
+    x = torch.randn(layout.size, generator=torch.Generator().manual_seed(5))
+    x[4::7] = 0
+    selector, context = ChunkTopK(density, side * side, tiles=True), Round(layout)
+    selected = selector.select(x, context)
+    assert bool((selected.diff() > 0).all())
+    # The bias is one short chunk.
+    expected, most = {int(x[:3].abs().argmax())}, 1
+    numbers = np.arange(3, layout.size)
+    matrix = numbers.reshape(shape[0], -1) if len(shape) > 1 and shape[0] > 1 else numbers.reshape(1, -1)
+    height, width = (side, side) if matrix.shape[0] > 1 else (1, side * side)
+    for top in range(0, matrix.shape[0], height):
+        for left in range(0, matrix.shape[1], width):
+            tile = matrix[top : top + height, left : left + width].ravel()
+            wanted = max(1, round(density * tile.size))
+            most += wanted
+            ordered = sorted(tile, key=lambda i: -abs(float(x[i])))
+            expected |= {int(i) for i in ordered[:wanted] if x[i] != 0}
+    assert set(selected.tolist()) == expected
+    assert selector.count(context) == most
+
+
 def test_density_of_chunks_follows_a_schedule():
     x = torch.arange(1.0, 1001.0)
     layout = Layout([("weight", (1000,))])
@@ -72,3 +97,10 @@ def test_density_of_chunks_follows_a_schedule():
 def test_chunks_refuse_arguments_when_built(density, chunk, error, text):
     with pytest.raises(error, match=text):
         ChunkTopK(density, chunk)
+
+
+def test_tiles_are_squares():
+    with pytest.raises(ValueError, match="chunk must be a square number with tiles=True; got 4097"):
+        ChunkTopK(0.5, 4097, tiles=True)
+    with pytest.raises(TypeError, match="tiles must be True or False"):
+        ChunkTopK(0.5, 4096, tiles=1)
