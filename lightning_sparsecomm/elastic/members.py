@@ -5,6 +5,9 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+# Replicas whose steps differ by less make equally many: it may be chance.
+_ALIKE = 0.9
+
 NOTHING = ""
 """The state of a replica that shares nothing with others yet."""
 
@@ -19,6 +22,8 @@ class Offer(NamedTuple):
         step: Optimizer steps finished before the one it belongs to.
         epoch: Epochs finished, including a fraction.
         length: Optimizer steps of the whole run; infinite where unknown.
+        trained: Optimizer steps that this replica has made since its last exchange.
+        step_seconds: Seconds that it takes for one; 0 where unknown.
     """
 
     optimizer: int
@@ -27,6 +32,8 @@ class Offer(NamedTuple):
     step: int
     epoch: float
     length: float
+    trained: int = 0
+    step_seconds: float = 0.0
 
     @property
     def last(self) -> bool:
@@ -128,6 +135,29 @@ def plan_of(members: Sequence[Member], meeting: int) -> Plan:
     made = [offer for offer in offers if offer is not None]
     ends = any(offer.last for offer in made)
     return Plan(state, round_, healthy, joining, refused, made[0] if made else None, ends)
+
+
+def weights_of(members: Sequence[Member], plan: Plan) -> dict[int, float]:
+    """For each rank that exchanges, the factor of its change in the mean: its steps by the mean of all of theirs."""
+    trained = {}
+    for rank in plan.healthy:
+        offer, counted = members[rank].offer, members[rank].pending == plan.state
+        # One that commits only now has trained nothing since.
+        trained[rank] = 0 if offer is None or counted else offer.trained
+    mean = sum(trained.values()) / len(trained)
+    return {rank: steps / mean if mean else 1.0 for rank, steps in trained.items()}
+
+
+def pace_of(rank: int, members: Sequence[Member], plan: Plan) -> float:
+    """The part of a round's steps that a replica makes, so that it takes as long as the fastest one's; 1 for nearly
+    all."""
+    offers = [members[each].offer for each in plan.healthy]
+    known = [offer.step_seconds for offer in offers if offer is not None and offer.step_seconds > 0]
+    offer = members[rank].offer
+    if offer is None or not offer.step_seconds or not known:
+        return 1.0
+    pace = min(known) / offer.step_seconds
+    return 1.0 if pace > _ALIKE else pace
 
 
 def successor(state: str, names: Sequence[str], meeting: int) -> str:

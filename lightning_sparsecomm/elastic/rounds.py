@@ -60,7 +60,7 @@ class Rounds:
         """The name of the state that `made` leads to; `NOTHING` for none."""
         return NOTHING if self.made is None else self.made.state
 
-    def make(self, plan: Plan, offer: Offer, names: Sequence[str], turn: Turn) -> Made:
+    def make(self, plan: Plan, offer: Offer, names: Sequence[str], turn: Turn, weight: float = 1.0) -> Made:
         """Exchanges, and confirms that all have the result. A collective of those that share the state of the plan.
 
         If an exchange fails, it is taken back; if confirming fails, it stays in `made`.
@@ -70,6 +70,7 @@ class Rounds:
             offer: What to exchange.
             names: Of those that exchange.
             turn: This replica's own, whose moment, step, epoch and length the offer replaces.
+            weight: The factor of this replica's change in the mean.
 
         Raises:
             LostPeerError: A replica is gone, or could not finish.
@@ -85,6 +86,7 @@ class Rounds:
         with self._wire.among(group, plan.healthy, self._quorum.rank), torch.no_grad():
             try:
                 for unit in units:
+                    unit.weight = weight
                     unit.prepare(turn)
                 for unit in units:
                     unit.exchange()

@@ -9,8 +9,9 @@ from torch import Tensor
 from lightning_sparsecomm.basis.digests import digest_of
 from lightning_sparsecomm.basis.ledger import JOINING, MEMBERSHIP
 from lightning_sparsecomm.elastic.joining import Joining
-from lightning_sparsecomm.elastic.members import NOTHING, Member, Offer, Plan, plan_of
+from lightning_sparsecomm.elastic.members import NOTHING, Member, Offer, Plan, pace_of, plan_of, weights_of
 from lightning_sparsecomm.elastic.membership import Change, Membership
+from lightning_sparsecomm.elastic.pace import Pace
 from lightning_sparsecomm.elastic.quorum import Quorum
 from lightning_sparsecomm.elastic.rounds import Rounds
 from lightning_sparsecomm.elastic.units import units_of
@@ -44,6 +45,7 @@ class ElasticTurns(Turns):
         setup: By topic, a digest of what must be equal on all replicas.
         tell: Called with each change of members on the replica that leads.
         stop: Called after the last exchange of a replica's run, with which all end.
+        adapts: Whether a slow replica makes fewer steps between exchanges than the fastest one.
 
     Attributes:
         state: The name of what this replica shares with others; `NOTHING` before it has met any.
@@ -61,6 +63,7 @@ class ElasticTurns(Turns):
         setup: dict[str, str],
         tell: Callable[[Change], None],
         stop: Callable[[], None],
+        adapts: bool = False,
     ) -> None:
         super().__init__(engine.registry, engine.replicas)
         self.state, self.round, self.leads = NOTHING, 0, False
@@ -71,6 +74,7 @@ class ElasticTurns(Turns):
         self._setup = setup
         self._tell = tell
         self._stop = stop
+        self._adapts, self._pace = adapts, Pace()
         self._rounds = Rounds(engine.registry, engine.replicas, wire, quorum)
         # The optimizer that is in a step, and whether that step is still to be counted.
         self._current: tuple[TrackedOptimizer, Turn] | None = None
@@ -85,6 +89,7 @@ class ElasticTurns(Turns):
         units, of_due = units_of(tracked), units_of(tracked, due)
         wanted = [number for number, unit in enumerate(units) if unit in of_due and unit.due(turn)]
         self._current = tracked, turn
+        self._pace.end(max((units[number].steps for number in wanted), default=0))
         try:
             with self._leaving_on_error():
                 while wanted:
@@ -96,6 +101,7 @@ class ElasticTurns(Turns):
                             wanted = [number for number in wanted if number not in each.units]
         finally:
             self._current = None
+            self._pace.begin()
 
     def settle_buffers(self, tracked: TrackedOptimizer, turn: Turn) -> None:
         """Averages buffers if forward passes have changed them since the last exchange; an offer without units."""
@@ -114,7 +120,11 @@ class ElasticTurns(Turns):
         """Does nothing: `take` has averaged them, before it committed."""
 
     def _offer(self, tracked: TrackedOptimizer, units: Sequence[int], turn: Turn) -> Offer:
-        return Offer(tracked.number, units, turn.moment, turn.step, turn.epoch, turn.length)
+        of_model = units_of(tracked)
+        trained = max((of_model[number].steps for number in units), default=0)
+        return Offer(
+            *(tracked.number, units, turn.moment, turn.step, turn.epoch, turn.length), trained, self._pace.seconds
+        )
 
     def _meet(self, offer: Offer | None) -> tuple[bool, list[Offer]]:
         """One meeting: whether this replica has got the state from another, and what it has exchanged.
@@ -133,7 +143,7 @@ class ElasticTurns(Turns):
                 return True, done
             self.state, self.round = plan.state, plan.round
             if plan.offer is not None:
-                self._exchange(plan, plan.offer, [members[rank].name for rank in plan.healthy])
+                self._exchange(plan, plan.offer, members)
                 done.append(plan.offer)
             if self.leads and plan.joining:
                 self._send(plan)
@@ -182,11 +192,15 @@ class ElasticTurns(Turns):
         if change is not None and self.leads:
             self._tell(change)
 
-    def _exchange(self, plan: Plan, offer: Offer, names: Sequence[str]) -> None:
+    def _exchange(self, plan: Plan, offer: Offer, members: Sequence[Member]) -> None:
         """Makes an exchange with all that share the same state, and commits to it. A collective of these."""
         assert self._current is not None
-        made = self._rounds.make(plan, offer, names, self._current[1])
+        rank, names = self._quorum.rank, [members[each].name for each in plan.healthy]
+        made = self._rounds.make(plan, offer, names, self._current[1], weights_of(members, plan)[rank])
         self._rounds.commit()
+        if self._adapts:
+            for unit in made.units:
+                unit.pace = pace_of(rank, members, plan)
         self.state, self.round = made.state, plan.round + 1
         if plan.ends:
             self._stop()

@@ -6,8 +6,9 @@ import socket
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from lightning_sparsecomm.basis.arguments import plain_for_command_lines
+from lightning_sparsecomm.basis.arguments import check_booleans, plain_for_command_lines
 from lightning_sparsecomm.basis.groups import join_alone
+from lightning_sparsecomm.basis.parts import parts_in
 from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.elastic.joining import Joining
 from lightning_sparsecomm.elastic.membership import Change
@@ -58,6 +59,7 @@ class ElasticTrainerMixin(TrainerMixin):
         replica: str | None = None,
         exchange_timeout: timedelta = timedelta(minutes=5),
         patience: timedelta = timedelta(hours=1),
+        adapt_steps: bool = False,
         **kwargs: Any,
     ) -> None:
         """Takes the method, and how to find the other replicas.
@@ -71,6 +73,8 @@ class ElasticTrainerMixin(TrainerMixin):
             exchange_timeout: How long replicas wait in an exchange for one that does not answer. Then they repeat it
                 without it.
             patience: How long a replica waits for others to come to an exchange.
+            adapt_steps: Whether a replica that is slower than the fastest one makes fewer steps between exchanges, so
+                that none waits for it. Changes count by the steps behind them in any case.
             **kwargs: Options of DDPStrategy and of DistributedDataParallel.
 
         Raises:
@@ -83,6 +87,12 @@ class ElasticTrainerMixin(TrainerMixin):
             load_torchft()
             method = method if method is not None else sparse_loco()
             _check_syncs(method)
+            check_booleans(adapt_steps=adapt_steps)
+            if adapt_steps and any(sync.fragments > 1 for sync in parts_in(method, DeltaSync)):
+                raise ValueError(
+                    "adapt_steps must be False with fragments: each is exchanged at steps of its own, which all"
+                    " replicas must make. Leave fragments out."
+                )
             if kwargs.pop("uneven_inputs", False):
                 raise ValueError(
                     "uneven_inputs must be False with replicas that come and go: each has its own number of batches."
@@ -102,6 +112,7 @@ class ElasticTrainerMixin(TrainerMixin):
         self.replica = replica if replica is not None else f"{socket.gethostname()}-{os.getpid()}"
         self.exchange_timeout = exchange_timeout
         self.patience = patience
+        self.adapt_steps = adapt_steps
 
     def _make_wire(self) -> Wire:
         return ElasticWire()
@@ -146,7 +157,9 @@ class ElasticTrainerMixin(TrainerMixin):
         quorum = Quorum(self.replica, address, timeout, self.patience, lambda words: say(words, trainer))
         wire.closing.append(quorum.close)
         joining = Joining(engine, lambda: progress_of(trainer), self._follow)
-        self.turns = engine.turns = ElasticTurns(engine, wire, quorum, joining, self._facts(), self._tell, self._stop)
+        self.turns = engine.turns = ElasticTurns(
+            *(engine, wire, quorum, joining, self._facts(), self._tell, self._stop), self.adapt_steps
+        )
         self._beginning = True
         self.turns.begin()
         self._beginning = False

@@ -45,7 +45,12 @@ class DeltaShare(Share):
         anchors: By parameter name, the weights that all ranks share, in float32 or wider; noted before the first step.
         steps: Optimizer steps since the last exchange.
         outer: Moves the anchors; None where the mean of the changes is added to them.
+        weight: The factor of this rank's change in the mean, where ranks do not count alike.
+        pace: The part of `every` steps that this rank makes between exchanges, where ranks are not equally fast.
     """
+
+    weight: float = 1.0
+    pace: float = 1.0
 
     def __init__(
         self, sync: Delayed, optimizer: Optimizer, parameters: NamedParameters, wire: Wire, fragment: int = 0
@@ -70,7 +75,7 @@ class DeltaShare(Share):
         if turn.moment == "weights":
             every, count = every_at(self.sync.every, turn.step, turn.epoch), self.sync.fragments
             if count == 1:
-                return self.steps >= every
+                return self.steps >= max(1, round(every * self.pace))
             return self.steps > 0 and is_due(turn.step, every, self._fragment, count)
         return turn.moment == "end" and self.steps > 0
 
@@ -111,6 +116,9 @@ class DeltaShare(Share):
             anchored = self._anchored()
             changes = [None if name in left_out else change_in(*pair) for name, pair in zip(names, anchored)]
             self._changed = [pair for pair, change in zip(anchored, changes) if change is pair[0]]
+            if self.weight != 1:
+                # Not in place: `take_back` needs the changes as they were.
+                changes = [None if change is None else change * self.weight for change in changes]
             self.channel.prepare(changes, self._context(turn, "weight update"), self.wire.under(UPDATES))
 
     def exchange(self) -> None:

@@ -6,11 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lightning_sparsecomm import methods
 from tests.elastic.replicas import Replica, lighthouse, needs_torchft, replicas
 from tests.elastic.training import (
+    be_slow,
     die_in_round,
     die_while_sending,
     doubt_in_round,
@@ -84,6 +86,20 @@ def test_one_is_killed_and_started_again(method: Any) -> None:
     # The new one has taken part in fewer rounds itself, and got the rest.
     assert results[2]["round"] == results[0]["round"]
     assert results[2]["handed"]["weight updates"] < results[0]["handed"]["weight updates"]
+
+
+def test_a_slow_one_makes_fewer_steps_between_exchanges() -> None:
+    with lighthouse() as address, replicas() as start:
+        results = [each.hear() for each in together(start, address, DILOCO, {"b": be_slow}, adapt_steps=True)]
+    assert all(each["weights"].keys() == results[0]["weights"].keys() for each in results)
+    assert len({each["round"] for each in results}) == 1
+    a, b, c = (each["steps"] for each in results)
+    # Twelve rounds; in the first one nobody knows how fast it is.
+    assert max(a, c) == 60
+    assert 12 <= b <= 30
+    for result in results:
+        for name in ("network.0.weight", "network.3.bias"):
+            assert np.array_equal(result["weights"][name], results[0]["weights"][name])
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from lightning_sparsecomm.elastic.members import NOTHING, Member, Offer, plan_of, successor
+from lightning_sparsecomm.elastic.members import NOTHING, Member, Offer, pace_of, plan_of, successor, weights_of
 
 OFFER = Offer(0, [0], "weights", 9, 0.5, 100)
 
@@ -71,6 +71,30 @@ def test_an_exchange_that_one_has_committed_all_commit() -> None:
 def test_an_exchange_that_nobody_has_committed_is_repeated() -> None:
     plan = plan_of([member("a", pending="t"), member("c", pending="t")], 1)
     assert (plan.state, plan.healthy, plan.offer) == ("s", [0, 1], OFFER)
+
+
+def _after(steps: int, seconds: float = 0.0, **options: object) -> Member:
+    return member("a", offer=OFFER._replace(trained=steps, step_seconds=seconds), **options)  # type: ignore[arg-type]
+
+
+def test_changes_count_by_the_steps_behind_them() -> None:
+    members = [_after(10), _after(30), member("c", NOTHING, 0, offer=None)]
+    assert weights_of(members, plan_of(members, 1)) == {0: 0.5, 1: 1.5}
+    alike = [_after(7), _after(7), _after(7)]
+    assert weights_of(alike, plan_of(alike, 1)) == dict.fromkeys(range(3), 1.0)
+    nothing = [_after(0), _after(0)]
+    assert weights_of(nothing, plan_of(nothing, 1)) == {0: 1.0, 1: 1.0}
+
+
+def test_one_that_commits_only_now_has_trained_nothing_since() -> None:
+    members = [_after(10, pending="t"), _after(10, state="t", round_=4)]
+    assert weights_of(members, plan_of(members, 1)) == {0: 0.0, 1: 2.0}
+
+
+def test_the_pace_is_that_of_the_fastest() -> None:
+    members = [_after(10, 0.1), _after(10, 0.4), _after(10, 0.105), _after(10)]
+    plan = plan_of(members, 1)
+    assert [pace_of(rank, members, plan) for rank in range(4)] == [1.0, 0.25, 1.0, 1.0]
 
 
 def test_those_set_up_otherwise_are_refused() -> None:

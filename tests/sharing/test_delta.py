@@ -114,6 +114,30 @@ def test_a_change_that_is_not_finite_is_named_and_lost(wire: Wire) -> None:
     assert torch.equal(weights(module), start)
 
 
+def test_a_change_counts_by_its_weight(wire: Wire) -> None:
+    module, share = started(DeltaSync(Channel(Gather(SparseCodec(TopK(0.5))), [ErrorFeedback()])), wire)
+    start = weights(module)
+    share.weight = 0.25
+    step(module, share)
+    share.prepare(Turn("weights", 3))
+    share.exchange()
+    share.take_back()
+    torch.testing.assert_close(weights(module), start + 1)
+    assert (share.steps, share.residual_norm()) == (1, pytest.approx(0, abs=1e-6))
+    turn(share)
+    moved = weights(module) - start
+    assert moved.count_nonzero() == 4
+    torch.testing.assert_close(moved[moved != 0], torch.full((4,), 0.25))
+    assert share.residual_norm() == pytest.approx(0.25 * 2)
+
+
+def test_a_slow_rank_is_due_earlier(wire: Wire) -> None:
+    _, share = started(DeltaSync(Channel(DenseAllReduce()), every=10), wire)
+    for share.pace, needed in ((1.0, 10), (0.54, 5), (0.01, 1)):
+        for share.steps in range(12):
+            assert share.due(Turn("weights", share.steps)) == (share.steps >= needed)
+
+
 def test_what_was_not_sent_is_sent_later(wire: Wire) -> None:
     module, share = started(DeltaSync(Channel(Gather(SparseCodec(TopK(0.5))), [ErrorFeedback()])), wire)
     start = weights(module)
