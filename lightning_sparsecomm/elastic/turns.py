@@ -93,7 +93,7 @@ class ElasticTurns(Turns):
         try:
             with self._leaving_on_error():
                 while wanted:
-                    joined, done = self._meet(self._offer(tracked, wanted, turn))
+                    joined, done = self._meet(_offer(tracked, wanted, turn, self._pace.seconds))
                     if joined:
                         return
                     for each in done:
@@ -112,19 +112,12 @@ class ElasticTurns(Turns):
             with self._leaving_on_error():
                 joined, done = False, list[Offer]()
                 while not joined and all(each.units for each in done):
-                    joined, done = self._meet(self._offer(tracked, [], turn))
+                    joined, done = self._meet(_offer(tracked, [], turn, self._pace.seconds))
         finally:
             self._current = None
 
     def average_buffers(self, tracked: TrackedOptimizer, due: Sequence[Share], turn: Turn) -> None:
         """Does nothing: `take` has averaged them, before it committed."""
-
-    def _offer(self, tracked: TrackedOptimizer, units: Sequence[int], turn: Turn) -> Offer:
-        of_model = units_of(tracked)
-        trained = max((of_model[number].steps for number in units), default=0)
-        return Offer(
-            *(tracked.number, units, turn.moment, turn.step, turn.epoch, turn.length), trained, self._pace.seconds
-        )
 
     def _meet(self, offer: Offer | None) -> tuple[bool, list[Offer]]:
         """One meeting: whether this replica has got the state from another, and what it has exchanged.
@@ -227,6 +220,12 @@ class ElasticTurns(Turns):
             self._rounds.made = None
             self._quorum.fail(error)
             raise
+
+
+def _offer(tracked: TrackedOptimizer, units: Sequence[int], turn: Turn, step_seconds: float) -> Offer:
+    of_model = units_of(tracked)
+    trained = max((of_model[number].steps for number in units), default=0)
+    return Offer(tracked.number, units, turn.moment, turn.step, turn.epoch, turn.length, trained, step_seconds)
 
 
 def _bytes(text: str) -> Tensor:

@@ -45,12 +45,10 @@ class DeltaShare(Share):
         anchors: By parameter name, the weights that all ranks share, in float32 or wider; noted before the first step.
         steps: Optimizer steps since the last exchange.
         outer: Moves the anchors; None where the mean of the changes is added to them.
-        weight: The factor of this rank's change in the mean, where ranks do not count alike.
-        pace: The part of `every` steps that this rank makes between exchanges, where ranks are not equally fast.
+        weight, pace: Of an elastic replica: its change's factor in the mean, and the part of `every` steps it makes.
     """
 
-    weight: float = 1.0
-    pace: float = 1.0
+    weight = pace = 1.0
 
     def __init__(
         self, sync: Delayed, optimizer: Optimizer, parameters: NamedParameters, wire: Wire, fragment: int = 0
@@ -116,9 +114,7 @@ class DeltaShare(Share):
             anchored = self._anchored()
             changes = [None if name in left_out else change_in(*pair) for name, pair in zip(names, anchored)]
             self._changed = [pair for pair, change in zip(anchored, changes) if change is pair[0]]
-            if self.weight != 1:
-                # Not in place: `take_back` needs the changes as they were.
-                changes = [None if change is None else change * self.weight for change in changes]
+            changes = _times(changes, self.weight)
             self.channel.prepare(changes, self._context(turn, "weight update"), self.wire.under(UPDATES))
 
     def exchange(self) -> None:
@@ -237,15 +233,19 @@ class DeltaShare(Share):
         self._move_by({name: change for name, change in changes if name not in self._set})
 
     def _move_by(self, changes: Mapping[str, Tensor]) -> None:
-        """Moves anchors by mean changes, given by name."""
-        for name, change in changes.items():
-            if self.outer is None:
-                self.anchors[name].detach().add_(change)
-            else:
-                self.anchors[name].grad = change.neg().to(self.anchors[name].dtype)
-        if self.outer is not None:
-            self.outer.step()
-            self.outer.zero_grad()
+        move_by(self.anchors, self.outer, changes)
+
+
+def move_by(anchors: Mapping[str, Parameter], outer: Optimizer | None, changes: Mapping[str, Tensor]) -> None:
+    """Moves anchors by mean changes, given by name; with the outer optimizer, if there is one."""
+    for name, change in changes.items():
+        if outer is None:
+            anchors[name].detach().add_(change)
+        else:
+            anchors[name].grad = change.neg().to(anchors[name].dtype)
+    if outer is not None:
+        outer.step()
+        outer.zero_grad()
 
 
 def change_in(weight: Tensor, anchor: Tensor) -> Tensor:
@@ -257,3 +257,8 @@ def change_in(weight: Tensor, anchor: Tensor) -> Tensor:
     if weight.dtype == anchor.dtype:
         return weight.sub_(anchor)
     return weight.to(anchor.dtype) - anchor.to(weight.dtype).to(anchor.dtype)
+
+
+def _times(changes: list[Tensor | None], weight: float) -> list[Tensor | None]:
+    """The changes times a factor. Not in place: `take_back` needs them as they were."""
+    return changes if weight == 1 else [None if change is None else change * weight for change in changes]
