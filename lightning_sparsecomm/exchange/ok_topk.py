@@ -6,20 +6,13 @@ from typing import ClassVar
 import torch
 
 from lightning_sparsecomm.basis import Round, SparseVector, Wire, phase
-from lightning_sparsecomm.codecs import Envelope, IndexCoding, ValueCodec
-from lightning_sparsecomm.codecs.payload import open_envelope, seal, sealed_bytes
-from lightning_sparsecomm.codecs.stretch import STRETCH_BYTES, encode_stretch
-from lightning_sparsecomm.exchange.gather import count_clamped, handed_over
-from lightning_sparsecomm.exchange.region_sum import RegionSum, at, opened
-from lightning_sparsecomm.exchange.regions import joined, kept_of, shared_out
+from lightning_sparsecomm.codecs import IndexCoding, ValueCodec
+from lightning_sparsecomm.codecs.payload import sealed_bytes
+from lightning_sparsecomm.codecs.stretch import STRETCH_BYTES
+from lightning_sparsecomm.exchange.gather import count_clamped
+from lightning_sparsecomm.exchange.region_sum import RegionSum, at
+from lightning_sparsecomm.exchange.regions import joined, kept_of
 from lightning_sparsecomm.kernels import kernels_for
-
-# Ranks share out the result where one keeps so many times the mean: as much of what they send to all is padding. With
-# two ranks that costs less than sharing out.
-_UNEVEN, _FEWEST_RANKS = 1.5, 3
-
-# Regions are made anew where one has so many times the mean.
-_STALE = 2
 
 # From this density on, positions may take far less than their bound, up to nothing where all elements are sent.
 _DENSE = 1 / 8
@@ -67,32 +60,16 @@ class OkTopK(RegionSum):
     def result(self, region: SparseVector, context: Round, wire: Wire) -> tuple[SparseVector, int]:
         """What this rank sends to all, of the largest elements of all regions; and how many a rank sends at most."""
         available, counts = kept_of(region, self.codec.selector.count(context), context, wire)
-        if max(available) * wire.world_size > _STALE * (sum(available) + wire.world_size):
-            self.renew()
+        self.look(available, wire)
         with phase("select"):
             kernels = kernels_for(region.values.device, region.values.dtype)
             kept = at(region, kernels.largest(region.values, counts[wire.rank], context.shared_seed()))
-        even = max(counts) * wire.world_size <= _UNEVEN * (sum(counts) + wire.world_size)
-        if even or wire.world_size < _FEWEST_RANKS:
-            return kept, max(counts)
-        return self._evened(kept, counts, context, wire), -(-sum(counts) // wire.world_size)
-
-    def _evened(self, kept: SparseVector, counts: list[int], context: Round, wire: Wire) -> SparseVector:
-        """What this rank has, when ranks have shared out evenly what all have kept."""
-        with phase("encode"):
-            # In full width: values are rounded once only, before they go to all.
-            codec, parts = super().result_values(context), shared_out(kept, counts, wire.rank)
-            bodies = [encode_stretch(part, codec, self.codec.indices) for part in parts]
-            messages = [seal(Envelope(body), context.layout) for body in bodies]
-        received = handed_over(messages, context, wire)
-        with phase("decode"):
-            envelopes = [open_envelope(message.cpu(), context.layout, rank) for rank, message in enumerate(received)]
-            return joined([opened(each.body, rank, kept, 0, kept.size) for rank, each in enumerate(envelopes)])
+        return self.evened(kept, counts, context, wire)
 
     def result_values(self, context: Round) -> ValueCodec:
         return self.codec.value_codec(context)
 
-    def result_indices(self, result: SparseVector, length: int) -> IndexCoding:
+    def result_indices(self, result: SparseVector) -> IndexCoding:
         return self.codec.indices
 
     def length(self, message: torch.Tensor, most: int, context: Round, wire: Wire) -> int:

@@ -24,8 +24,15 @@ from lightning_sparsecomm.codecs.payload import open_envelope, seal, sealed_byte
 from lightning_sparsecomm.codecs.stretch import STRETCH_BYTES, decode_stretch, encode_stretch
 from lightning_sparsecomm.exchange.base import Exchange, Exchanged, dense_values
 from lightning_sparsecomm.exchange.gather import count_clamped, handed_over, longest
-from lightning_sparsecomm.exchange.regions import agreed_bounds, cut, joined
+from lightning_sparsecomm.exchange.regions import agreed_bounds, counts_of, cut, joined, shared_out
 from lightning_sparsecomm.exchange.status import masked, read_envelopes
+
+# Ranks share out the result where one has so many times the mean: as much of what they send to all is padding. With two
+# ranks that costs less than sharing out.
+_UNEVEN, _FEWEST_RANKS = 1.5, 3
+
+# Regions are made anew where one has so many times the mean.
+_STALE = 2
 
 
 class _Regions(NamedTuple):
@@ -43,8 +50,9 @@ class RegionSum(Exchange):
     where values are rounded one by one.
 
     Elements on the link: a rank sends the k that it has selected, less those of its own region, and about a W-th of
-    all positions that any rank has selected to each other rank, in float32. There are four collectives: lengths, the
-    selection, lengths, and an all-gather.
+    all positions that any rank has selected to each other rank, in float32. There are five collectives: lengths, the
+    selection, counts, lengths, and an all-gather. Where one region has many more elements than others, ranks share
+    them out, in two more.
 
     State, equal on all ranks: where regions begin, `[W + 1]` int64, and for how many rounds they have been used.
 
@@ -55,7 +63,7 @@ class RegionSum(Exchange):
 
     Args:
         codec: Selects each rank's elements, and turns them into bytes.
-        balance_every: Rounds for which regions are kept.
+        balance_every: Rounds for which regions are kept; less where one gets twice as many elements as the mean.
 
     Raises:
         TypeError: `codec` is no `SparseCodec`.
@@ -65,7 +73,9 @@ class RegionSum(Exchange):
     def __init__(self, codec: SparseCodec, balance_every: int = 64) -> None:
         if not isinstance(codec, SparseCodec):
             raise TypeError(f"codec must be a SparseCodec; got {codec!r}. Use SparseCodec(TopK(0.01)), for example.")
-        check_whole_number("balance_every", balance_every, 1, "rounds", "Use 64, as in Ok-Topk's paper.")
+        check_whole_number(
+            "balance_every", balance_every, 1, "the rounds for which regions are kept", "Use 64, as in Ok-Topk's paper."
+        )
         self.codec = codec
         self.balance_every = balance_every
         self._regions: _Regions | None = None
@@ -95,7 +105,7 @@ class RegionSum(Exchange):
             region = _added_up([brought[rank]] * len(parts) if wire.mirrors else parts, begin, end)
         result, most = self.result(region, context, wire)
         with phase("encode"):
-            body = encode_stretch(result, self.result_values(context), self.result_indices(result, end - begin))
+            body = encode_stretch(result, self.result_values(context), self.result_indices(result))
             message = seal(Envelope(body), context.layout)
         length = self.length(message, most, context, wire)
         gathered = wire.all_gather(torch.nn.functional.pad(message, (0, length - len(message)))).cpu()
@@ -118,16 +128,50 @@ class RegionSum(Exchange):
 
     def result(self, region: SparseVector, context: Round, wire: Wire) -> tuple[SparseVector, int]:
         """What this rank sends to all, of the means of its region; and how many elements a rank sends at most."""
-        return region, region.size
+        largest = torch.finfo(region.values.dtype).max
+        # A sum of finite numbers can be infinite.
+        region = region._replace(values=region.values.clamp(-largest, largest))
+        counts = counts_of(region, context, wire)
+        self.look(counts, wire)
+        return self.evened(region, counts, context, wire)
+
+    def look(self, counts: Sequence[int], wire: Wire) -> None:
+        """Makes regions anew in the next round, if one has far more elements than others; given those of each."""
+        if max(counts) * wire.world_size > _STALE * (sum(counts) + wire.world_size):
+            self._next = None
+
+    def evened(self, kept: SparseVector, counts: list[int], context: Round, wire: Wire) -> tuple[SparseVector, int]:
+        """What this rank sends to all, when ranks have shared out evenly what all have kept; and how many at most.
+
+        Args:
+            kept: This rank's elements.
+            counts: How many elements each rank has.
+            context: The round.
+            wire: Where to communicate. A collective, if one rank has many more than others.
+        """
+        even = max(counts) * wire.world_size <= _UNEVEN * (sum(counts) + wire.world_size)
+        if even or wire.world_size < _FEWEST_RANKS:
+            return kept, max(counts)
+        with phase("encode"):
+            # In full width: values are rounded once only, before they go to all.
+            parts = shared_out(kept, counts, wire.rank)
+            bodies = [encode_stretch(part, full_width(context), self.codec.indices) for part in parts]
+            messages = [seal(Envelope(body), context.layout) for body in bodies]
+        received = handed_over(messages, context, wire)
+        with phase("decode"):
+            envelopes = [open_envelope(message.cpu(), context.layout, rank) for rank, message in enumerate(received)]
+            evened = joined([opened(each.body, rank, kept, 0, kept.size) for rank, each in enumerate(envelopes)])
+        return evened, -(-sum(counts) // wire.world_size)
 
     def result_values(self, context: Round) -> ValueCodec:
         """The codec of means: they are not rounded again."""
-        return Float64() if context.dtype == torch.float64 else Float32()
+        return full_width(context)
 
-    def result_indices(self, result: SparseVector, length: int) -> IndexCoding:
-        """The codec of positions, of `result` in a region of `length`: of many ranks, there may be very many."""
-        bound = self.codec.indices.bound_bytes(count_of(result), length)
-        return Bitmap() if bound is not None and bound > length / 8 else self.codec.indices
+    def result_indices(self, result: SparseVector) -> IndexCoding:
+        """The codec of its positions. Of many ranks, there may be very many close together."""
+        span = int(result.indices[-1] - result.indices[0]) + 1 if count_of(result) else 0
+        bound = self.codec.indices.bound_bytes(count_of(result), span)
+        return Bitmap() if bound is not None and bound > span / 8 else self.codec.indices
 
     def length(self, message: Tensor, most: int, context: Round, wire: Wire) -> int:
         """The bytes to which messages with `most` elements or fewer are padded."""
@@ -174,10 +218,6 @@ class RegionSum(Exchange):
         if state:
             self._regions = _Regions(state["bounds"].cpu(), int(state["rounds"]))
 
-    def renew(self) -> None:
-        """Makes regions anew in the next round."""
-        self._next = None
-
     def _bounds(self, own: SparseVector, context: Round, wire: Wire) -> Tensor:
         """Where regions begin and end in this round."""
         regions = self._regions
@@ -192,6 +232,11 @@ class RegionSum(Exchange):
 
     def _encoded(self, part: SparseVector, context: Round) -> Tensor:
         return encode_stretch(part, self.codec.value_codec(context), self.codec.indices)
+
+
+def full_width(context: Round) -> ValueCodec:
+    """The codec of values that are not rounded."""
+    return Float64() if context.dtype == torch.float64 else Float32()
 
 
 def usual_spread(world_size: int) -> float:

@@ -83,9 +83,7 @@ def kept_of(region: SparseVector, k: int, context: Round, wire: Wire) -> Kept:
         ordered = region.values.abs().float().sort(descending=True).values
         least = ordered[(_ends(count) - 1).clamp(min=0).view(-1).to(ordered.device)].cpu()
     told = _told(torch.cat([count.view(torch.uint8), least.view(torch.uint8)]), context, wire, region)
-    counts = torch.cat([each[:8].view(torch.int64) for each in told])
-    if int(counts.min()) < 0:
-        raise PayloadError(f"rank {int(counts.argmin())} has {int(counts.min())} elements, expected 0 or more.")
+    counts = torch.cat([_counted(each[:8], rank) for rank, each in enumerate(told)])
     if int(counts.sum()) <= k:
         return Kept(counts.tolist(), counts.tolist())
     sizes = _ends(counts).diff(dim=1, prepend=torch.zeros(len(told), 1, dtype=torch.int64)).t().reshape(-1)
@@ -98,6 +96,16 @@ def kept_of(region: SparseVector, k: int, context: Round, wire: Wire) -> Kept:
         # The first class alone has more: many ranks have selected what one owns.
         kept[order[0] % len(told)] = k
     return Kept(counts.tolist(), kept.tolist())
+
+
+def counts_of(region: SparseVector, context: Round, wire: Wire) -> list[int]:
+    """How many elements each rank has of its region; equal on all ranks. One all-gather.
+
+    Raises:
+        PayloadError: What a rank told was altered.
+    """
+    told = _told(torch.tensor([region.values.numel()]), context, wire, region)
+    return [int(_counted(each, rank)) for rank, each in enumerate(told)]
 
 
 def cut(vector: SparseVector, bounds: Tensor) -> list[SparseVector]:
@@ -123,6 +131,13 @@ def joined(parts: Sequence[SparseVector]) -> SparseVector:
     if bool((indices.diff() <= 0).any()):
         raise PayloadError("ranks sent results for the same positions: the regions that they have differ.")
     return SparseVector(indices, torch.cat([part.values for part in parts]), parts[0].size)
+
+
+def _counted(told: Tensor, rank: int) -> Tensor:
+    count = told.view(torch.int64)
+    if int(count) < 0:
+        raise PayloadError(f"rank {rank} has {int(count)} elements, expected 0 or more.")
+    return count
 
 
 def _told(numbers: Tensor, context: Round, wire: Wire, like: SparseVector) -> list[Tensor]:

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from lightning_sparsecomm.basis import Layout, Round, Vector, Wire
+from lightning_sparsecomm.basis import Collective, Layout, Round, Vector, Wire, link_bytes
 from lightning_sparsecomm.basis.arguments import check_one_of
 from lightning_sparsecomm.basis.far import call_seconds
 from lightning_sparsecomm.basis.layout import SparseVector
@@ -27,7 +27,7 @@ class Sparse(Exchange):
 
     "gather" sends each rank's selection to all, or sums the whole vector where that takes fewer bytes; see `Gather`.
     "regions" lets each rank add up a part, so that a position crosses the network once however many ranks have
-    selected it; see `RegionSum`. With two ranks the first is always cheaper, with many ranks the second. Both share the
+    selected it; see `RegionSum`. With two ranks the first is mostly cheaper, with many ranks the second. Both share the
     same bits, but for a sum of the whole vector, which adds up in another order.
 
     The choice follows from numbers that all ranks know: how many ranks there are, how far apart they are, and how many
@@ -50,13 +50,20 @@ class Sparse(Exchange):
     """
 
     def __init__(self, codec: SparseCodec, ways: Sequence[Way] = _ALL) -> None:
-        if not ways:
-            raise ValueError('ways must have one way or more; got none. Use ways=("gather", "regions").')
+        if not ways or isinstance(ways, str):
+            raise ValueError(f'ways must have one way or more; got {ways!r}. Use ways=("gather", "regions").')
         for way in ways:
             check_one_of("ways", way, _ALL, "'gather' has the fewest collectives; 'regions' suits many ranks.")
         self.codec = codec
         self.ways = tuple(ways)
         self._ways: dict[Way, Exchange] = {"gather": Gather(codec), "regions": RegionSum(codec)}
+        if not all(each.elementwise for each in codec.values.codecs()):
+            if "gather" not in self.ways:
+                raise ValueError(
+                    f"ways must have 'gather' for values that are rounded together, such as {codec.values!r}: what"
+                    f" they are depends on the way; got {self.ways!r}. Use Float32() or BFloat16() for regions."
+                )
+            self.ways = ("gather",)
         self._last: Exchange = self._ways[self.ways[0]]
         self._spread: float | None = None
         self._next: float | None = None
@@ -69,8 +76,6 @@ class Sparse(Exchange):
             world_size: Number of ranks.
             far: Seconds of a round trip, as `Wire.far`.
         """
-        if not all(codec.elementwise for codec in self.codec.values.codecs()):
-            return "gather"
         return min(self.ways, key=lambda way: self._seconds(way, context, world_size, far))
 
     def exchange(self, x: Vector, context: Round, wire: Wire) -> Exchanged:
@@ -107,18 +112,20 @@ class Sparse(Exchange):
     def _seconds(self, way: Way, context: Round, world_size: int, far: float) -> float:
         layout, count = context.layout, self.codec.selector.count(context)
         body = self._bytes(count, layout, self.codec.value_codec(context).bound_bytes(count, layout) or 0)
+        width = 8 if context.dtype == torch.float64 else 4
         told = call_seconds("all_gather", 8, world_size, far)
         if way == "gather":
             lengths = told if self.codec.bound_bytes(context) is None else 0
-            dense = call_seconds("all_reduce", 4 * layout.size, world_size, far)
-            return lengths + min(call_seconds("all_gather", body, world_size, far), dense)
+            calls: list[tuple[Collective, int]] = [("all_gather", body), ("all_reduce", width * layout.size)]
+            # As `Gather` chooses.
+            kind, size = min(calls, key=lambda each: link_bytes(each[0], each[1], world_size))
+            return lengths + call_seconds(kind, size, world_size, far)
         spread = min(usual_spread(world_size) if self._spread is None else self._spread, world_size)
         union = min(math.ceil(spread * count), layout.size)
-        width = 8 if context.dtype == torch.float64 else 4
         summed = min(self._bytes(union, layout, width * union), layout.size // 8 + width * union)
         others = (world_size - 1) / world_size
         return (
-            2 * told
+            3 * told
             + call_seconds("send", body * others, world_size, far)
             + call_seconds("all_gather", summed / world_size, world_size, far)
         )

@@ -254,6 +254,7 @@ class sparse_loco(Method):
         clip_to_median: bool = False,
     ) -> None:
         _check_rate(outer_lr, 1)
+        check_booleans(tiles=tiles, of_senders=of_senders, clip_to_median=clip_to_median)
         codec = SparseCodec(ChunkTopK(density, chunk, tiles), TwoBit(192), Auto())
         exchange = (
             GatherContributions(codec, of_senders, clip_to_median) if of_senders or clip_to_median else Gather(codec)

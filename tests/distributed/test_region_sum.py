@@ -141,6 +141,43 @@ def test_each_position_is_sent_once(tmp_path: Path, world_size: int, kind: str) 
     assert min(sent) >= 0.5 * ideal
 
 
+def _moving(rank: int) -> list[float]:
+    """Bytes of each round, where gradients are in one half of the vector and then in the other."""
+    wire, random = Wire(), torch.Generator().manual_seed(rank)
+    exchange, found = RegionSum(SparseCodec(TopK(0.05), indices=RunLength16())), []
+    for step in range(6):
+        x = torch.randn(N, generator=random)
+        x[: N // 2] *= step % 2
+        x[N // 2 :] *= 1 - step % 2
+        before = wire.ledger.link_bytes(GRADIENTS)
+        context = Round(Layout([("weight", (N,))]), step=step, rank=rank, world_size=wire.world_size)
+        exchange.exchange(Vector(x), context, wire)
+        exchange.commit()
+        found.append(wire.ledger.link_bytes(GRADIENTS) - before)
+    return found
+
+
+def test_regions_that_do_not_fit_cost_no_more_than_evening_out(tmp_path: Path) -> None:
+    ranks = run_ranks(tmp_path, 8, _moving)
+    rounds = np.mean(ranks, axis=0)
+    assert np.max(rounds) <= 2 * np.min(rounds)
+
+
+def _overflowing(rank: int) -> tuple[float, float]:
+    x = torch.zeros(10)
+    x[3], x[7] = 3e38, 1.0
+    exchanged = RegionSum(SparseCodec(TopK(0.2))).exchange(
+        Vector(x), Round(Layout([("weight", (10,))]), rank=rank, world_size=2), Wire()
+    )
+    shared = _dense(exchanged.shared)
+    return float(shared[3]), float(shared[7])
+
+
+def test_a_sum_that_overflows_is_the_largest_number(tmp_path: Path) -> None:
+    largest = float(torch.finfo(torch.float32).max)
+    assert run_ranks(tmp_path, 2, _overflowing) == [(largest, 1.0)] * 2
+
+
 def _chosen(rank: int, kind: str, density: float) -> list[tuple[str, float]]:
     exchange, wire, random = Sparse(SparseCodec(TopK(density))), Wire(), torch.Generator().manual_seed(rank)
     found = []

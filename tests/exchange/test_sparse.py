@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_sparsecomm.basis import Layout, Round
-from lightning_sparsecomm.codecs import Auto, Float16, SparseCodec, TopK, TwoBit
+from lightning_sparsecomm.codecs import Auto, Float16, RunLength16, SparseCodec, TopK, TwoBit
 from lightning_sparsecomm.exchange import Sparse
 
 MILLIONS = Round(Layout([("weight", (10_000_000,))]))
@@ -31,6 +31,13 @@ def test_where_ranks_select_the_same_fewer_are_enough() -> None:
     assert _way(apart, 16) == "gather"
 
 
+def test_wide_values_cost_twice_as_much_in_each_way() -> None:
+    """As a sum of the whole vector too, which is what a gather of a quarter becomes with eight ranks."""
+    wide = Round(Layout([("weight", (10_000_000,))]), dtype=torch.float64)
+    exchange = Sparse(SparseCodec(TopK(0.25), indices=RunLength16()))
+    assert [_way(exchange, 8, each) for each in (MILLIONS, wide)] == ["regions", "regions"]
+
+
 def test_small_messages_are_gathered_over_long_ways() -> None:
     """Three more round trips take longer than the bytes that they save."""
     exchange, small = Sparse(SparseCodec(TopK(0.01))), Round(Layout([("weight", (100_000,))]))
@@ -40,7 +47,10 @@ def test_small_messages_are_gathered_over_long_ways() -> None:
 
 
 def test_values_that_are_rounded_together_are_gathered() -> None:
-    assert _way(Sparse(SparseCodec(TopK(0.01), TwoBit(), Auto())), 1024) == "gather"
+    together = SparseCodec(TopK(0.01), TwoBit(), Auto())
+    assert _way(Sparse(together), 1024) == "gather"
+    with pytest.raises(ValueError, match=r"ways must have 'gather' for values that are rounded together.*TwoBit"):
+        Sparse(together, ways=["regions"])
     assert _way(Sparse(SparseCodec(TopK(0.01), Float16(), Auto())), 1024) == "regions"
 
 
@@ -51,5 +61,6 @@ def test_a_user_can_name_the_way() -> None:
     assert repr(Sparse(codec, ways=["regions"])).endswith("ways=('regions',))")
     with pytest.raises(ValueError, match=re.escape("ways must be one of gather, regions; got 'tree'")):
         Sparse(codec, ways=["tree"])  # type: ignore[list-item]
-    with pytest.raises(ValueError, match="ways must have one way or more; got none"):
-        Sparse(codec, ways=[])
+    for wrong in ([], "gather", None):
+        with pytest.raises(ValueError, match="ways must have one way or more; got"):
+            Sparse(codec, ways=wrong)  # type: ignore[arg-type]
