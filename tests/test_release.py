@@ -69,7 +69,7 @@ def test_wheel_and_sdist_hold_no_strays(tmp_path: Path) -> None:
     assert "lightning_sparsecomm/py.typed" in inside
     with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as sdist:
         files = [name.partition("/")[2] for name in sdist.getnames()]
-    kinds = r"py|typed|md|toml|txt|cff|yaml|yml|json|png|hex|ipynb|gitignore"
+    kinds = r"py|typed|md|toml|txt|cff|yaml|yml|json|png|hex|ipynb|sbatch|gitignore"
     assert [name for name in files if not re.fullmatch(rf"LICENSE|PKG-INFO|[\w./-]*\.({kinds})", name)] == []
     tops = {name.partition("/")[0] for name in files if "/" in name}
     assert tops == {"benchmarks", "docs", "examples", "lightning_sparsecomm", "tests"}
