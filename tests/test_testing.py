@@ -29,12 +29,15 @@ from lightning_sparsecomm.codecs import (
     IndexCoding,
     OneBit,
     OneSidedTopK,
+    PowersOfTwo,
     Raw32,
     Runs,
     Selector,
     SharedMean,
     ShortThreeBit,
+    SignMeans,
     SparseCodec,
+    StochasticLevels,
     ThreeBit,
     TopBlocks,
     TopK,
@@ -50,6 +53,7 @@ from lightning_sparsecomm.exchange import (
     Exchange,
     Exchanged,
     Gather,
+    MajorityVote,
     OkTopK,
     PlainExchange,
     PowerSGD,
@@ -57,6 +61,7 @@ from lightning_sparsecomm.exchange import (
     RegionSum,
     SketchedTopK,
     Sparse,
+    TernarySum,
 )
 from lightning_sparsecomm.testing import (
     RankError,
@@ -102,8 +107,17 @@ def test_our_index_codecs(coding: IndexCoding) -> None:
 
 @pytest.mark.parametrize(
     ("compressor", "tolerance"),
-    [(SparseCodec(TopK(0.1)), 0), (SparseCodec(TopBlocks(0.1, 6), TwoBit(), Runs()), 1)],
-    ids=["top k", "blocks"],
+    [
+        (SparseCodec(TopK(0.1)), 0),
+        (SparseCodec(TopBlocks(0.1, 6), TwoBit(), Runs()), 1),
+        # An element may be rounded to the next multiple of its bucket's norm.
+        (StochasticLevels(15), 1.5),
+        (StochasticLevels(3, 7, "max"), 1 / 3),
+        (PowersOfTwo(), 1),
+        (SignMeans(), 1),
+        (SignMeans("column", 2), 1),
+    ],
+    ids=repr,
 )
 def test_our_compressors(compressor: Compressor, tolerance: float) -> None:
     check_compressor(compressor, tolerance)
@@ -124,13 +138,17 @@ EXCHANGES: dict[str, tuple[Callable[[], Exchange], float | None]] = {
     "quantized": (QuantizedAllReduce, 1e-2),
     "quantized, 4 bits": (lambda: QuantizedAllReduce(4, 6), 1e-1),
     "power sgd": (lambda: PowerSGD(2), 1e-5),
+    "levels": (lambda: Gather(StochasticLevels()), 1e-5),
+    "signs": (lambda: Gather(SignMeans("column", 2)), 1e-5),
+    "ternary": (TernarySum, 1e-5),
+    "vote": (MajorityVote, None),
     "power sgd, in groups": (lambda: PowerSGD(3, dense_steps=1, group_elements=1), 1e-5),
     "power sgd, drawn anew": (lambda: PowerSGD(1, warm_start=False), 1e-5),
 }
 
 
 # One of each kind; the others run with the slow tests.
-QUICK = ("gather", "regions", "blocks", "compressed", "quantized", "power sgd, in groups")
+QUICK = ("gather", "regions", "blocks", "compressed", "quantized", "power sgd, in groups", "ternary")
 
 
 @pytest.mark.parametrize(

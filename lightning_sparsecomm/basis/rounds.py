@@ -74,6 +74,6 @@ class Round:
         """A CPU generator seeded with `shared_seed`: it draws the same numbers on all ranks."""
         return torch.Generator().manual_seed(self.shared_seed())
 
-    def rank_generator(self) -> torch.Generator:
-        """A CPU generator seeded with `rank_seed`: each rank draws its own numbers."""
-        return torch.Generator().manual_seed(self.rank_seed())
+    def rank_generator(self, device: torch.device | str = "cpu") -> torch.Generator:
+        """A generator on a device, seeded with `rank_seed`: each rank draws its own numbers, others on CUDA."""
+        return torch.Generator(device).manual_seed(self.rank_seed())

@@ -10,6 +10,7 @@ from lightning_sparsecomm.codecs.codec import IndexCoding as IndexCoding
 from lightning_sparsecomm.codecs.codec import ValueCodec as ValueCodec
 from lightning_sparsecomm.codecs.codec import ValueCoding as ValueCoding
 from lightning_sparsecomm.codecs.compressor import Compressor as Compressor
+from lightning_sparsecomm.codecs.digits import Digits as Digits
 from lightning_sparsecomm.codecs.few_bits import FewBits as FewBits
 from lightning_sparsecomm.codecs.grouped import ShortThreeBit as ShortThreeBit
 from lightning_sparsecomm.codecs.grouped import ThreeBit as ThreeBit
@@ -28,6 +29,7 @@ from lightning_sparsecomm.codecs.payload import most_bytes as most_bytes
 from lightning_sparsecomm.codecs.payload import open_envelope as open_envelope
 from lightning_sparsecomm.codecs.payload import seal as seal
 from lightning_sparsecomm.codecs.payload import sealed_bytes as sealed_bytes
+from lightning_sparsecomm.codecs.powers_of_two import PowersOfTwo as PowersOfTwo
 from lightning_sparsecomm.codecs.registry import INDEX_CODECS as INDEX_CODECS
 from lightning_sparsecomm.codecs.registry import VALUE_CODECS as VALUE_CODECS
 from lightning_sparsecomm.codecs.registry import register_index_codec as register_index_codec
@@ -38,10 +40,12 @@ from lightning_sparsecomm.codecs.selectors.blocks import TopBlocks as TopBlocks
 from lightning_sparsecomm.codecs.selectors.chunks import ChunkTopK as ChunkTopK
 from lightning_sparsecomm.codecs.selectors.one_sided import OneSidedTopK as OneSidedTopK
 from lightning_sparsecomm.codecs.selectors.top_k import TopK as TopK
+from lightning_sparsecomm.codecs.sign_means import SignMeans as SignMeans
 from lightning_sparsecomm.codecs.sketch import CountSketch as CountSketch
 from lightning_sparsecomm.codecs.sparse import SparseCodec as SparseCodec
 from lightning_sparsecomm.codecs.sparse import decode_sparse as decode_sparse
 from lightning_sparsecomm.codecs.sparse import encode_sparse as encode_sparse
+from lightning_sparsecomm.codecs.stochastic_levels import StochasticLevels as StochasticLevels
 from lightning_sparsecomm.codecs.values import BFloat16 as BFloat16
 from lightning_sparsecomm.codecs.values import Float16 as Float16
 from lightning_sparsecomm.codecs.values import Float32 as Float32

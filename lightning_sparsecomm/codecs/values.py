@@ -11,8 +11,10 @@ from lightning_sparsecomm.basis.layout import Layout
 from lightning_sparsecomm.codecs.codec import ValueCodec
 from lightning_sparsecomm.codecs.payload import PayloadError, wrong_section
 from lightning_sparsecomm.codecs.registry import register_value_codec
+from lightning_sparsecomm.codecs.varints import read_varint, varint
 
 _MEAN = struct.Struct("<f")
+_SHARED_MEAN = "shared-mean value"
 
 
 class _Float(ValueCodec):
@@ -125,7 +127,7 @@ class SharedMean(ValueCodec):
         means = torch.stack([part.mean() for part in values.to(torch.float64).clamp(-largest, largest).split(counts)])
         section = bytearray()
         for count, mean in zip(counts, means.clamp_(-largest, largest).tolist()):
-            section += _varint(count) + _MEAN.pack(mean)
+            section += varint(count) + _MEAN.pack(mean)
         return torch.frombuffer(section, dtype=torch.uint8).to(values.device)
 
     def decode(self, section: Tensor, count: int, parameter: int) -> Tensor:
@@ -135,7 +137,7 @@ class SharedMean(ValueCodec):
         means: list[float] = []
         at, total = 0, 0
         while at < len(data):
-            shared, end = _read_varint(data, at)
+            shared, end = read_varint(data, at, _SHARED_MEAN)
             if not 1 <= shared <= count - total:
                 expected = f"at least 1 and at most the {count - total} values that are left"
                 raise _wrong(f"count at byte {at} is {shared}", expected)
@@ -155,29 +157,8 @@ class SharedMean(ValueCodec):
         return torch.tensor(means).repeat_interleave(repeats, output_size=count).to(section.device)
 
     def bound_bytes(self, count: int, layout: Layout) -> int | None:
-        return (_MEAN.size + len(_varint(count))) * min(count, sum(1 for segment in layout.segments if segment.size))
-
-
-def _varint(number: int) -> bytes:
-    """LEB128: seven bits a byte, lowest first. The highest bit says that another byte follows."""
-    data = bytearray()
-    while number > 0x7F:
-        data.append(number & 0x7F | 0x80)
-        number >>= 7
-    return bytes([*data, number])
-
-
-def _read_varint(data: bytes, at: int) -> tuple[int, int]:
-    """The number that begins at byte `at`, and the position of the byte after it."""
-    number = 0
-    for i, byte in enumerate(data[at : at + 5]):
-        number |= (byte & 0x7F) << 7 * i
-        if byte < 0x80:
-            if i and not byte:
-                raise _wrong(f"count at byte {at} ends in 0x00", "fewer bytes")
-            return number, at + i + 1
-    raise _wrong(f"count at byte {at} does not end within 5 bytes and the section", "a last byte below 0x80")
+        return (_MEAN.size + len(varint(count))) * min(count, sum(1 for segment in layout.segments if segment.size))
 
 
 def _wrong(found: str, expected: object) -> PayloadError:
-    return wrong_section("shared-mean value", found, expected)
+    return wrong_section(_SHARED_MEAN, found, expected)

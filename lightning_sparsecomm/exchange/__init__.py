@@ -18,3 +18,5 @@ from lightning_sparsecomm.exchange.shared_positions import RandomK as RandomK
 from lightning_sparsecomm.exchange.sketched import SketchedTopK as SketchedTopK
 from lightning_sparsecomm.exchange.sparse import Sparse as Sparse
 from lightning_sparsecomm.exchange.status import NonFiniteGradientError as NonFiniteGradientError
+from lightning_sparsecomm.exchange.ternary import MajorityVote as MajorityVote
+from lightning_sparsecomm.exchange.ternary import TernarySum as TernarySum

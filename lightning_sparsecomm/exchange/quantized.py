@@ -8,9 +8,9 @@ from torch import Tensor
 from lightning_sparsecomm.basis import Round, Vector, Wire, phase
 from lightning_sparsecomm.codecs import Envelope, PayloadError, dense_codec
 from lightning_sparsecomm.codecs.blockwise import Bits
-from lightning_sparsecomm.codecs.payload import open_envelope, seal, sealed_bytes
+from lightning_sparsecomm.codecs.payload import open_envelope, seal
 from lightning_sparsecomm.exchange.base import Exchange, Exchanged, dense_values
-from lightning_sparsecomm.exchange.status import masked, read_envelopes
+from lightning_sparsecomm.exchange.status import masked, read_envelopes, sealed_status
 
 
 class QuantizedAllReduce(Exchange):
@@ -52,7 +52,7 @@ class QuantizedAllReduce(Exchange):
         with phase("encode"):
             pieces = torch.nn.functional.pad(values, (0, world_size * length - n)).view(world_size, length)
             bodies = [self._codec.encode(piece) for piece in pieces]
-            messages = torch.stack([self._sealed(body, x, context) for body in bodies])
+            messages = torch.stack([sealed_status(body, x, context) for body in bodies])
         received = wire.all_to_all(messages).cpu()
         with phase("decode"):
             # Open all before using any: all ranks agree on which error comes first.
@@ -78,12 +78,6 @@ class QuantizedAllReduce(Exchange):
         # Also where this rank lacks a gradient: what it lost there of the mean of others' waits in its residual.
         mean_sent, own_sent = (masked(vector[:n], present, context.layout) for vector in (shared, sent))
         return Exchanged(mean_sent, own_sent, present)
-
-    def _sealed(self, body: Tensor, x: Vector, context: Round) -> Tensor:
-        """A message with this rank's status, as long on all ranks."""
-        present = None if all(x.present) else list(x.present)
-        message = seal(Envelope(body, present, x.nonfinite_segment), context.layout)
-        return torch.nn.functional.pad(message, (0, sealed_bytes(body.numel(), context.layout) - message.numel()))
 
     def _decoded(self, body: Tensor, length: int, rank: int, like: Tensor) -> Tensor:
         try:

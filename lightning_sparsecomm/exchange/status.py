@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparsecomm.basis import Layout, Round, SparseVector, Vector, Wire
-from lightning_sparsecomm.codecs import Envelope, PayloadError
+from lightning_sparsecomm.codecs import Envelope, PayloadError, seal, sealed_bytes
 from lightning_sparsecomm.kernels import position_kernels_for
 
 
@@ -105,6 +105,13 @@ def read_counts(counts: Tensor, x: Vector, context: Round, wire: Wire) -> list[b
         raise NonFiniteGradientError.somewhere(x, context, wire)
     present: list[bool] = (counts > 0).tolist()
     return present
+
+
+def sealed_status(body: Tensor, x: Vector, context: Round) -> Tensor:
+    """An envelope with a body and this rank's status, as long on all ranks whose bodies are equally long."""
+    present = None if all(x.present) else list(x.present)
+    message = seal(Envelope(body, present, x.nonfinite_segment), context.layout)
+    return torch.nn.functional.pad(message, (0, sealed_bytes(body.numel(), context.layout) - message.numel()))
 
 
 def read_envelopes(envelopes: Sequence[Envelope], context: Round) -> list[bool]:

@@ -37,6 +37,7 @@ from lightning_sparsecomm.exchange import (
     QuantizedAllReduce,
     SketchedTopK,
     Sparse,
+    TernarySum,
 )
 from lightning_sparsecomm.kernels import Reference, Update, kernels_for
 from lightning_sparsecomm.methods import dgc, gradient_dropping, s2_reducer, sbc, split
@@ -96,6 +97,7 @@ EXCHANGES: dict[str, Callable[[], Exchange]] = {
     "blocks": lambda: BlockReduce(TopBlocks(0.2, 6)),
     "quantized": lambda: QuantizedAllReduce(8, 16),
     "power sgd": lambda: PowerSGD(2),
+    "ternary": TernarySum,
 }
 RULES = {
     "plain": MomentumRule(0.9),

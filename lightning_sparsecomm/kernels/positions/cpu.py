@@ -57,6 +57,13 @@ class CpuPositionKernels(CpuBlockKernels, PositionKernels):
         end = 8 * byte + int(section[byte]).bit_length() if held else 0
         return Parsed(torch.from_numpy(found[: min(held, count)]), held, end)
 
+    def write_flags(self, flags: Tensor) -> Tensor:
+        return torch.from_numpy(np.packbits(flags.numpy(), bitorder="little"))
+
+    def read_flags(self, section: Tensor, count: int) -> Tensor:
+        bits = np.unpackbits(section.numpy(), count=count, bitorder="little")
+        return torch.from_numpy(bits).view(torch.bool)
+
     def spans(self, starts: Tensor, lengths: Tensor) -> Tensor:
         numbers = np.empty(int(lengths.sum()), np.int64)
         _spans(starts.contiguous().numpy(), lengths.contiguous().numpy(), numbers)

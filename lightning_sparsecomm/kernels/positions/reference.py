@@ -118,6 +118,14 @@ class PositionKernels(BlockKernels):
         indices = _unpacked(section).nonzero().view(-1)
         return Parsed(indices[:count], indices.numel(), int(indices[-1]) + 1 if indices.numel() else 0)
 
+    def write_flags(self, flags: Tensor) -> Tensor:
+        """Writes `[n]` bool: one bit for each, and zeros up to a whole byte."""
+        return _packed(flags.to(torch.uint8))
+
+    def read_flags(self, section: Tensor, count: int) -> Tensor:
+        """The first `count` bits of a section that has as many: `[count]` bool."""
+        return _unpacked(section)[:count].to(torch.bool)
+
     def spans(self, starts: Tensor, lengths: Tensor) -> Tensor:
         """Concatenates the ranges start, start + 1, …, start + length − 1, for `[s]` int64 `starts` and `lengths`."""
         ends = lengths.cumsum(0)

@@ -129,6 +129,17 @@ def test_bitmap(data: bytes, more: int):
 
 
 @each_kernels
+@given(flags=st.lists(st.booleans(), max_size=40), after=st.binary(max_size=2))
+def test_flags(kernels: PositionKernels, flags: list[bool], after: bytes):
+    section = kernels.write_flags(torch.tensor(flags, dtype=torch.bool))
+    assert section.numel() == (len(flags) + 7) // 8
+    assert bits_of(section) == "".join(str(int(flag)) for flag in flags).ljust(8 * section.numel(), "0")
+    longer = torch.cat([section, torch.tensor(list(after), dtype=torch.uint8)])
+    read = kernels.read_flags(longer, len(flags))
+    assert read.dtype == torch.bool and read.tolist() == flags
+
+
+@each_kernels
 @given(spans=st.lists(st.tuples(st.integers(-5, 2**40), st.integers(0, 9)), max_size=20))
 def test_spans(kernels: PositionKernels, spans: list[tuple[int, int]]):
     # Not contiguous: columns of one tensor.
