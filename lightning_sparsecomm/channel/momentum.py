@@ -31,8 +31,8 @@ class Velocity(Memory):
         return (
             "momentum correction takes over momentum, dampening and Nesterov's method from torch.optim.SGD;"
             f" {type(optimizer).__name__} keeps averages of its own, which it cannot correct. Use"
-            " methods.gradient_dropping(), which works with any optimizer, or dgc(momentum_correction=False) or"
-            " sketched_sgd(momentum_correction=False)."
+            " methods.gradient_dropping(), which works with any optimizer, or momentum_correction=False in dgc,"
+            " sketched_sgd or signsgd."
         )
 
     def bind(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:

@@ -16,6 +16,7 @@ from lightning_sparsecomm.methods.low_rank import powersgd
 from lightning_sparsecomm.methods.outer import muloco, streaming_diloco
 from lightning_sparsecomm.methods.periodic import diloco, federated_averaging, sbc, sbc1, sbc2, sbc3, sparse_loco
 from lightning_sparsecomm.methods.quantized import quantized
+from lightning_sparsecomm.methods.quantizers import ef_signsgd, natural, onebit_sgd, qsgd, signsgd, terngrad
 from lightning_sparsecomm.methods.regions import ok_topk
 from lightning_sparsecomm.methods.shared_positions import aligned_topk, random_k
 from lightning_sparsecomm.methods.split import split
@@ -31,12 +32,16 @@ __all__ = [
     "des_loc",
     "dgc",
     "diloco",
+    "ef_signsgd",
     "federated_averaging",
     "gradient_dropping",
     "local_adam",
     "muloco",
+    "natural",
     "ok_topk",
+    "onebit_sgd",
     "powersgd",
+    "qsgd",
     "quantized",
     "random_k",
     "s2_reducer",
@@ -44,15 +49,18 @@ __all__ = [
     "sbc1",
     "sbc2",
     "sbc3",
+    "signsgd",
     "sketched_sgd",
     "sparse_loco",
     "split",
     "streaming_diloco",
+    "terngrad",
 ]
 
 _NAMED = (
     *(dense, gradient_dropping, dgc, local_adam, sbc, federated_averaging, diloco, sparse_loco, sketched_sgd),
     *(s2_reducer, powersgd, quantized, ok_topk, aligned_topk, random_k, streaming_diloco, muloco, des_loc),
+    *(qsgd, terngrad, natural, onebit_sgd, ef_signsgd, signsgd),
 )
 
 RECIPES: dict[str, Callable[[], Method]] = {recipe.__name__: recipe for recipe in _NAMED}

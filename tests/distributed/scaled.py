@@ -18,22 +18,28 @@ from lightning_sparsecomm.methods import (
     des_loc,
     dgc,
     diloco,
+    ef_signsgd,
     federated_averaging,
     gradient_dropping,
     local_adam,
     muloco,
+    natural,
     ok_topk,
+    onebit_sgd,
     powersgd,
+    qsgd,
     quantized,
     random_k,
     s2_reducer,
     sbc,
+    signsgd,
     sketched_sgd,
     sparse_loco,
     split,
     streaming_diloco,
+    terngrad,
 )
-from lightning_sparsecomm.sharing import Method
+from lightning_sparsecomm.sharing import DeltaSync, GradientSync, Method
 from lightning_sparsecomm.sharing.delta_share import DeltaShare
 from lightning_sparsecomm.sharing.fragments import FragmentedShare
 from lightning_sparsecomm.sharing.gradient_share import GradientShare
@@ -68,10 +74,22 @@ METHODS: dict[str, Method] = {
     "streaming_diloco": streaming_diloco(every=6, delay=1),
     "muloco": muloco(every=3),
     "des_loc": des_loc(every=2),
+    "qsgd": qsgd(),
+    "terngrad": terngrad(),
+    "natural": natural(),
+    "onebit_sgd": onebit_sgd(),
+    "ef_signsgd": ef_signsgd(),
+    "signsgd": signsgd(),
 }
 assert METHODS.keys() >= RECIPES.keys()
 
-WITHOUT_MEMORY = ("dense", "federated_averaging", "diloco", "des_loc")
+
+def _remembers(method: Method) -> bool:
+    syncs = [sync for sync in method.syncs if isinstance(sync, (GradientSync, DeltaSync))]
+    return any(sync.channel.memories for sync in syncs)
+
+
+WITHOUT_MEMORY = [name for name, method in METHODS.items() if not _remembers(method)]
 
 SCALE, GROWTH = 2.0**10, 3
 """The first scale, and how many steps in a row must succeed before it doubles."""

@@ -22,19 +22,25 @@ from lightning_sparsecomm.methods import (
     des_loc,
     dgc,
     diloco,
+    ef_signsgd,
     federated_averaging,
     gradient_dropping,
     local_adam,
     muloco,
+    natural,
     ok_topk,
+    onebit_sgd,
     powersgd,
+    qsgd,
     quantized,
     random_k,
     s2_reducer,
     sbc,
+    signsgd,
     sketched_sgd,
     sparse_loco,
     streaming_diloco,
+    terngrad,
 )
 from lightning_sparsecomm.run.agreement import digest_of
 from lightning_sparsecomm.run.engine import Engine
@@ -67,6 +73,12 @@ METHODS: dict[str, Callable[[], Method]] = {
     "des_loc": lambda: des_loc(every=2, first_every=1, second_every=1),
     "s2_reducer": s2_reducer,
     "s2_reducer, sketched": lambda: s2_reducer(sketch_ratio=0.5),
+    "qsgd": qsgd,
+    "terngrad": terngrad,
+    "natural": natural,
+    "onebit_sgd": onebit_sgd,
+    "ef_signsgd": ef_signsgd,
+    "signsgd": signsgd,
 }
 
 STOPS = ("PayloadError", "ReplicaError", "PeerError", "NonFiniteGradientError")

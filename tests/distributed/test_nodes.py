@@ -176,6 +176,12 @@ METHODS: dict[str, tuple[Method, bool]] = {
     "aligned_topk": (methods.aligned_topk(0.1, block_size=8), False),
     "sketched_sgd": (methods.sketched_sgd(0.05, columns=40, candidates=4), False),
     "s2_reducer": (methods.s2_reducer(block_density=0.2, block_size=8), False),
+    "qsgd": (methods.qsgd(), False),
+    "terngrad": (methods.terngrad(), False),
+    "natural": (methods.natural(), False),
+    "onebit_sgd": (methods.onebit_sgd(), False),
+    "ef_signsgd": (methods.ef_signsgd(), False),
+    "signsgd": (methods.signsgd(), False),
 }
 # Two nodes, adjacent or interleaved; three nodes; three ranks on a node; ranks in any order.
 NODES: list[Groups] = [

@@ -139,6 +139,8 @@ def method_of(drawn: random.Random) -> Method:
         lambda: methods.sketched_sgd(density=density, columns=drawn.choice([None, 20]), candidates=2),
         lambda: methods.powersgd(drawn.choice([1, 2]), dense_steps=drawn.choice([0, 2])),
         lambda: methods.quantized(drawn.choice([8, 4])),
+        lambda: drawn.choice([methods.qsgd, methods.terngrad, methods.natural, methods.signsgd])(),
+        lambda: drawn.choice([methods.onebit_sgd, methods.ef_signsgd])(),
         lambda: methods.s2_reducer(sketch_ratio=drawn.choice([None, 0.5])),
         lambda: methods.split(["words.*"], methods.s2_reducer(), methods.gradient_dropping(density)),
         lambda: methods.split(["words.*"], methods.gradient_dropping(0.2), methods.sbc(density, every=every)),

@@ -203,6 +203,12 @@ CASES: dict[str, tuple[Callable[[], Method], dict[str, Any], Callable[[], tuple[
     "random_k": (lambda: methods.random_k(0.05), {}, tuple),
     "ok_topk": (lambda: methods.ok_topk(0.05, balance_every=5), {}, tuple),
     "aligned_topk": (lambda: methods.aligned_topk(0.05, block_size=8), {"adam": True}, tuple),
+    "qsgd": (methods.qsgd, {}, tuple),
+    "terngrad": (methods.terngrad, {"adam": True}, tuple),
+    "natural": (methods.natural, {}, tuple),
+    "onebit_sgd": (methods.onebit_sgd, {}, tuple),
+    "ef_signsgd": (methods.ef_signsgd, {"adam": True}, tuple),
+    "signsgd": (methods.signsgd, {}, tuple),
     "powersgd, two optimizers": (lambda: methods.powersgd(2), {"two": True}, tuple),
     "split": (lambda: methods.split(["head.*"], methods.gradient_dropping(0.1), methods.sbc(0.05, every=4)), {}, tuple),
     # With callbacks that average each rank's own weights over time.
@@ -241,7 +247,8 @@ QUICK = [
 if not hasattr(lightnings, "EMAWeightAveraging"):
     QUICK.remove("sbc, moving average")
     del CASES["sbc, moving average"]
-ALL = pytest.param(2, [*CASES, *SCALED], marks=pytest.mark.slow)
+# In halves, so that each has time enough.
+ALL = [pytest.param(2, [*CASES, *SCALED][half::2], marks=pytest.mark.slow) for half in (0, 1)]
 SUMMED = [name for name in CASES if name.endswith(", summed")]
 """Two ranks do not add up pieces."""
 
@@ -286,7 +293,9 @@ def test_a_run_that_is_resumed_with_nothing_left_to_do_ends_all_the_same(tmp_pat
         assert rank == {name: [] for name in names}
 
 
-@pytest.mark.parametrize(("world_size", "names"), [(2, QUICK), (3, SUMMED), ALL], ids=["some", "summed", "all"])
+@pytest.mark.parametrize(
+    ("world_size", "names"), [(2, QUICK), (3, SUMMED), *ALL], ids=["some", "summed", "half", "other half"]
+)
 def test_a_resumed_run_is_the_run_that_never_stopped(world_size: int, names: list[str], tmp_path: Path) -> None:
     for rank in run_ranks(tmp_path, world_size, _stopped_and_not, world_size, tmp_path, names, timeout=110):
         assert rank == {name: [] for name in names}
