@@ -78,6 +78,21 @@ def own_group(groups: Sequence[Sequence[int]], rank: int, timeout: timedelta, cl
     return _joined(made[next(number for number, ranks in enumerate(groups) if rank in ranks)], closing)
 
 
+def group_beside(
+    group: dist.ProcessGroup | None, groups: Sequence[Sequence[int]], closing: Closing
+) -> dist.ProcessGroup | None:
+    """Another group of the same ranks, as `new_group`; a collective of all ranks. One rank alone needs none.
+
+    Args:
+        group: Which one.
+        groups: The ranks of that group, and of others that were made with it; empty where all ranks are in it.
+        closing: As for `new_group`.
+    """
+    if groups:
+        return own_group(groups, dist.get_rank(), default_timeout(), closing)
+    return new_group(default_timeout(), closing) if dist.get_world_size(group) > 1 else group
+
+
 def _joined(group: object, closing: Closing) -> dist.ProcessGroup:
     assert isinstance(group, dist.ProcessGroup)
     if dist.get_backend(group) == "gloo":

@@ -15,7 +15,14 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket as GradBucket
 from torch._C._distributed_c10d import Work as Work
 
-from lightning_sparsecomm.basis.groups import Closing, all_gather_single, default_timeout, new_group, own_group
+from lightning_sparsecomm.basis.groups import (
+    Closing,
+    all_gather_single,
+    default_timeout,
+    group_beside,
+    new_group,
+    own_group,
+)
 from lightning_sparsecomm.basis.ledger import GRADIENTS, Collective, Ledger
 from lightning_sparsecomm.basis.meeting import meet
 from lightning_sparsecomm.basis.peers import PeerError as PeerError
@@ -86,6 +93,7 @@ class Wire:
     far: float = 0.0
     place: str | None = None
     step_group: dist.ProcessGroup | None = None
+    _apart: Sequence[Sequence[int]] = ()  # The ranks of this group, and of those made with it by `within`.
 
     def __init__(
         self, ledger: Ledger | None = None, group: dist.ProcessGroup | None = None, row: str = GRADIENTS
@@ -126,8 +134,7 @@ class Wire:
         """A wire with a group, whose calls keep an order of their own, and a ledger: for a thread. A collective."""
         other = copy.copy(self)
         other.ledger, other.step_group = Ledger(self.world_size), None
-        if self.world_size > 1:
-            other.group = new_group(default_timeout(), self.closing)
+        other.group = group_beside(self.group, self._apart, self.closing)
         return other
 
     def close(self) -> None:
@@ -274,6 +281,7 @@ def within(wire: Wire, groups: Sequence[Sequence[int]], row: str = GRADIENTS) ->
     other, ranks = copy.copy(wire), next(sorted(ranks) for ranks in groups if wire.rank in ranks)
     other.group, other.step_group = own_group(groups, wire.rank, default_timeout(), wire.closing), None
     other.rank, other.world_size, other.row = ranks.index(wire.rank), len(ranks), row
+    other._apart = groups
 
     def let_go() -> None:
         other.group = None

@@ -62,16 +62,16 @@ class SynchronizingMixin(SavingMixin):
                 Without it, training ends with a `PeerError` after the process group's timeout. In Fabric, iterate over
                 `fabric.strategy.uneven(loader)` instead.
             nodes: Which ranks are joined by something fast: "auto" for those of a machine, or their ranks, such as
-                [[0, 1], [2, 3]]; equally many on each. They average whole gradients, and the method works between
-                nodes, as if each were one rank: a node sends one rank's bytes, and each of its ranks has a part of the
-                memories and of the work. None treats all ranks alike.
+                [[0, 1], [2, 3]]; equally many on each. They average whole gradients in each step, and the method works
+                between nodes, as if each were one rank: a node sends one rank's bytes, and each of its ranks has a part
+                of the memories and of the work. None treats all ranks alike.
             **kwargs: Options of DDPStrategy and of DistributedDataParallel.
 
         Raises:
             TypeError: `method` is not a Method, `seed` not a whole number, `uneven_inputs` no bool, or `nodes` no list.
             ValueError: A communication hook is given besides a method, `start_method` is unknown, or
                 `check_replicas_every` is not a whole number of at least 1. At set-up: `nodes` does not have each rank
-                once, or has unequal numbers of them, or the method does not share whole gradients' means.
+                once, or has unequal numbers of them, or the method cannot work between nodes.
         """
         super().__init__(**kwargs)
         with plain_for_command_lines():

@@ -18,6 +18,7 @@ from lightning_sparsecomm.basis.ledger import COMPARISON, SETUP
 from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.codecs.payload import FORMAT_VERSION
 from lightning_sparsecomm.run.gathered import as_tensor, gather_texts
+from lightning_sparsecomm.run.nodes import Groups
 from lightning_sparsecomm.run.optimizers import parameters_of
 from lightning_sparsecomm.run.registry import Registry
 from lightning_sparsecomm.sharing.gradients import NamedParameters
@@ -93,6 +94,13 @@ class Agreement:
 
         `shared` pairs an optimizer's finished steps with its weights, by the identity of the parameter.
         """
+        self._compare(shared, ())
+
+    def on_nodes(self, shared: Sequence[tuple[int, Mapping[int, Tensor]]]) -> None:
+        """Refuses ranks whose weights differ within a node; as `on_weights`, and raised on all ranks of all nodes."""
+        self._compare(shared, self._registry.nodes.groups if self._registry.nodes is not None else ())
+
+    def _compare(self, shared: Sequence[tuple[int, Mapping[int, Tensor]]], alike: Groups) -> None:
         if self._wire.world_size == 1:
             return
         facts = [
@@ -102,7 +110,7 @@ class Agreement:
             if key in weights
         ]
         if facts:
-            require_agreement(facts, self._wire, self._device, COMPARISON, ReplicaError)
+            require_agreement(facts, self._wire, self._device, COMPARISON, ReplicaError, alike)
 
     def on_length(self, steps: float) -> float:
         """The least number of steps that any rank expects to make."""
@@ -154,9 +162,22 @@ def facts_of_optimizers(optimizers: Sequence[Optimizer], parameters: NamedParame
 
 
 def require_agreement(
-    facts: Sequence[Fact], wire: Wire, device: torch.device, row: str = SETUP, error: type[Exception] = ValueError
+    facts: Sequence[Fact],
+    wire: Wire,
+    device: torch.device,
+    row: str = SETUP,
+    error: type[Exception] = ValueError,
+    alike: Groups = (),
 ) -> None:
     """Refuses ranks whose facts differ. A collective; each rank hands over 32 bytes if all agree.
+
+    Args:
+        facts: What this rank has.
+        wire: Between all ranks.
+        device: Where to communicate.
+        row: Of the ledger.
+        error: What to raise.
+        alike: Ranks that must have equal facts, in groups; empty for all of them.
 
     Raises:
         Exception: Facts differ. An `error`, raised on all ranks with one message, which names the first difference.
@@ -166,31 +187,35 @@ def require_agreement(
     # Other versions of this package must be able to read this: three strings for each fact.
     text = json.dumps(facts)
     digests = wire.all_gather(as_tensor(hashlib.sha256(text.encode()).digest(), device), row)
-    if bool((digests == digests[0]).all()):
+    groups = alike or [range(wire.world_size)]
+    differing = [group for group in groups if not bool((digests[list(group)] == digests[group[0]]).all())]
+    if not differing:
         return
     texts = gather_texts(text, wire, device, row)
-    raise error(_difference([[Fact(*fact) for fact in json.loads(each)] for each in texts]))
+    found = [[Fact(*fact) for fact in json.loads(texts[rank])] for rank in differing[0]]
+    raise error(_difference(found, differing[0] if alike else ()))
 
 
-def _difference(ranks: Sequence[Sequence[Fact]]) -> str:
-    """The first difference in words, equal on all ranks."""
+def _difference(ranks: Sequence[Sequence[Fact]], node: Sequence[int] = ()) -> str:
+    """The first difference in words, equal on all ranks. `node` has their numbers, where they are those of a node."""
     values = [{fact.topic: fact.value for fact in facts} for facts in ranks]
     # Rank 0's facts first, then those that only other ranks have.
     for fact in (fact for facts in ranks for fact in facts):
         found = [known.get(fact.topic, _ABSENT) for known in values]
         if len(set(found)) > 1:
-            return _words(fact.topic, found, fact.remedy)
+            return _words(fact.topic, found, fact.remedy, node)
     columns = zip(*ranks, strict=True)
     column = next(column for column in columns if len({fact.topic for fact in column}) > 1)
-    return _words("the order of parameters", [f"{fact.topic} earlier" for fact in column], _MODEL)
+    return _words("the order of parameters", [f"{fact.topic} earlier" for fact in column], _MODEL, node)
 
 
-def _words(topic: str, found: Sequence[str], remedy: str) -> str:
+def _words(topic: str, found: Sequence[str], remedy: str, node: Sequence[int]) -> str:
     holders: dict[str, list[str]] = {}
-    for rank, value in enumerate(_shortened(found)):
+    for rank, value in zip(node or range(len(found)), _shortened(found)):
         holders.setdefault(value, []).append(str(rank))
     parts = [f"{value} on rank{'s' * (len(who) > 1)} {', '.join(who)}" for value, who in holders.items()]
-    return f"{topic} must be equal on all ranks; got {'; '.join(parts)}. {remedy}"
+    words = f"{topic} must be equal on all ranks; got {'; '.join(parts)}. {remedy}"
+    return words.replace("on all ranks;", "on all ranks of a node;", 1) if node else words
 
 
 def _shortened(texts: Sequence[str]) -> list[str]:

@@ -66,7 +66,7 @@ class Engine:
         self.epoch, self.clips_by_value = 0.0, False
         self.warmup: Warmup | None = None
         self.length, self.may_end_sooner = math.inf, False
-        self.scaling = LossScaling(scaler, wire) if scaler is not None else None
+        self.scaling = LossScaling(scaler) if scaler is not None else None
         self.registry = Registry(method, wire, self.hook)
         self.agreement = Agreement(self.registry, wire, seed, check_replicas_every, scaler is not None)
         self.replicas = Replicas(self.registry, wire)
@@ -242,8 +242,7 @@ class Engine:
 
     def _share_gradients(self, tracked: TrackedOptimizer) -> None:
         if self.scaling is not None:
-            together = any(sync.shares_gradients for sync in tracked.shares)
-            tracked.skips = self.scaling.unscale_(tracked.optimizer, together)
+            tracked.skips = self.scaling.unscale_(tracked.optimizer, self.turns.skipping(tracked, self.wire))
         with torch.no_grad():
             tracked.norm = math.inf if tracked.skips else self.turns.norm_to_clip(tracked)
             if tracked.resumed is not None and not tracked.skips:
@@ -279,6 +278,7 @@ class Engine:
         self.wire.step = tracked.steps
         if self.check_replicas_every is not None:
             self.agreement.on_weights([(tracked.steps, self.replicas.in_common(tracked, self.check_replicas_every))])
+            self.agreement.on_nodes([(tracked.steps, self.replicas.in_node(tracked, self.check_replicas_every))])
         if self.chooser is not None:
             self.chooser.after_step(tracked)
 

@@ -11,17 +11,17 @@ from lightning_sparsecomm.sharing.gradients import NamedParameters
 
 
 class Piece:
-    """The tensors of one optimizer's parameters of one width, in a row for each rank of a node.
+    """Tensors that belong to parameters of one width, in a row for each rank of a node.
 
-    Rows are equally long; a row ends with zeros where its rank has fewer elements. `row[0]` is the first parameter's.
+    Rows are equally long; a row ends with zeros where its rank has fewer elements. `row[0]` is the first tensor's.
 
     Args:
-        places: The parameters of each rank.
+        places: The tensors of each rank: parameters, or what belongs to them.
         nodes: Who is on a node with this rank.
         dtype: Float32 or wider.
     """
 
-    def __init__(self, places: Sequence[Sequence[Parameter]], nodes: Nodes, dtype: torch.dtype) -> None:
+    def __init__(self, places: Sequence[Sequence[Tensor]], nodes: Nodes, dtype: torch.dtype) -> None:
         self.places = places
         self.own = places[nodes.inside.rank]
         self._inside = nodes.inside
@@ -46,8 +46,8 @@ class Piece:
         self._row = self._inside.all_to_all(rows).sum(0).div_(len(self.places))
         return [view for _, view in _views(self.own, self._row)]
 
-    def hand_out(self, results: Sequence[Tensor]) -> Iterator[tuple[Parameter, Tensor]]:
-        """All the parameters with the result of the rank that has it. A collective.
+    def hand_out(self, results: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """All the tensors, each with the result of the rank that has it. A collective.
 
         Args:
             results: This rank's. Where they are still what `sum_gradients` gave, changed in place, nothing is copied.
@@ -62,12 +62,16 @@ class Piece:
             yield from _views(part, row)
 
 
-def pieces_of(parameters: NamedParameters, nodes: Nodes) -> list[Piece]:
-    """The parameters in pieces, one for each width; equal on all ranks but for which part is this rank's own."""
-    places = nodes.by_place(parameters)
-    dtypes = dict.fromkeys(_wide(each) for _, each in parameters if each.numel())
+def pieces_of(held: Sequence[tuple[Parameter, Tensor]], nodes: Nodes) -> list[Piece]:
+    """Tensors, each with its parameter, in pieces, one for each width of parameters.
+
+    Equal on all ranks but for which part is this rank's own.
+    """
+    places = nodes.by_place(held)
+    dtypes = sorted({_wide(parameter) for parameter, tensor in held if tensor.numel()}, key=str)
     return [
-        Piece([[each for each in part if _wide(each) == dtype] for part in places], nodes, dtype) for dtype in dtypes
+        Piece([[each for owner, each in part if _wide(owner) == dtype] for part in places], nodes, dtype)
+        for dtype in dtypes
     ]
 
 
@@ -84,9 +88,9 @@ class NodeGradients:
     def __init__(self, parameters: NamedParameters, nodes: Nodes) -> None:
         self._nodes, self._device = nodes, parameters[0][1].device
         self._parameters = [each for _, each in parameters if each.numel()]
-        self._pieces = pieces_of(parameters, nodes)
+        self._pieces = pieces_of([(each, each) for _, each in parameters], nodes)
         here = self._on_node([each.grad is not None for each in self._parameters])
-        self._means: list[tuple[Parameter, Tensor | None]] = []
+        self._means: list[tuple[Tensor, Tensor | None]] = []
         for piece in self._pieces:
             for parameter, mean in zip(piece.own, piece.sum_gradients(), strict=True):
                 self._means.append((parameter, mean.to(parameter.dtype) if id(parameter) in here else None))
@@ -130,17 +134,25 @@ class NodeGradients:
                     parameter.grad.copy_(result)
 
 
-def hand_out_weights(parameters: NamedParameters, nodes: Nodes) -> None:
-    """Replaces each weight by that of the rank of this node that has the parameter. A collective inside the node."""
-    for piece in pieces_of(parameters, nodes):
-        for parameter, result in piece.hand_out([each.detach() for each in piece.own]):
-            parameter.detach().copy_(result)
+def hand_out(held: Sequence[tuple[Parameter, Tensor]], nodes: Nodes) -> None:
+    """Writes to each tensor what it holds on that rank of this node which has its parameter.
+
+    A collective inside the node. Bytes on the link inside: (L-1)/L of the tensors', in float32 or wider.
+
+    Args:
+        held: Floating-point tensors, each with its parameter: the same on all ranks of a node, in an order in which
+            those of each rank are alike.
+        nodes: Who is on a node with this rank.
+    """
+    for piece in pieces_of(held, nodes):
+        for tensor, result in piece.hand_out([each.detach() for each in piece.own]):
+            tensor.detach().copy_(result)
 
 
-def _views(parameters: Sequence[Parameter], row: Tensor) -> Iterator[tuple[Parameter, Tensor]]:
-    sizes = [each.numel() for each in parameters]
-    for parameter, part in zip(parameters, row.split([*sizes, row.numel() - sum(sizes)])):
-        yield parameter, part.view(parameter.shape)
+def _views(tensors: Sequence[Tensor], row: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    sizes = [each.numel() for each in tensors]
+    for tensor, part in zip(tensors, row.split([*sizes, row.numel() - sum(sizes)])):
+        yield tensor, part.view(tensor.shape)
 
 
 def _wide(parameter: Parameter) -> torch.dtype:

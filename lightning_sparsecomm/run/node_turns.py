@@ -4,6 +4,7 @@ import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -14,19 +15,24 @@ from lightning_sparsecomm.channel.inspection import norm_of
 from lightning_sparsecomm.run.clipping import clips_by_norm
 from lightning_sparsecomm.run.engine import Engine
 from lightning_sparsecomm.run.gathered import gather_numbers
-from lightning_sparsecomm.run.inside import NodeGradients, hand_out_weights
+from lightning_sparsecomm.run.inside import NodeGradients, hand_out
 from lightning_sparsecomm.run.nodes import Groups, Nodes
 from lightning_sparsecomm.run.optimizers import TrackedOptimizer
 from lightning_sparsecomm.run.registry import Registry
 from lightning_sparsecomm.run.replicas import Replicas
 from lightning_sparsecomm.run.turn import Turns, take_turn
 from lightning_sparsecomm.sharing.bucket import BucketSync
+from lightning_sparsecomm.sharing.delta import DeltaSync
+from lightning_sparsecomm.sharing.gradients import NamedParameters
 from lightning_sparsecomm.sharing.method import Method
 from lightning_sparsecomm.sharing.share import Share, Turn
+from lightning_sparsecomm.sharing.sync import Sync
 
 
 class NodeTurns(Turns):
     """Exchanges between nodes. All ranks of a node commit a turn, or none does.
+
+    Ranks of a node have the same gradients in each step, and so the same weights, also where nodes drift.
 
     Args:
         registry, replicas: As for `Turns`.
@@ -37,6 +43,9 @@ class NodeTurns(Turns):
         super().__init__(registry, replicas)
         self._nodes = nodes
         self._gradients: NodeGradients | None = None
+
+    def skipping(self, tracked: TrackedOptimizer, wire: Wire) -> Wire | None:
+        return wire if tracked.exchanges_gradients else self._nodes.inside
 
     def norm_to_clip(self, tracked: TrackedOptimizer) -> float:
         """That of the node's mean gradient. A collective inside the node, from which its turn follows."""
@@ -49,20 +58,37 @@ class NodeTurns(Turns):
 
     def take_gradients(self, tracked: TrackedOptimizer, due: Sequence[Share], turn: Turn) -> None:
         gradients, self._gradients = self._gradients, None
-        if gradients is not None:
+        if gradients is None:
+            return
+        if tracked.exchanges_gradients:
             with gradients:
                 self._take(tracked, due, turn)
-            with _torn_on_error(due):
-                gradients.hand_out()
+        with _torn_on_error(due):
+            gradients.hand_out()
 
     def take(self, tracked: TrackedOptimizer, due: Sequence[Share], turn: Turn) -> None:
-        # Between steps, only what still waits at the end is exchanged, and a rank may have none of it.
-        if turn.moment == "end":
-            self._nodes.look()
-            if tracked.parameters:
-                self._take(tracked, due, turn)
-                with _torn_on_error(due):
-                    hand_out_weights(tracked.parameters, self._nodes)
+        self._nodes.look()
+        if turn.moment == "end" and tracked.parameters:
+            # First what is in flight: if the last exchange fails, ranks of a node go back to the same weights.
+            landing = replace(turn, moment="land")
+            self._take_weights(tracked, [share for share in tracked.shares.values() if share.due(landing)], landing)
+            # A rank may have nothing that waits, where others of its node have.
+            self._take_weights(tracked, due, turn, [piece for sync, piece in tracked.parts if sync.shares_gradients])
+        elif due:
+            self._take_weights(tracked, due, turn)
+
+    def _take_weights(
+        self, tracked: TrackedOptimizer, due: Sequence[Share], turn: Turn, whole: Sequence[NamedParameters] = ()
+    ) -> None:
+        """A turn after which ranks of a node have the weights that it has moved, and those given `whole`."""
+        if not due and not whole:
+            return
+        self._take(tracked, due, turn)
+        with _torn_on_error(due):
+            held = [(weight, weight.detach()) for piece in whole for _, weight in piece]
+            hand_out(held + [pair for share in due for pair in share.to_hand_out()], self._nodes)
+            for share in due:
+                share.handed_out()
 
     def _take(self, tracked: TrackedOptimizer, due: Sequence[Share], turn: Turn) -> None:
         take_turn(due, turn, lambda error: self._nodes.agree(error, device_of(tracked)))
@@ -121,8 +147,8 @@ def divide(engine: Engine, nodes: Literal["auto"] | Groups, node_rank: int) -> N
     Where each node has one rank, it changes nothing.
 
     Raises:
-        ValueError: A rank is in no node or in several, nodes have unequal numbers of ranks, or the method does not
-            share means of gradients.
+        ValueError: A rank is in no node or in several, nodes have unequal numbers of ranks, or the method cannot
+            work between nodes.
     """
     wire = engine.wire
     for method in engine.registry.methods:
@@ -165,13 +191,17 @@ def advice(registry: Registry, hosts: int, per_host: int) -> list[str]:
 
 def _works(method: Method) -> bool:
     """Whether it can work between nodes."""
-    return not any(isinstance(sync, BucketSync) or sync.drifts or not sync.shares_gradients for sync in method.syncs)
+    return all(isinstance(sync, DeltaSync) or _shares_means(sync) for sync in method.syncs)
+
+
+def _shares_means(sync: Sync) -> bool:
+    return sync.shares_gradients and not sync.drifts and not isinstance(sync, BucketSync)
 
 
 def _refuse(method: Method) -> None:
     if not _works(method):
         raise ValueError(
-            "nodes must be left out unless every rank takes the same step with what ranks share of their gradients, in"
-            f" an exchange of its own; got {method!r}. Use methods.default(), dgc(), local_adam() or sketched_sgd(),"
-            " for example, without local gradients and delay."
+            "nodes must be left out unless the method exchanges changes of weights, or shares gradients in an exchange"
+            " of its own and leaves every rank the same step: without DDP's buckets, local gradients, and delay=1 for"
+            f" gradients; got {method!r}. Use methods.default(), dgc(), diloco() or sparse_loco(), for example."
         )

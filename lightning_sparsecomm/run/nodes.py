@@ -5,6 +5,7 @@ import pickle
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_sparsecomm.basis.ledger import INSIDE, OURS
@@ -88,11 +89,11 @@ class Nodes:
         if error is None and others:
             raise pickle.loads(base64.b64decode(others[0]))
 
-    def by_place(self, parameters: NamedParameters) -> list[list[Parameter]]:
-        """The parameters of each rank of a node."""
-        places: list[list[Parameter]] = [[] for _ in range(self.per_node)]
-        for _, parameter in parameters:
-            places[self._owner[id(parameter)]].append(parameter)
+    def by_place(self, held: Sequence[tuple[Parameter, Tensor]]) -> list[list[tuple[Parameter, Tensor]]]:
+        """Tensors with their parameters, for each rank of a node those of the parameters that it has."""
+        places: list[list[tuple[Parameter, Tensor]]] = [[] for _ in range(self.per_node)]
+        for parameter, tensor in held:
+            places[self._owner[id(parameter)]].append((parameter, tensor))
         return places
 
 

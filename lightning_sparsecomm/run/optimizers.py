@@ -22,6 +22,7 @@ class TrackedOptimizer:
 
     Attributes:
         number: Its place in the order of registration.
+        in_node: Whether ranks of a node average whole gradients first, whatever their syncs share.
         method: Its method; None until its parameters are known.
         takeover: Replaces the optimizer's own momentum or moments; None if nothing does.
         around: Tells shares of weights when an update begins and ends; None where there are none.
@@ -45,6 +46,7 @@ class TrackedOptimizer:
 
     optimizer: Optimizer
     number: int
+    in_node: bool = False
     method: Method | None = None
     takeover: Takeover | None = None
     around: AroundUpdate | None = None
@@ -107,6 +109,11 @@ class TrackedOptimizer:
     @property
     def shares_gradients(self) -> bool:
         """Whether `.grad` no longer holds only this rank's own gradients once they are shared."""
+        return self.in_node or self.exchanges_gradients
+
+    @property
+    def exchanges_gradients(self) -> bool:
+        """Whether some of its gradients are exchanged in each step, between all ranks or between nodes."""
         return any(sync.shares_gradients for sync, _ in self.parts)
 
     @property

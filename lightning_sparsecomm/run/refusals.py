@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Collection, Sequence
 
 from torch.nn import Parameter
+from torch.optim import LBFGS, Optimizer
 
 from lightning_sparsecomm.sharing.gradients import NamedParameters, has_sparse_gradient
 from lightning_sparsecomm.sharing.method import Method
@@ -67,6 +68,15 @@ def refuse_unannounced(named: NamedParameters, noted: Collection[int]) -> None:
                 " ranks may not exchange it. Let it require one during manual_backward or fabric.backward, or set its"
                 " .grad to None."
             )
+
+
+def refuse_lbfgs(optimizer: Optimizer) -> None:
+    """Refuses what looks at each rank's own loss, by which ranks of a node would make different steps."""
+    if isinstance(optimizer, LBFGS):
+        raise TypeError(
+            "nodes must be left out with LBFGS: it stops by each rank's own loss, so ranks of a node would differ. Use"
+            " torch.optim.SGD or AdamW."
+        )
 
 
 def refuse_two_owners(named: NamedParameters, others: Collection[int]) -> None:

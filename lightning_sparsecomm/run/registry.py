@@ -11,6 +11,7 @@ from lightning_sparsecomm.run.choice import directed, method_for, takeover_for
 from lightning_sparsecomm.run.nodes import Nodes
 from lightning_sparsecomm.run.optimizers import TrackedOptimizer, parameters_of
 from lightning_sparsecomm.run.refusals import (
+    refuse_lbfgs,
     refuse_misplaced,
     refuse_sparse,
     refuse_strangers,
@@ -20,6 +21,7 @@ from lightning_sparsecomm.run.refusals import (
 )
 from lightning_sparsecomm.sharing.adam import AdamTakeover
 from lightning_sparsecomm.sharing.bucket import BucketHook, BucketSync
+from lightning_sparsecomm.sharing.delta import DeltaSync
 from lightning_sparsecomm.sharing.gradients import NamedParameters, note_sparse_gradient
 from lightning_sparsecomm.sharing.method import Method
 from lightning_sparsecomm.sharing.share import Share
@@ -85,7 +87,7 @@ class Registry:
 
     def register(self, optimizer: Optimizer) -> TrackedOptimizer:
         """Adds an optimizer and chooses its method. All ranks must add optimizers in the same order."""
-        tracked = TrackedOptimizer(optimizer, len(self.optimizers))
+        tracked = TrackedOptimizer(optimizer, len(self.optimizers), self.nodes is not None)
         self.optimizers.append(tracked)
         self.choose(tracked)
         return tracked
@@ -100,6 +102,8 @@ class Registry:
         if tracked.method is not None or not (held := self.held_by(tracked.optimizer)):
             return
         optimizer = tracked.optimizer
+        if self.nodes is not None:
+            refuse_lbfgs(optimizer)
         method = method_for(optimizer, self.methods, held)
         if any(sync.drifts or not sync.shares_gradients for sync in method.syncs):
             # Before a takeover, which may move weights itself.
@@ -181,29 +185,32 @@ class Registry:
             tracked.takeover.direct(directed(parts))
         shares: dict[Sync, Share] = {}
         for sync, piece in parts:
-            if self._hook is not None and isinstance(sync, BucketSync):
-                piece = self._hook.not_in_buckets(piece)
-            if self.nodes is not None:
-                piece = self.nodes.own(piece)
+            piece = self._given(sync, piece)
             if sync in tracked.shares:
                 tracked.shares[sync].extend(piece)
                 shares[sync] = tracked.shares[sync]
             elif piece:
-                shares[sync] = sync.start(tracked.optimizer, piece, self._wire)
+                shares[sync] = _start(sync, tracked.optimizer, piece, self._wire, self.nodes)
         tracked.shares = shares
 
     def restart(self) -> None:
         """Discards all shares' state and starts over at step 0, with the weights as they are."""
         for tracked in self.optimizers:
-            tracked.shares = {
-                sync: sync.start(tracked.optimizer, share.parameters, self._wire)
-                for sync, share in tracked.shares.items()
-            }
+            if tracked.members:
+                tracked.shares = {}
+                self.add_members(tracked, set())
             tracked.steps = 0
             tracked.unshare()
             tracked.resumed = None
             if tracked.takeover is not None:
                 tracked.takeover.restart()
+
+    def _given(self, sync: Sync, piece: NamedParameters) -> NamedParameters:
+        """What a sync's share is given of its parameters."""
+        if self._hook is not None and isinstance(sync, BucketSync):
+            piece = self._hook.not_in_buckets(piece)
+        # Of a `DeltaSync`, all: ranks of a node must know when others exchange.
+        return piece if self.nodes is None or isinstance(sync, DeltaSync) else self.nodes.own(piece)
 
     def _scan(self) -> None:
         for index, module in enumerate(self.modules):
@@ -222,6 +229,12 @@ class Registry:
                         " (torch.view_as_real), or use strategy='ddp'."
                     )
                 self.known.setdefault(id(parameter), (prefix + name, parameter))
+
+
+def _start(sync: Sync, optimizer: Optimizer, parameters: NamedParameters, wire: Wire, nodes: Nodes | None) -> Share:
+    if nodes is not None and isinstance(sync, DeltaSync):
+        return sync.start(optimizer, parameters, wire, nodes.own)
+    return sync.start(optimizer, parameters, wire)
 
 
 def chain_of(method: Method) -> list[Method]:

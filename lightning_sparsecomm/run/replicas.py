@@ -78,6 +78,7 @@ class Replicas:
         """
         steps, averaging = tracked.steps, self._averaging(tracked)
         common: dict[int, Tensor] = {}
+        in_nodes = self._registry.nodes is not None
         for sync, piece in tracked.parts:
             shared, since = _shared_weights(tracked, sync), 1
             if shared is None and sync.drifts:
@@ -85,9 +86,18 @@ class Replicas:
                     continue
                 since = averaging.every
             if steps // every > (steps - since) // every:
-                values = [value for _, value in shared] if shared else [weight for _, weight in piece]
-                common.update((id(weight), value) for (_, weight), value in zip(piece, values))
+                values = {weight.data_ptr(): value for weight, value in shared or ()}
+                for _, weight in piece:
+                    value = values.get(weight.data_ptr(), weight)
+                    # One rank of a node has it in full precision.
+                    common[id(weight)] = value.to(weight.dtype) if in_nodes else value
         return common
+
+    def in_node(self, tracked: TrackedOptimizer, every: int) -> dict[int, Tensor]:
+        """By parameter's identity, the weights to compare inside a node after a step, as replicas of nodes drift."""
+        if not tracked.in_node or tracked.steps % every:
+            return {}
+        return {id(weight): weight for sync, piece in tracked.parts if sync.drifts for _, weight in piece}
 
     def keep_untrained(self) -> None:
         """Marks the tensors that no optimizer trains, equal on all ranks now.

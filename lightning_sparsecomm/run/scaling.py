@@ -19,9 +19,8 @@ class LossScaling:
     gets unscaled ones, and is not called for a skipped step.
     """
 
-    def __init__(self, scaler: GradScaler, wire: Wire) -> None:
+    def __init__(self, scaler: GradScaler) -> None:
         self.scaler = scaler
-        self._wire = wire
         self._fused: list[Optimizer] = []
 
     def take_over(self, instead: Callable[[Optimizer], bool]) -> None:
@@ -41,10 +40,15 @@ class LossScaling:
             optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
             self._fused.append(optimizer)
 
-    def unscale_(self, optimizer: Optimizer, together: bool) -> bool:
-        """Divides the optimizer's gradients by the scale. With `together`, a collective: an all-reduce of 4 bytes.
+    def unscale_(self, optimizer: Optimizer, together: Wire | None) -> bool:
+        """Divides the optimizer's gradients by the scale.
 
-        Returns whether to skip the step: a gradient is not finite on this rank, or on any if they decide `together`.
+        Args:
+            optimizer: Whose gradients they are.
+            together: Between those that skip a step together, in an all-reduce of 4 bytes; None for this rank alone.
+
+        Returns:
+            Whether to skip the step: a gradient is not finite on any of these ranks.
         """
         device = parameters_of(optimizer)[0].device
         # The scaler creates its scale for its first loss, and this rank may not have had one.
@@ -55,8 +59,8 @@ class LossScaling:
         found = torch.zeros((), device=device)
         for each in self.scaler._found_inf_per_device(optimizer).values():
             found += each.to(device)
-        if together:
-            self._wire.all_reduce_(found)
+        if together is not None:
+            together.all_reduce_(found)
         self._record(optimizer, OptState.UNSCALED, {device: found})
         return bool(found)
 

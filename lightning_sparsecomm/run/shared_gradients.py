@@ -41,7 +41,7 @@ def is_unchanged(tracked: TrackedOptimizer) -> bool:
 
 def is_ahead(tracked: TrackedOptimizer) -> bool:
     """Whether memories have forgotten what they sent, and the weights have not moved by it."""
-    return (tracked.shared or tracked.torn) and tracked.shares_gradients and not tracked.skips
+    return (tracked.shared or tracked.torn) and tracked.exchanges_gradients and not tracked.skips
 
 
 def saved_gradients(tracked: TrackedOptimizer) -> State | None:
@@ -99,7 +99,8 @@ def repeat(tracked: TrackedOptimizer) -> None:
 
 
 def _parameters(tracked: TrackedOptimizer) -> NamedParameters:
-    return [named for sync, piece in tracked.parts if sync.shares_gradients for named in piece]
+    shared = [piece for sync, piece in tracked.parts if tracked.in_node or sync.shares_gradients]
+    return [named for piece in shared for named in piece]
 
 
 def _plain(gradient: Tensor | None) -> object:

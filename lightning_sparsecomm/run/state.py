@@ -11,6 +11,7 @@ from lightning_sparsecomm.channel.momentum import Momentum, MomentumCorrection
 from lightning_sparsecomm.channel.saved import Saved, pop_named
 from lightning_sparsecomm.run.chooser import Chooser
 from lightning_sparsecomm.run.contents import State, scaled
+from lightning_sparsecomm.run.inside import hand_out
 from lightning_sparsecomm.run.optimizers import TrackedOptimizer, parameters_of
 from lightning_sparsecomm.run.registry import Registry
 from lightning_sparsecomm.run.replicas import Replicas
@@ -97,7 +98,8 @@ class RunState:
                 del saved["held"][kind]
             if state.get("nodes"):
                 # What one rank of each node holds counts as zero on the others, in a mean over all.
-                saved["held"] = scaled(saved["held"], len(state["nodes"][0]))
+                alike = {kind: parts for kind, parts in saved["held"].items() if kind == _OPTIMIZER}
+                saved["held"] = scaled(saved["held"], len(state["nodes"][0])) | alike
         for tracked, saved in zip(optimizers, state["streams"], strict=False):
             dropped += self._load(tracked, saved)
             tracked.resumed = saved.get("shared")
@@ -177,6 +179,8 @@ class RunState:
         self._registry.add_members(tracked, {id(parameter) for parameter in named.values()})
         for share in tracked.shares.values():
             share.load_state_dict(held)
+        if self._registry.nodes is not None:
+            hand_out([pair for share in tracked.shares.values() for pair in share.in_common()], self._registry.nodes)
         if _OPTIMIZER in held and tracked.drifts:
             own = pop_named(held, _OPTIMIZER, named)
             _load_optimizer(tracked.optimizer, {id(parameter): own.get(name) for name, parameter in named.items()})

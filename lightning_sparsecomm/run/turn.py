@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.run.clipping import norm_to_clip
 from lightning_sparsecomm.run.optimizers import TrackedOptimizer
 from lightning_sparsecomm.run.registry import Registry
@@ -21,6 +22,10 @@ class Turns:
     def __init__(self, registry: Registry, replicas: Replicas) -> None:
         self._registry = registry
         self._replicas = replicas
+
+    def skipping(self, tracked: TrackedOptimizer, wire: Wire) -> Wire | None:
+        """Between those that skip a step together, where `wire` is between all; None where a rank skips alone."""
+        return wire if any(sync.shares_gradients for sync in tracked.shares) else None
 
     def norm_to_clip(self, tracked: TrackedOptimizer) -> float:
         """Norm by which methods clip what they share; NaN if none does. Called before `take_gradients`."""

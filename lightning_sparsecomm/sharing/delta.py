@@ -17,6 +17,7 @@ from lightning_sparsecomm.sharing.delta_share import DeltaShare
 from lightning_sparsecomm.sharing.fragments import FragmentedShare, FragmentOrder, check_fragments, layer_of
 from lightning_sparsecomm.sharing.gradients import NamedParameters, wide_dtype
 from lightning_sparsecomm.sharing.moments import check_moments, objection_to
+from lightning_sparsecomm.sharing.others import Own, all_of
 from lightning_sparsecomm.sharing.outer import OuterOptimizer, check_outer, make_outer
 from lightning_sparsecomm.sharing.share import Share
 from lightning_sparsecomm.sharing.streamed import Mix, StreamedShare, check_delay
@@ -139,13 +140,14 @@ class DeltaSync(Sync):
             like = [torch.zeros((), dtype=dtype, device=weight.device).expand(weight.shape) for _, weight in parameters]
             make_outer(self.outer, [Parameter(each) for each in like])
 
-    def start(self, optimizer: Optimizer, parameters: NamedParameters, wire: Wire) -> Share:
+    def start(self, optimizer: Optimizer, parameters: NamedParameters, wire: Wire, own: Own = all_of) -> Share:
+        """As of any sync. `own` tells which of the parameters, or of a fragment's, this rank exchanges for its node."""
         stream = Stream(wire)
 
         def start_fragment(fragment: int, piece: NamedParameters) -> DeltaShare:
             if self.delay:
-                return StreamedShare(self, optimizer, piece, wire, fragment, stream)
-            return DeltaShare(self, optimizer, piece, wire, fragment)
+                return StreamedShare(self, optimizer, piece, wire, fragment, own, stream)
+            return DeltaShare(self, optimizer, piece, wire, fragment, own)
 
         if self.fragments == 1:
             return start_fragment(0, parameters)

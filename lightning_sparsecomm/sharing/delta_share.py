@@ -1,4 +1,4 @@
-"""What ranks hold that exchange the changes of their weights: anchors, and the outer optimizer that moves them."""
+"""What runs an exchange of changes of weights for one optimizer."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -8,23 +8,23 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_sparsecomm.basis import UPDATES, SparseVector, Wire
+from lightning_sparsecomm.basis import UPDATES, Wire
 from lightning_sparsecomm.basis.schedules import Every, every_at
 from lightning_sparsecomm.channel import Channel
 from lightning_sparsecomm.channel.saved import Saved, add_prefix, pop_named, strip_prefix
-from lightning_sparsecomm.exchange import Exchanged
+from lightning_sparsecomm.sharing.anchored import Anchored
 from lightning_sparsecomm.sharing.averaging import averaged
 from lightning_sparsecomm.sharing.fragments import is_due
-from lightning_sparsecomm.sharing.gradients import NamedParameters, add_, wide_dtype
+from lightning_sparsecomm.sharing.gradients import NamedParameters
 from lightning_sparsecomm.sharing.moments import Moments, kept_by
-from lightning_sparsecomm.sharing.outer import OuterOptimizer, load_outer, make_outer
+from lightning_sparsecomm.sharing.others import Own, PartShare, all_of
+from lightning_sparsecomm.sharing.outer import OuterOptimizer
 from lightning_sparsecomm.sharing.set_weights import NOTED, SetWeights
-from lightning_sparsecomm.sharing.share import Share, Turn
-from lightning_sparsecomm.sharing.takeover import mask_momentum_
+from lightning_sparsecomm.sharing.share import Turn
+from lightning_sparsecomm.sharing.takeover import MOMENTA, mask_momentum_
 
-# Kinds of state besides that of the channel.
-_ANCHORS, _STEPS, _OUTER, _SET = "anchor", "steps", "outer optimizer", "set by the user"
-_EXCHANGES = "exchanges"
+# Kinds of state besides those of the channel and of the anchors.
+_STEPS, _EXCHANGES, _SET = "steps", "exchanges", "set by the user"
 
 
 class Delayed(Protocol):
@@ -38,27 +38,33 @@ class Delayed(Protocol):
     moments: Mapping[str, int]
 
 
-class DeltaShare(Share):
+class DeltaShare(PartShare):
     """Runs a `DeltaSync`, or a fragment of it, for one optimizer.
 
     Attributes:
-        anchors: By parameter name, the weights that all ranks share, in float32 or wider; noted before the first step.
+        anchors: By name, what ranks share of the parameters that this one exchanges; noted before the first step.
+        anchored: The same, with what moves them.
         steps: Optimizer steps since the last exchange.
-        outer: Moves the anchors; None where the mean of the changes is added to them.
         weight, pace: Of an elastic replica: its change's factor in the mean, and the part of `every` steps it makes.
     """
 
     weight = pace = 1.0
 
     def __init__(
-        self, sync: Delayed, optimizer: Optimizer, parameters: NamedParameters, wire: Wire, fragment: int = 0
+        self,
+        sync: Delayed,
+        optimizer: Optimizer,
+        parameters: NamedParameters,
+        wire: Wire,
+        fragment: int = 0,
+        own: Own = all_of,
     ) -> None:
         self.sync = sync
         self._fragment = fragment
         self.channel = sync.channel.fresh()
-        self.anchors: dict[str, Parameter] = {}
+        self.anchored = Anchored(sync.outer)
+        self.anchors = self.anchored.anchors
         self.steps = 0
-        self.outer: Optimizer | None = None
         self._set_weights = SetWeights()
         self._moments = Moments(kept_by(optimizer, sync.moments))
         # Whether this turn's exchange is the last one, after which no moments are used.
@@ -67,7 +73,7 @@ class DeltaShare(Share):
         # In a turn: anchors of weights that were set, by name; before the exchange, this rank's own weights.
         self._set: dict[str, Tensor] = {}
         self._changed: list[tuple[Tensor, Tensor]] = []  # weights that hold their changes in a turn, with anchors
-        super().__init__(optimizer, parameters, wire)
+        super().__init__(optimizer, parameters, wire, own)
 
     def due(self, turn: Turn) -> bool:
         if turn.moment == "weights":
@@ -101,6 +107,8 @@ class DeltaShare(Share):
     def prepare(self, turn: Turn) -> None:
         self._bind()
         self._last = turn.moment == "end"
+        if not self.parameters:
+            return
         with self.wire.ledger.exchanging():
             names = [name for name, _ in self.parameters]
             if self._last:
@@ -111,13 +119,15 @@ class DeltaShare(Share):
             left_out = {name: weight for name, weight in self._set.items() if bool(weight.isfinite().all())}
             if left_out and self.wire.rank == 0:
                 self._set_weights.warn(left_out)
-            anchored = self._anchored()
+            anchored = self.anchored.pairs(self.parameters)
             changes = [None if name in left_out else change_in(*pair) for name, pair in zip(names, anchored)]
             self._changed = [pair for pair, change in zip(anchored, changes) if change is pair[0]]
             changes = _times(changes, self.weight)
             self.channel.prepare(changes, self._context(turn, "weight update"), self.wire.under(UPDATES))
 
     def exchange(self) -> None:
+        if not self.parameters:
+            return
         super().exchange()
         with self.wire.ledger.exchanging():
             if self._set:
@@ -126,13 +136,16 @@ class DeltaShare(Share):
                 self._moments.exchange(self.optimizer, self.parameters, self.wire)
 
     def commit(self) -> None:
+        self._moments.commit()
+        if not self.parameters:
+            self._reset_weights()
+            return
         with self.wire.ledger.exchanging():
             exchanged = self.channel.commit()
-            self._move(exchanged)
+            self.anchored.move(exchanged.shared, self.parameters, self.layout, self._set)
             for name, mean in self._set.items():
-                self.anchors[name].detach().copy_(mean)
+                self.anchored.of(name).copy_(mean)
             self._reset_weights()
-            self._moments.commit()
             if self.sync.mask_momentum:
                 mask_momentum_(self.optimizer, self.parameters, exchanged.sent, self.layout)
         self._count_sent(exchanged)
@@ -151,101 +164,68 @@ class DeltaShare(Share):
             weight.add_(anchor)
         self._changed, self._set = [], {}
 
+    def to_hand_out(self) -> list[tuple[Parameter, Tensor]]:
+        weights = [weight for _, weight in (*self.parameters, *self.others.parameters)]
+        kinds = [*(MOMENTA if self.sync.mask_momentum else ()), *self._moments.just_averaged]
+        states = [(weight, self.optimizer.state.get(weight, {}).get(kind)) for kind in kinds for weight in weights]
+        return self.in_common() + [(weight, state) for weight, state in states if state is not None]
+
+    def in_common(self) -> list[tuple[Parameter, Tensor]]:
+        return self.anchored.in_common(self.parameters) + self.others.in_common()
+
     def shared_weights(self) -> list[tuple[Tensor, Tensor]]:
-        return self._anchored() if self.steps else []
+        return self.anchored.pairs(self.parameters) + self.others.pairs() if self.steps else []
 
     def state_dict(self) -> Saved:
-        if not self.anchors:
+        known = (*self.anchors, *self.others.values)
+        if not known:
             return {}
-        saved = self.channel.state_dict()
-        saved[_ANCHORS] = {name: anchor.detach() for name, anchor in self.anchors.items()}
+        saved = self.channel.state_dict() | self.anchored.state_dict() if self.anchors else {}
         if self._set_weights.found:
             saved[_SET] = self._set_weights.state_dict()
         if self._set_weights.noted:
             # By this, what is set between now and the next step is found in a run that resumes too.
             saved[NOTED] = dict(self._set_weights.noted)
-        saved[_STEPS] = dict.fromkeys(self.anchors, self.steps)
+        saved[_STEPS] = dict.fromkeys(known, self.steps)
         if self.sync.moments:
-            saved[_EXCHANGES] = dict.fromkeys(self.anchors, self._moments.exchanges)
-        if self.outer is not None:
-            moving = {name: self.outer.state.get(anchor) for name, anchor in self.anchors.items()}
-            saved[_OUTER] = {name: dict(state) for name, state in moving.items() if state}
+            saved[_EXCHANGES] = dict.fromkeys(known, self._moments.exchanges)
         return add_prefix(type(self.sync).__name__, saved)
 
     def load_state_dict(self, saved: Saved) -> None:
         names = [name for name, _ in self.parameters]
         saved = strip_prefix(type(self.sync).__name__, saved)
-        anchors = pop_named(saved, _ANCHORS, names)
-        self.steps = max(pop_named(saved, _STEPS, names).values(), default=0)
-        self._moments.exchanges = max(pop_named(saved, _EXCHANGES, names).values(), default=0)
+        steps = pop_named(saved, _STEPS, self.all_names)
+        self.steps = max(steps.values(), default=0)
+        # Their values come from the ranks that have them.
+        self.others.make_room(steps)
+        self._moments.exchanges = max(pop_named(saved, _EXCHANGES, self.all_names).values(), default=0)
         self._set_weights.load_state_dict(pop_named(saved, _SET, names))
         self._set_weights.load_noted(pop_named(saved, NOTED, names), self.parameters)
-        outer = pop_named(saved, _OUTER, names) if self.sync.outer is not None else {}
         self.channel.load_state_dict(saved, names)
-        self._add_anchors(anchors)
-        if self.outer is not None:
-            load_outer(self.outer, {self.anchors[name]: moving for name, moving in outer.items()})
-
-    def _anchored(self) -> list[tuple[Tensor, Tensor]]:
-        """Each weight with its anchor. A parameter that has just been unfrozen has none before its first step."""
-        known = [(name, weight) for name, weight in self.parameters if name in self.anchors]
-        return [(weight.detach(), self.anchors[name].detach()) for name, weight in known]
+        self.anchored.load_state_dict(saved, self.parameters)
 
     def _look(self) -> None:
         self._set_weights.look(self.parameters, trained=self.steps > 0)
 
     def _reset_weights(self) -> None:
         """Sets the weights to the anchors."""
-        if pairs := self._anchored():
+        self.steps = 0
+        self.others.reset_weights()
+        if pairs := self.anchored.pairs(self.parameters):
             torch._foreach_copy_([weight for weight, _ in pairs], [anchor for _, anchor in pairs])
-            self.steps = 0
             self._set_weights.note(self.parameters)
         self._set_weights.forget()
         self._set, self._changed = {}, []
 
     def _bind(self) -> bool:
+        self.others.note_new()
         new = super()._bind()
         if new:
             added = [(name, weight) for name, weight in self.parameters if name not in self.anchors]
-            self._add_anchors(dict(added))
+            self.anchored.add(dict(added), self.parameters)
             # From now on, so also in the first step.
             self._set_weights.note(added)
         return new
-
-    def _add_anchors(self, weights: Mapping[str, Tensor]) -> None:
-        """Adds copies of these weights, by name, as anchors."""
-        dtype, devices = wide_dtype(self.parameters), {name: weight.device for name, weight in self.parameters}
-        new = {name: Parameter(each.detach().to(devices[name], dtype, copy=True)) for name, each in weights.items()}
-        self.anchors.update(new)
-        if self.outer is not None and new:
-            self.outer.add_param_group({"params": list(new.values())})
-        elif self.sync.outer is not None and new:
-            self.outer = make_outer(self.sync.outer, list(new.values()))
-
-    def _move(self, exchanged: Exchanged) -> None:
-        shared = exchanged.shared
-        if self.outer is None:
-            add_([anchor for _, anchor in self._anchored()], shared, self.layout)
-            return
-        mean = shared.dense() if isinstance(shared, SparseVector) else shared
-        names = [segment.name for segment in self.layout.segments]
-        changes = zip(names, self.layout.views(mean), strict=True)
-        self._move_by({name: change for name, change in changes if name not in self._set})
-
-    def _move_by(self, changes: Mapping[str, Tensor]) -> None:
-        move_by(self.anchors, self.outer, changes)
-
-
-def move_by(anchors: Mapping[str, Parameter], outer: Optimizer | None, changes: Mapping[str, Tensor]) -> None:
-    """Moves anchors by mean changes, given by name; with the outer optimizer, if there is one."""
-    for name, change in changes.items():
-        if outer is None:
-            anchors[name].detach().add_(change)
-        else:
-            anchors[name].grad = change.neg().to(anchors[name].dtype)
-    if outer is not None:
-        outer.step()
-        outer.zero_grad()
 
 
 def change_in(weight: Tensor, anchor: Tensor) -> Tensor:

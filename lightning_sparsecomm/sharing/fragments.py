@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_sparsecomm.basis import Wire
@@ -102,16 +103,22 @@ class FragmentedShare(Share):
         self._count = count
         self._order = order
         self._due: list[Share] = []
+        # Those that the last turn has exchanged.
+        self._exchanged: list[Share] = []
         self._closes_round = False
         super().__init__(optimizer, parameters, wire)
 
     def extend(self, parameters: NamedParameters) -> None:
         super().extend(parameters)
         # More layers may move others to another fragment. What is held for them moves along, by name.
-        held = self.state_dict()
+        held, in_common = self.state_dict(), {id(weight): shared for weight, shared in self.in_common()}
         pieces = fragments_of(parameters, self._count, self._order)
         self.fragments = [self._start(number, piece) for number, piece in enumerate(pieces) if piece]
         self.load_state_dict(held)
+        for weight, shared in self.in_common():
+            # State has only what this rank exchanges.
+            if id(weight) in in_common:
+                shared.copy_(in_common[id(weight)])
 
     @property
     def overlaps(self) -> bool:
@@ -157,7 +164,17 @@ class FragmentedShare(Share):
     def commit(self) -> None:
         for fragment in self._due:
             fragment.commit()
-        self._due = []
+        self._due, self._exchanged = [], self._due
+
+    def to_hand_out(self) -> list[tuple[Parameter, Tensor]]:
+        return [pair for fragment in self._exchanged for pair in fragment.to_hand_out()]
+
+    def handed_out(self) -> None:
+        for fragment in self._exchanged:
+            fragment.handed_out()
+
+    def in_common(self) -> list[tuple[Parameter, Tensor]]:
+        return [pair for fragment in self.fragments for pair in fragment.in_common()]
 
     def abort(self) -> None:
         """Aborts all fragments, also those that were not due: together they are the last good model."""
@@ -171,12 +188,11 @@ class FragmentedShare(Share):
             return None
         if not any(kept):
             return []
-        by_weight: dict[int, tuple[Tensor, Tensor]] = {}
-        for fragment, pairs in zip(self.fragments, kept):
-            # Weights of a fragment that was just exchanged are the shared values.
-            equal = [(weight.detach(), weight.detach()) for _, weight in fragment.parameters]
-            by_weight.update((weight.data_ptr(), (weight, shared)) for weight, shared in pairs or equal)
-        return [by_weight[weight.data_ptr()] for _, weight in self.parameters if weight.data_ptr() in by_weight]
+        # Weights of a fragment that was just exchanged are the shared values.
+        weights = [weight.detach() for _, weight in self.parameters]
+        by_weight = {weight.data_ptr(): (weight, weight) for weight in weights}
+        by_weight |= {weight.data_ptr(): (weight, shared) for pairs in kept for weight, shared in pairs or ()}
+        return list(by_weight.values())
 
     def residual_norm(self) -> float:
         return math.hypot(*(fragment.residual_norm() for fragment in self.fragments))

@@ -90,6 +90,11 @@ class Moments:
             if state is not None:
                 self._means.append((state, mean if count == wire.world_size else mean.mul_(wire.world_size / count)))
 
+    @property
+    def just_averaged(self) -> list[str]:
+        """The kinds that were averaged with the last exchange."""
+        return [kind for kind, every in self._every.items() if self.exchanges and self.exchanges % every == 0]
+
     def commit(self) -> None:
         """Writes the means into the optimizer's state, and counts the exchange."""
         for state, mean in self._means:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_sparsecomm.basis import Layout, Round, Warmup, Wire
@@ -14,8 +15,8 @@ from lightning_sparsecomm.channel.saved import Saved
 from lightning_sparsecomm.exchange import Exchanged
 from lightning_sparsecomm.sharing.gradients import NamedParameters, wide_dtype
 
-Moment = Literal["gradients", "weights", "end"]
-"""When a turn takes place: before an optimizer step, after it, or after the last one."""
+Moment = Literal["gradients", "weights", "land", "end"]
+"""When a turn takes place: before an optimizer step, after it, or after the last one. "land" uses what is in flight."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,21 @@ class Share(ABC):
         """
         return None
 
+    def to_hand_out(self) -> list[tuple[Parameter, Tensor]]:
+        """What the last commit has changed and ranks of a node have in common, each tensor with its parameter.
+
+        It holds the result where this rank exchanges the parameter; elsewhere, that of another rank is written to it.
+        Parameters and kinds of tensors are equal on all ranks of a node, in the same order for those of each rank.
+        """
+        return []
+
+    def in_common(self) -> list[tuple[Parameter, Tensor]]:
+        """As `to_hand_out`, the weights that all ranks share, where it keeps them."""
+        return []
+
+    def handed_out(self) -> None:  # noqa: B027
+        """Called when all that `to_hand_out` has returned holds the results."""
+
     def residual_norm(self) -> float:
         """Euclidean norm of what this rank has not sent yet."""
         return self.channel.residual_norm()
@@ -158,7 +174,7 @@ class Share(ABC):
 
     def _bind(self) -> bool:
         """Allocates room for parameters that are new; whether there were any."""
-        if self._bound == self.layout:
+        if self._bound == self.layout or not self.parameters:
             return False
         self.channel.bind(self.layout, wide_dtype(self.parameters), self.parameters[0][1].device)
         self._bound = self.layout

@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_sparsecomm.basis import UPDATES, Layout, Round, SparseVector, Wire
@@ -16,6 +17,7 @@ from lightning_sparsecomm.sharing.averaging import averaged
 from lightning_sparsecomm.sharing.delta_share import Delayed, DeltaShare, change_in
 from lightning_sparsecomm.sharing.gradients import NamedParameters
 from lightning_sparsecomm.sharing.in_flight import InFlightShare
+from lightning_sparsecomm.sharing.others import Own, all_of
 from lightning_sparsecomm.sharing.set_weights import SetWeights
 from lightning_sparsecomm.sharing.share import Turn
 from lightning_sparsecomm.sharing.takeover import mask_momentum_
@@ -79,6 +81,7 @@ class StreamedShare(InFlightShare[dict[str, Tensor]], DeltaShare):
         parameters: NamedParameters,
         wire: Wire,
         fragment: int = 0,
+        own: Own = all_of,
         stream: Stream | None = None,
     ) -> None:
         self._delay, self._mix = sync.delay, sync.mix
@@ -90,7 +93,7 @@ class StreamedShare(InFlightShare[dict[str, Tensor]], DeltaShare):
         # Whether weights may differ from the anchors.
         self._apart = False
         self._turn: Literal["start", "land", "end"] = "start"
-        super().__init__(sync, optimizer, parameters, wire, fragment)
+        super().__init__(sync, optimizer, parameters, wire, fragment, own)
 
     def extend(self, parameters: NamedParameters) -> None:
         self._finish()
@@ -104,7 +107,7 @@ class StreamedShare(InFlightShare[dict[str, Tensor]], DeltaShare):
         if turn.moment == "end":
             return self._apart
         if self._under_way:
-            return turn.moment == "weights" and turn.step >= self._arrives
+            return turn.moment == "land" or (turn.moment == "weights" and turn.step >= self._arrives)
         return super().due(turn)
 
     def after_step(self) -> None:
@@ -133,6 +136,16 @@ class StreamedShare(InFlightShare[dict[str, Tensor]], DeltaShare):
         elif self._turn == "land":
             self._apply()
 
+    def to_hand_out(self) -> list[tuple[Parameter, Tensor]]:
+        if self._turn == "start":
+            return []
+        # What was trained meanwhile is in the weights, and not in what all ranks share.
+        return super().to_hand_out() + [(weight, weight.detach()) for weight, _ in self.in_common()]
+
+    def handed_out(self) -> None:
+        if self._turn == "end":
+            super().handed_out()
+
     def abort(self) -> None:
         """Sets the weights back to the anchors. What is in flight is waited for, and void."""
         self._void()
@@ -141,16 +154,17 @@ class StreamedShare(InFlightShare[dict[str, Tensor]], DeltaShare):
         self._apart = False
 
     def shared_weights(self) -> list[tuple[Tensor, Tensor]]:
-        return self._anchored() if self._apart else []
+        return self.anchored.pairs(self.parameters) + self.others.pairs() if self._apart else []
 
     def state_dict(self) -> Saved:
         self._finish_to_save()
         saved = super().state_dict()
-        ours: Saved = {"apart": dict.fromkeys(self.anchors, True) if self._apart else {}}
+        others = self.others.values
+        ours: Saved = {"apart": dict.fromkeys((*self.anchors, *others), True) if self._apart else {}}
         if self._arrived is not None:
             ours |= {f"in flight, {kind}": parts for kind, parts in self._arrived._asdict().items()}
             ours["in flight, weights at its start"] = self._began
-            ours["in flight, arrives"] = dict.fromkeys(self._arrived.mean, self._arrives)
+            ours["in flight, arrives"] = dict.fromkeys((*self._arrived.mean, *others), self._arrives)
         return saved | add_prefix(type(self.sync).__name__, {kind: parts for kind, parts in ours.items() if parts})
 
     def load_state_dict(self, saved: Saved) -> None:
@@ -162,10 +176,11 @@ class StreamedShare(InFlightShare[dict[str, Tensor]], DeltaShare):
             return {name: each.to(devices[name], copy=True) for name, each in held.items()}
 
         arrived = Arrived(*(taken(kind) for kind in Arrived._fields))
-        self._arrived = arrived if arrived.mean else None
+        arrives = pop_named(ours, "in flight, arrives", self.all_names)
+        self._arrived = arrived if arrives else None
         self._began = taken("weights at its start")
-        self._arrives = max(pop_named(ours, "in flight, arrives", names).values(), default=0)
-        self._apart = any(pop_named(ours, "apart", names).values())
+        self._arrives = max(arrives.values(), default=0)
+        self._apart = any(pop_named(ours, "apart", self.all_names).values())
         super().load_state_dict(saved)
 
     @property
@@ -175,19 +190,22 @@ class StreamedShare(InFlightShare[dict[str, Tensor]], DeltaShare):
 
     def _start(self, turn: Turn) -> None:
         self._bind()
+        self._arrives = turn.step + self._delay
+        self.steps = 0
+        # A collective of all ranks, where nodes have several.
+        beside = self._stream.wire(UPDATES)
+        if not self.parameters:
+            self._arrived = Arrived({}, {}, {})
+            return
         with self.wire.ledger.exchanging():
             weights = {name: weight.detach().clone() for name, weight in self.parameters}
-            changes = [change_in(weight.clone(), self.anchors[name].detach()) for name, weight in weights.items()]
+            changes = [change_in(weight.clone(), self.anchored.of(name)) for name, weight in weights.items()]
             self._began = weights if self._mix == "keep" else {}
             # What is set from now on belongs to the next exchange.
             noticed, context = copy.copy(self._set_weights), self._context(turn, "weight update")
             noticed.found = dict(self._set_weights.found)
             self._set_weights.forget()
-            self._flight = self._stream.start(
-                lambda wire: self._fly(changes, weights, noticed, context, wire), self._stream.wire(UPDATES)
-            )
-        self._arrives = turn.step + self._delay
-        self.steps = 0
+            self._flight = self._stream.start(lambda wire: self._fly(changes, weights, noticed, context, wire), beside)
 
     def _fly(
         self,
@@ -226,12 +244,12 @@ class StreamedShare(InFlightShare[dict[str, Tensor]], DeltaShare):
             return
         with self.wire.ledger.exchanging():
             (mean, sent, set_means), self._arrived = self._arrived, None
-            self._move_by({name: change for name, change in mean.items() if name not in set_means})
+            self.anchored.move_by({name: change for name, change in mean.items() if name not in set_means})
             for name, value in set_means.items():
-                self.anchors[name].detach().copy_(value)
+                self.anchored.of(name).copy_(value)
             arrived = [(name, weight.detach()) for name, weight in self.parameters if name in mean]
             for name, weight in arrived:
-                anchor = self.anchors[name].detach()
+                anchor = self.anchored.of(name)
                 if self._mix == "keep":
                     weight.copy_(anchor + (weight.to(anchor.dtype) - self._began[name].to(anchor.dtype)))
                 else:

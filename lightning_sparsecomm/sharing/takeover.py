@@ -13,6 +13,9 @@ from lightning_sparsecomm.basis import Layout, SparseVector
 from lightning_sparsecomm.channel import MomentumRule
 from lightning_sparsecomm.sharing.gradients import NamedParameters
 
+MOMENTA = "momentum_buffer", "exp_avg"
+"""Under what names torch's optimizers keep momentum: SGD and Muon, and Adam."""
+
 _OFF: dict[str, object] = {"momentum": 0.0, "dampening": 0.0, "nesterov": False, "weight_decay": 0.0}
 
 
@@ -233,7 +236,7 @@ def _move_narrow_(weight: Tensor, move: Tensor, rate: float, state: dict[str, An
 def mask_momentum_(
     optimizer: Optimizer, parameters: NamedParameters, sent: SparseVector | Tensor, layout: Layout
 ) -> None:
-    """Sets a torch optimizer's own momentum (`momentum_buffer`, `exp_avg`) to zero where something was sent.
+    """Sets a torch optimizer's own momentum (`MOMENTA`) to zero where something was sent.
 
     `layout` describes the parameters and the vector `sent`, of which only the positions of its non-zeros count.
     """
@@ -244,7 +247,7 @@ def mask_momentum_(
             continue
         chosen = part - segment.offset
         state = optimizer.state.get(parameter, {})
-        for name in ("momentum_buffer", "exp_avg"):
+        for name in MOMENTA:
             buffer = state.get(name)
             if buffer is None:
                 continue

@@ -115,7 +115,7 @@ def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     result = json.loads(capsys.readouterr().out)
     assert result["choice"] in result["rows"]
     assert result["rows"]["ddp"]["link_bytes"] == pytest.approx(1.5 * 4e6, rel=0.02)
-    assert result["refused"].keys() == {"dgc", "sketched_sgd"}
+    assert result["refused"].keys() == {"dgc", "sketched_sgd", "signsgd"}
 
 
 @pytest.mark.parametrize(

@@ -58,12 +58,12 @@ def test_sparse_gradients(tmp_path: Path) -> None:
 
 def test_gradients_are_unscaled_once_per_step(wire: Wire) -> None:
     scaler = make_scaler()
-    scaling = LossScaling(scaler, wire)
+    scaling = LossScaling(scaler)
     module = chain()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     scaler.scale(module(torch.ones(1, 2)).sum()).backward()
     before = [parameter.grad.clone() for parameter in module.parameters()]
-    assert not scaling.unscale_(optimizer, together=True)
+    assert not scaling.unscale_(optimizer, together=wire)
     assert wire.ledger.handed_bytes() == 4
     after = [parameter.grad.clone() for parameter in module.parameters()]
     for parameter, scaled, unscaled in zip(module.parameters(), before, after, strict=True):
@@ -74,21 +74,20 @@ def test_gradients_are_unscaled_once_per_step(wire: Wire) -> None:
     assert all(torch.equal(parameter.grad, each) for parameter, each in zip(module.parameters(), after, strict=True))
 
 
-def test_a_rank_may_decide_alone(wire: Wire) -> None:
+def test_a_rank_may_decide_alone() -> None:
     scaler = make_scaler()
     module = chain()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     scaler.scale(module(torch.ones(1, 2)).sum() * math.inf).backward()
-    assert LossScaling(scaler, wire).unscale_(optimizer, together=False)
-    assert wire.ledger.rows == {}
+    assert LossScaling(scaler).unscale_(optimizer, together=None)
 
 
 def test_what_the_scaler_forgets_is_recorded_again(wire: Wire) -> None:
     scaler = make_scaler()
-    scaling = LossScaling(scaler, wire)
+    scaling = LossScaling(scaler)
     first, second = (torch.optim.SGD(chain().parameters(), lr=0.1) for _ in range(2))
     for optimizer in (first, second):
-        scaling.unscale_(optimizer, together=True)
+        scaling.unscale_(optimizer, together=wire)
     # `update` after the first one's step forgets the second.
     scaler.step(first)
     scaler.update()
