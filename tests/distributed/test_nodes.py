@@ -142,7 +142,7 @@ def train(
     after.append([parameter.detach().numpy().copy() for parameter in module])
     ledger, saved = engine.wire.ledger, engine.state.state_dict()
     (stream,) = saved["streams"]
-    names = {name for kind, parts in stream["held"].items() if kind.startswith("GradientSync") for name in parts}
+    names = {name for kind, parts in stream["held"].items() if kind == "GradientSync.ErrorFeedback" for name in parts}
     trained = Trained(
         after,
         sorted(names),
