@@ -37,6 +37,7 @@ class Exchange(Part, ABC):
     Attributes:
         sums_pieces: Whether each rank sends on the mean of a piece, and answers for what it rounds off there: it has
             sent that much less, also where it has no gradient of its own.
+        renewable: Whether its state only makes it faster, and is of these very ranks: on others it begins anew.
 
     >>> def exchange(rank):
     ...     context = Round(Layout([("weight", (2,))]), rank=rank, world_size=2)
@@ -46,6 +47,7 @@ class Exchange(Part, ABC):
     """
 
     sums_pieces: ClassVar[bool] = False
+    renewable: ClassVar[bool] = False
 
     @property
     def overlaps(self) -> bool:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,6 +69,8 @@ class RegionSum(Exchange):
         TypeError: `codec` is no `SparseCodec`.
         ValueError: `balance_every` is below 1.
     """
+
+    renewable: ClassVar[bool] = True
 
     def __init__(self, codec: SparseCodec, balance_every: int = 64) -> None:
         if not isinstance(codec, SparseCodec):

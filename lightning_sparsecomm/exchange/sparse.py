@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -48,6 +48,8 @@ class Sparse(Exchange):
         ValueError: No way, or an unknown one.
         TypeError: `codec` is no `SparseCodec`.
     """
+
+    renewable: ClassVar[bool] = True
 
     def __init__(self, codec: SparseCodec, ways: Sequence[Way] = _ALL) -> None:
         if not ways or isinstance(ways, str):

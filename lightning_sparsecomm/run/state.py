@@ -5,10 +5,12 @@ from collections.abc import Callable, Sequence
 from torch.optim import Optimizer
 
 from lightning_sparsecomm.basis.far import FarWire
+from lightning_sparsecomm.basis.parts import parts_in
 from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.channel.adam import LocalAdam
 from lightning_sparsecomm.channel.momentum import Momentum, MomentumCorrection
 from lightning_sparsecomm.channel.saved import Saved, pop_named
+from lightning_sparsecomm.exchange import Exchange
 from lightning_sparsecomm.run.chooser import Chooser
 from lightning_sparsecomm.run.contents import State, scaled
 from lightning_sparsecomm.run.inside import hand_out
@@ -94,7 +96,7 @@ class RunState:
             chooser.load_state_dict(state["choice"])
         for saved in state["streams"] if not as_many_ranks else []:
             # Means of weights and of what was noted of them may be rounded in other ways.
-            for kind in [kind for kind in saved["held"] if kind.endswith(f".{NOTED}")]:
+            for kind in [kind for kind in saved["held"] if kind.rpartition(".")[2] in (NOTED, *self._renewable())]:
                 del saved["held"][kind]
             if state.get("nodes"):
                 # What one rank of each node holds counts as zero on the others, in a mean over all.
@@ -119,6 +121,11 @@ class RunState:
                 if self._registry.nodes is not None:
                     self._registry.nodes.between.far = self._wire.far
         return dropped
+
+    def _renewable(self) -> set[str]:
+        """Kinds of state that begin anew on other ranks."""
+        exchanges = (each for method in self._registry.methods for each in parts_in(method, Exchange))  # type: ignore[type-abstract]
+        return {type(each).__name__ for each in exchanges if each.renewable}
 
     def load_shared(self, optimizers: Sequence[State]) -> list[str]:
         """Loads, by optimizer, its steps and what its shares hold in common with other ranks, after a restart.

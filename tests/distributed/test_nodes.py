@@ -142,7 +142,9 @@ def train(
     after.append([parameter.detach().numpy().copy() for parameter in module])
     ledger, saved = engine.wire.ledger, engine.state.state_dict()
     (stream,) = saved["streams"]
-    names = {name for kind, parts in stream["held"].items() if kind == "GradientSync.ErrorFeedback" for name in parts}
+    kinds = {kind: parts for kind, parts in stream["held"].items() if kind.startswith("GradientSync")}
+    # Exchanges hold nothing of a single parameter.
+    names = {name for kind, parts in kinds.items() if kind != "GradientSync.Sparse" for name in parts}
     trained = Trained(
         after,
         sorted(names),
