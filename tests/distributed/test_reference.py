@@ -71,7 +71,9 @@ def _train(
         (tracked,) = engine.registry.optimizers
         # The sync that comes first is the compressed one.
         states = next(iter(tracked.shares.values())).state_dict().items()
-        trained.memories.append([flat(state.values()) for kind, state in states if not kind.endswith(".unit")])
+        # Units of the learning rate, and what the exchange has noted, are no memories.
+        kinds = [(kind, state) for kind, state in states if not kind.endswith((".unit", ".Sparse"))]
+        trained.memories.append([flat(state.values()) for _, state in kinds])
         trained.weights.append(flat(p.detach() for p in module.parameters()))
     engine.close()
     return trained
