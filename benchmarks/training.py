@@ -108,9 +108,13 @@ class Hooked(DDPStrategy):
         self.model.register_comm_hook(self._state(), self._hook)
 
 
-def power_sgd() -> Strategy:
+def power_sgd(rank: int) -> Strategy:
     """torch's PowerSGD, from the third step on. All gradients are in one bucket: with several it hangs on Gloo."""
-    return Hooked(powerSGD_hook, lambda: PowerSGDState(None, start_powerSGD_iter=2), bucket_cap_mb=10_000, **OPTIONS)
+
+    def state() -> PowerSGDState:
+        return PowerSGDState(None, rank, start_powerSGD_iter=2)
+
+    return Hooked(powerSGD_hook, state, bucket_cap_mb=10_000, **OPTIONS)
 
 
 def ours(make: Callable[[Any], "Method"]) -> Callable[[], Strategy]:
@@ -129,7 +133,8 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
     ALONE: lambda: Apart(**OPTIONS),
     BASELINE: lambda: DDPStrategy(**OPTIONS),
     "ddp, bf16 hook": lambda: Hooked(bf16_hook, **OPTIONS),
-    "ddp, PowerSGD hook, rank 1": power_sgd,
+    "ddp, PowerSGD hook, rank 1": lambda: power_sgd(1),
+    "ddp, PowerSGD hook, rank 2": lambda: power_sgd(2),
     "dense()": ours(lambda methods: methods.dense()),
     "dense('bfloat16')": ours(lambda methods: methods.dense("bfloat16")),
     "dgc(0.001)": ours(lambda methods: methods.dgc(0.001, warmup_steps=0)),
@@ -139,6 +144,10 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "dgc(0.001, clip=1)": ours(lambda methods: methods.dgc(0.001, warmup_steps=0, clip=1.0)),
     "gradient_dropping(0.01)": ours(lambda methods: methods.gradient_dropping(0.01)),
     "gradient_dropping(0.001)": ours(lambda methods: methods.gradient_dropping(0.001)),
+    "powersgd(rank=1)": ours(lambda methods: methods.powersgd(1)),
+    "powersgd(rank=2)": ours(lambda methods: methods.powersgd(2)),
+    "ok_topk(0.01)": ours(lambda methods: methods.ok_topk(0.01)),
+    "quantized(bits=4)": ours(lambda methods: methods.quantized(4)),
     "sketched_sgd(0.001)": ours(lambda methods: methods.sketched_sgd(0.001)),
     "s2_reducer()": ours(lambda methods: methods.s2_reducer()),
     "sbc1()": ours(lambda methods: methods.sbc1()),
@@ -152,7 +161,7 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
 """The rows. Methods that exchange every 30 to 500 steps by default do so every 10 here, to be measured at all."""
 
 
-WITHOUT_PACKAGE = [ALONE, BASELINE, "ddp, bf16 hook", "ddp, PowerSGD hook, rank 1"]
+WITHOUT_PACKAGE = [ALONE, *(row for row in STRATEGIES if row.startswith(BASELINE))]
 """Rows that do not use lightning_sparsecomm: two packages differ in them by noise alone."""
 
 ROUND_STEPS = 10
