@@ -119,9 +119,13 @@ def messages_of(collective: str, ranks: int) -> float:
     """Messages that a rank sends, averaged over W ranks: 2 (W-1) in a ring all-reduce, W-1 in an all-gather or an
     all-to-all, (W-1) / W in a broadcast."""
     others = ranks - 1
-    return {"all_reduce": 2 * others, "all_gather": others, "all_to_all": others, "broadcast": others / ranks}[
-        collective
-    ]
+    return {
+        "all_reduce": 2 * others,
+        "all_gather": others,
+        "all_to_all": others,
+        "send": others,
+        "broadcast": others / ranks,
+    }[collective]
 
 
 def patience_seconds(exchanges: int, floats: int, rate: str, computing_seconds: float) -> float:
