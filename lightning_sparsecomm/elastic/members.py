@@ -140,6 +140,9 @@ def plan_of(members: Sequence[Member], meeting: int) -> Plan:
 def weights_of(members: Sequence[Member], plan: Plan) -> dict[int, float]:
     """For each rank that exchanges, the factor of its change in the mean: its steps by the mean of all of theirs."""
     trained = {}
+    if len({offer.optimizer for rank in plan.healthy if (offer := members[rank].offer) is not None}) > 1:
+        # Of several optimizers, steps are those of the one that a replica has come with.
+        return dict.fromkeys(plan.healthy, 1.0)
     for rank in plan.healthy:
         offer, counted = members[rank].offer, members[rank].pending == plan.state
         # One that commits only now has trained nothing since.

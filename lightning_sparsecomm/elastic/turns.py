@@ -84,12 +84,15 @@ class ElasticTurns(Turns):
         with self._leaving_on_error():
             while self.state == NOTHING:
                 self._meet(None)
+        self._pace.begin()
 
     def take(self, tracked: TrackedOptimizer, due: Sequence[Share], turn: Turn) -> None:
         units, of_due = units_of(tracked), units_of(tracked, due)
         wanted = [number for number, unit in enumerate(units) if unit in of_due and unit.due(turn)]
+        if not wanted:
+            return
         self._current = tracked, turn
-        self._pace.end(max((units[number].steps for number in wanted), default=0))
+        self._pace.end(max(units[number].steps for number in wanted))
         try:
             with self._leaving_on_error():
                 while wanted:

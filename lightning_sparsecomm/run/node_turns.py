@@ -91,7 +91,20 @@ class NodeTurns(Turns):
                 share.handed_out()
 
     def _take(self, tracked: TrackedOptimizer, due: Sequence[Share], turn: Turn) -> None:
-        take_turn(due, turn, lambda error: self._nodes.agree(error, device_of(tracked)))
+        agreed = False
+
+        def agree(error: BaseException | None) -> None:
+            nonlocal agreed
+            self._nodes.agree(error, device_of(tracked))
+            agreed = error is None
+
+        try:
+            take_turn(due, turn, agree)
+        except BaseException:
+            # Others of the node have committed.
+            for share in due:
+                share.torn = share.torn or agreed
+            raise
 
 
 @contextmanager

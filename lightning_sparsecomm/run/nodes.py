@@ -51,19 +51,24 @@ class Nodes:
         """Number of ranks on a node."""
         return self.inside.world_size
 
-    def divide(self, parameters: NamedParameters) -> None:
+    def divide(self, parameters: NamedParameters, training: NamedParameters) -> None:
         """Gives each new parameter to the rank of a node that has the fewest elements, the largest ones first.
 
+        Args:
+            parameters: All of the model at once, as which of them train first may be another in a run that resumes.
+            training: Those that train from now on.
+
         Raises:
-            ValueError: One of them gets sparse gradients.
+            ValueError: One that trains gets sparse gradients.
         """
-        new = [(name, parameter) for name, parameter in parameters if id(parameter) not in self._owner]
-        for name, parameter in new:
+        for name, parameter in training:
             if has_sparse_gradient(parameter):
                 raise ValueError(
                     f"nodes needs dense gradients; those of {name!r} are sparse. Build its layer with sparse=False, or"
                     " leave nodes out."
                 )
+
+        new = [(name, parameter) for name, parameter in parameters if id(parameter) not in self._owner]
         for _, parameter in sorted(new, key=lambda named: -named[1].numel()):
             place = min(range(self.per_node), key=lambda each: self._elements[each])
             self._owner[id(parameter)] = place

@@ -172,7 +172,7 @@ class Registry:
         named = [known for key, known in self.known.items() if key in members]
         refuse_sparse(self.methods, named)
         if self.nodes is not None:
-            self.nodes.divide(named)
+            self.nodes.divide(self.named, named)
         parts = tracked.method.parts(named)
         for sync, piece in parts:
             if not sync.shares_gradients:

@@ -295,6 +295,50 @@ def test_on_other_nodes_a_run_begins_with_the_mean_of_what_nodes_have_not_sent(n
             torch.testing.assert_close(part, expected)
 
 
+Stages = tuple[State, list[np.ndarray]]
+
+
+def train_in_stages(rank: int, method: Method, saved: Stages | None) -> Stages:
+    """Two optimizers: of a run that begins, the second one steps first; one that resumes knows both at once."""
+    torch.manual_seed(3)
+    module = nn.ParameterList([nn.Parameter(torch.randn(shape)) for shape in SHAPES])
+    engine = Engine(method, Wire.apart())
+    engine.registry.add_module(module)
+    engine.registry.check()
+    divide(engine, TWO, 0)
+    optimizers = [sgd(nn.ParameterList(list(module)[part])) for part in (slice(3), slice(3, None))]
+    for optimizer in optimizers:
+        engine.register(optimizer)
+    if saved is not None:
+        state, weights = pickle.loads(pickle.dumps(saved))
+        for parameter, weight in zip(module, weights):
+            parameter.data.copy_(torch.from_numpy(weight))
+        assert engine.state.load_state_dict(state, as_many_ranks=True) == []
+    for number in range(2):
+        for optimizer in reversed(optimizers):
+            step(engine, module, optimizer, gradients_of(rank, number))
+    state = pickle.loads(pickle.dumps(engine.state.state_dict()))
+    engine.close()
+    return state, [each.detach().numpy() for each in module]
+
+
+@pytest.mark.parametrize("method", [methods.gradient_dropping(0.05), methods.diloco(every=2)], ids=repr)
+def test_what_trains_later_does_not_change_who_has_what(method: Method) -> None:
+    """A run divides alike, in whatever order optimizers have begun: what a rank has saved, it can load."""
+    begun = run_ranks(4, train_in_stages, method, None)
+
+    def resume(rank: int) -> Stages:
+        return train_in_stages(rank, method, begun[rank])
+
+    resumed = run_ranks(4, resume)
+    for (before, _), (after, weights) in zip(begun, resumed):
+        for old, new in zip(before["streams"], after["streams"], strict=True):
+            for kind, parts in old["held"].items():
+                assert parts.keys() == new["held"][kind].keys()
+        for one, other in zip(weights, resumed[0][1]):
+            np.testing.assert_array_equal(one, other)
+
+
 def residuals(state: State) -> dict[str, torch.Tensor]:
     found = state["streams"][0]["held"].get("GradientSync.ErrorFeedback", {})
     return {name: part.clone() for name, part in found.items()}

@@ -86,6 +86,11 @@ def test_changes_count_by_the_steps_behind_them() -> None:
     assert weights_of(nothing, plan_of(nothing, 1)) == {0: 1.0, 1: 1.0}
 
 
+def test_with_several_optimizers_all_count_alike() -> None:
+    members = [_after(10), member("b", offer=OFFER._replace(trained=30, optimizer=1))]
+    assert weights_of(members, plan_of(members, 1)) == {0: 1.0, 1: 1.0}
+
+
 def test_one_that_commits_only_now_has_trained_nothing_since() -> None:
     members = [_after(10, pending="t"), _after(10, state="t", round_=4)]
     assert weights_of(members, plan_of(members, 1)) == {0: 0.0, 1: 2.0}

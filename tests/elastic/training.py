@@ -191,15 +191,19 @@ class _Law:
 LAW = _Law()
 
 
-def be_slow() -> None:
-    """Each step takes a fifth of a second longer."""
-    step = Model.training_step
+def slowed(seconds: float) -> Callable[[], None]:
+    """Makes each step so much longer."""
 
-    def slowly(self: Model, batch: Tensor, batch_idx: int) -> Tensor:
-        time.sleep(0.2)
-        return step(self, batch, batch_idx)
+    def slow() -> None:
+        step = Model.training_step
 
-    Model.training_step = slowly  # type: ignore[method-assign]
+        def slowly(self: Model, batch: Tensor, batch_idx: int) -> Tensor:
+            time.sleep(seconds)
+            return step(self, batch, batch_idx)
+
+        Model.training_step = slowly  # type: ignore[method-assign]
+
+    return slow
 
 
 def die_in_round(number: int, place: str) -> Callable[[], None]:
