@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sparsecomm import DeltaSync, GradientSync, methods
 from lightning_sparsecomm.basis.ledger import COMPARISON, GRADIENTS, INSIDE, PARAMETERS, UPDATES
-from lightning_sparsecomm.basis.wire import Wire
+from lightning_sparsecomm.basis.wire import PeerError, Wire
 from lightning_sparsecomm.channel import Channel
 from lightning_sparsecomm.exchange import DenseAllReduce
 from lightning_sparsecomm.run import node_turns
@@ -25,6 +25,7 @@ from lightning_sparsecomm.run.contents import mean_with
 from lightning_sparsecomm.run.engine import Engine
 from lightning_sparsecomm.run.node_turns import divide
 from lightning_sparsecomm.sharing import Method
+from lightning_sparsecomm.sharing.delta_share import DeltaShare
 from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
 from lightning_sparsecomm.testing import run_ranks
 from tests import laws
@@ -325,6 +326,33 @@ def test_a_last_exchange_that_fails_leaves_what_had_arrived_before_it_on_all_ran
     for other in others:
         for own, expected in zip(other, first, strict=True):
             np.testing.assert_array_equal(own, expected)
+
+
+def test_an_error_while_one_rank_commits_is_noted_there_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others of its node have agreed to commit, and wait for it in vain."""
+
+    def run(rank: int) -> bool:
+        engine, module, optimizer = make(methods.diloco(every=2), TWO, True, adamw)
+        step(engine, module, optimizer, gradients_of(rank, 0))
+
+        def fail(share: DeltaShare) -> None:
+            raise MemoryError("too little")
+
+        if rank == 0:
+            monkeypatch.setattr(DeltaShare, "commit", fail)
+            with pytest.raises(MemoryError, match="too little"):
+                step(engine, module, optimizer, gradients_of(rank, 1))
+        elif rank in TWO[0]:
+            with pytest.raises(PeerError):
+                step(engine, module, optimizer, gradients_of(rank, 1))
+        else:
+            step(engine, module, optimizer, gradients_of(rank, 1))
+        torn = bool(engine.state.state_dict()["torn"])
+        engine.close()
+        return torn
+
+    torn = run_ranks(4, run)
+    assert [torn[rank] for rank in TWO[0]] == [True] * len(TWO[0])
 
 
 def test_an_error_after_the_commit_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
