@@ -1,6 +1,6 @@
-"""The two thin matrices of a low-rank approximation, to the same bits on every processor.
+"""Orthonormal columns, to the same bits on every processor.
 
-All ranks compute these from equal sums, and what they share must be equal to the bit. A library sums in an order that
+All ranks compute them from equal sums, and what they share must be equal to the bit. A library sums in an order that
 depends on the processor and on the number of threads. Here each operation is elementwise, in a fixed order, and rounded
 by itself.
 """
@@ -13,9 +13,6 @@ from torch import Tensor
 
 # A column that is this small after the earlier ones were taken out, from at least 1, depends on them.
 _DEPENDENT = 1e-12
-
-# Elements of a product that are computed at once: they stay in the processor's cache.
-_BLOCK = 2**16
 
 
 def orthonormalized(matrices: Sequence[Tensor]) -> list[Tensor]:
@@ -67,20 +64,3 @@ def _sum_of_rows(x: Tensor) -> Tensor:
         half = x.shape[1] // 2
         x = x[:, :half] + x[:, half:]
     return x
-
-
-def product_(out: Tensor, p: Tensor, q: Tensor) -> None:
-    """Writes P Qᵀ into `out`: bits do not depend on the processor or its threads.
-
-    Args:
-        out: `[rows, columns]`.
-        p: `[rows, rank]`, of the same dtype.
-        q: `[columns, rank]`, of the same dtype.
-    """
-    transposed = q.t().contiguous()
-    step = max(1, _BLOCK // max(1, out.shape[1]))
-    for start in range(0, out.shape[0], step):
-        part, own = out[start : start + step], p[start : start + step]
-        torch.mul(own[:, :1], transposed[0], out=part)
-        for column in range(1, transposed.shape[0]):
-            part.add_(own[:, column : column + 1] * transposed[column])

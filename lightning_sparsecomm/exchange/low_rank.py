@@ -8,8 +8,9 @@ from torch import Tensor
 
 from lightning_sparsecomm.basis import Layout, Vector, Wire, phase
 from lightning_sparsecomm.basis.layout import Segment
-from lightning_sparsecomm.exchange.factors import orthonormalized, product_
+from lightning_sparsecomm.exchange.factors import orthonormalized
 from lightning_sparsecomm.exchange.status import write_counts_
+from lightning_sparsecomm.kernels import factor_kernels_for
 
 
 class Matrix(NamedTuple):
@@ -68,10 +69,12 @@ def groups_of(layout: Layout, rank: int, elements: int) -> list[Group]:
 class FactorSums:
     """The two sums of one group, which are on the wire one after the other. The first one starts at once.
 
+    Factors are held transposed: a library multiplies a few long rows several times as fast as a few long columns.
+
     Args:
         group: Whose tensors.
         x: What this rank brings.
-        directions: Q' of each matrix, `[columns, rank]`, equal on all ranks; no larger than 1 / columns.
+        directions: Q' of each matrix, `[rank, columns]`, equal on all ranks; no larger than 1 / columns.
         status: For how many segments the first sum also says who is present; 0 for none.
         wire: Where to communicate.
     """
@@ -86,9 +89,9 @@ class FactorSums:
             self.whole, flats = parts[: len(wholes)], parts[len(wholes) :]
             for part, stretch in zip(self.whole, group.whole):
                 part.copy_(x.values[stretch])
-            self._p = [flat.view(each.rows, each.rank) for flat, each in zip(flats, group.matrices)]
+            self._p = [flat.view(each.rank, each.rows) for flat, each in zip(flats, group.matrices)]
             for p, matrix, q in zip(self._p, group.matrices, directions):
-                torch.mm(matrix.of(x.values), q, out=p)
+                torch.mm(q, matrix.of(x.values).t(), out=p)
             # Divided before the sum, as in DDP.
             self._first[: len(self._first) - status].div_(wire.world_size)
             if status:
@@ -104,23 +107,23 @@ class FactorSums:
         """Orthonormalizes the sums of the first factors, which have arrived, and starts the sum of the second ones."""
         matrices = self.group.matrices
         with phase("encode"):
-            self._p = orthonormalized(self._p)
+            self._p = [p.t().contiguous() for p in orthonormalized([p.t() for p in self._p])]
             sizes = [each.columns * each.rank for each in matrices]
             second = self._first.new_empty(sum(sizes))
-            self.q = [flat.view(each.columns, each.rank) for flat, each in zip(second.split(sizes), matrices)]
+            self.q = [flat.view(each.rank, each.columns) for flat, each in zip(second.split(sizes), matrices)]
             for q, matrix, p in zip(self.q, matrices, self._p):
-                torch.mm(matrix.of(self._values).t(), p, out=q)
+                torch.mm(p, matrix.of(self._values), out=q)
             self._own = [q.clone() for q in self.q]
             second.div_(self._wire.world_size)
         self._wait = self._wire.all_reduce_later_(second) if matrices else lambda: None
 
     def write(self, shared: Tensor, sent: Tensor) -> None:
         """Writes what all ranks share, and what this one has sent, once the second sum has arrived."""
+        kernels = factor_kernels_for(shared.device, shared.dtype)
         with phase("decode"):
             for part, stretch in zip(self.whole, self.group.whole):
                 shared[stretch] = part
                 sent[stretch] = self._values[stretch]
             for matrix, p, q, own in zip(self.group.matrices, self._p, self.q, self._own):
-                product_(matrix.of(shared), p, q)
-                # No other rank computes it, so a library's product will do.
-                torch.mm(p, own.t(), out=matrix.of(sent))
+                kernels.product_(matrix.of(shared), p, q)
+                kernels.product_(matrix.of(sent), p, own)

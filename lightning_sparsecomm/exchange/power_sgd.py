@@ -21,7 +21,7 @@ class PowerSGD(Exchange):
     element of the other tensors, and for each tensor. There are two all-reduces for each group of layers. Those of one
     group are on the wire while another's factors are computed.
 
-    State: Q of each matrix, `[columns, rank]` in the vector's dtype, by parameter name; equal on all ranks.
+    State: Qᵀ of each matrix, `[rank, columns]` in the vector's dtype, by parameter name; equal on all ranks.
 
     Source: Vogels et al. 2019, PowerSGD, algorithms 1 and 2. There, a rank forgets what all share; here, its own part
     of it. That makes no difference to what is shared, and residuals of different ranks do not drift apart.
@@ -102,16 +102,16 @@ class PowerSGD(Exchange):
         return started
 
     def _direction(self, matrix: Matrix, like: Tensor, draws: torch.Generator) -> Tensor:
-        """Q', scaled, which makes no difference to P; columns that are not known, or hold nothing, are drawn."""
-        q = like.new_zeros(matrix.columns, matrix.rank)
+        """Q'ᵀ, scaled, which makes no difference to P; rows that are not known, or hold nothing, are drawn."""
+        q = like.new_zeros(matrix.rank, matrix.columns)
         before = self._factors.get(matrix.name)
-        if before is not None and len(before) == matrix.columns:
-            kept = before[:, : matrix.rank]
-            q[:, : kept.shape[1]] = kept
-        largest = q.abs().amax(0)
+        if before is not None and before.shape[1] == matrix.columns:
+            kept = before[: matrix.rank]
+            q[: len(kept)] = kept
+        largest = q.abs().amax(1, keepdim=True)
         unknown = (largest == 0) | ~largest.isfinite()
         if bool(unknown.any()):
             drawn = torch.randn(q.shape, generator=draws, dtype=torch.float32).to(q)
             q = torch.where(unknown, drawn, q)
-            largest = q.abs().amax(0)
+            largest = q.abs().amax(1, keepdim=True)
         return q / (largest * matrix.columns)

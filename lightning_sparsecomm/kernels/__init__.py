@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from lightning_sparsecomm.kernels.factors.reference import FactorKernels as FactorKernels
 from lightning_sparsecomm.kernels.positions.reference import Parsed as Parsed
 from lightning_sparsecomm.kernels.positions.reference import PositionKernels as PositionKernels
 from lightning_sparsecomm.kernels.sketch.reference import Candidates as Candidates
@@ -42,23 +43,30 @@ def sketch_kernels_for(device: torch.device, dtype: torch.dtype) -> SketchKernel
     return _kernels(device.type if dtype in _COMPILED_DTYPES else "reference").sketches
 
 
+def factor_kernels_for(device: torch.device, dtype: torch.dtype) -> FactorKernels:
+    """The fastest kernels for products of thin matrices on `device`: the reference unless float32 or float64."""
+    return _kernels(device.type if dtype in _COMPILED_DTYPES else "reference").factors
+
+
 class _Kernels(NamedTuple):
     updates: Reference = Reference()
     positions: PositionKernels = PositionKernels()
     sketches: SketchKernels = SketchKernels()
     values: ValueKernels = ValueKernels()
+    factors: FactorKernels = FactorKernels()
 
 
 @lru_cache
 def _kernels(device_type: str) -> _Kernels:
     # These imports take seconds, so they wait until their device is used.
     if device_type == "cpu":
+        from lightning_sparsecomm.kernels.factors.cpu import CpuFactorKernels
         from lightning_sparsecomm.kernels.positions.cpu import CpuPositionKernels
         from lightning_sparsecomm.kernels.sketch.cpu import CpuSketchKernels
         from lightning_sparsecomm.kernels.updates.cpu import Cpu
         from lightning_sparsecomm.kernels.values.cpu import CpuValueKernels
 
-        return _Kernels(Cpu(), CpuPositionKernels(), CpuSketchKernels(), CpuValueKernels())
+        return _Kernels(Cpu(), CpuPositionKernels(), CpuSketchKernels(), CpuValueKernels(), CpuFactorKernels())
     if device_type == "cuda" and find_spec("triton") is not None:
         from lightning_sparsecomm.kernels.sketch.cuda import CudaSketchKernels
         from lightning_sparsecomm.kernels.updates.cuda import Cuda

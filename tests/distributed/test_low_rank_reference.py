@@ -26,7 +26,8 @@ def drawing(step: int) -> Any:
     generator = Round(Layout([]), step).shared_generator()
 
     def draw(shape: tuple[int, int]) -> NDArray[np.float64]:
-        return torch.randn(shape, generator=generator).double().numpy()
+        # The product draws row by row of the transpose.
+        return torch.randn(shape[::-1], generator=generator).t().double().numpy()
 
     return draw
 

@@ -1,11 +1,11 @@
-"""Orthonormal columns, and products of two thin matrices, to the same bits everywhere."""
+"""Orthonormal columns, to the same bits everywhere."""
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from lightning_sparsecomm.exchange.factors import orthonormalized, product_
+from lightning_sparsecomm.exchange.factors import orthonormalized
 
 
 def off(q: Tensor) -> float:
@@ -85,14 +85,3 @@ def test_sums_are_in_the_order_that_is_promised() -> None:
         x[:, 1] /= np.sqrt(total(x[:, 1] * x[:, 1]))
     (q,) = orthonormalized([torch.from_numpy(p)])
     np.testing.assert_array_equal(q.numpy(), x[:5].astype(np.float32))
-
-
-@pytest.mark.parametrize(("rows", "columns", "rank"), [(1, 1, 1), (3, 50_000, 2), (900, 300, 3), (70_000, 2, 2)])
-def test_a_product_rounds_each_operation_by_itself(rows: int, columns: int, rank: int) -> None:
-    p, q = torch.randn(rows, rank), torch.randn(columns, rank)
-    out = torch.full((rows, columns), torch.nan)
-    product_(out, p, q)
-    expected = p.numpy()[:, :1] * q.numpy()[:, 0]
-    for column in range(1, rank):
-        expected = expected + p.numpy()[:, column : column + 1] * q.numpy()[:, column]
-    np.testing.assert_array_equal(out.numpy(), expected)

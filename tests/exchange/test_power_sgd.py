@@ -117,11 +117,11 @@ def test_a_factor_of_another_rank_or_shape_is_used_as_far_as_it_goes(wire: Wire)
     exchange = PowerSGD(2)
     for step in range(3):
         run(exchange, x, wire, step)
-    for rank, factors in ((1, exchange.state_dict()), (3, exchange.state_dict()), (2, {"weight": torch.ones(3, 2)})):
+    for rank, factors in ((1, exchange.state_dict()), (3, exchange.state_dict()), (2, {"weight": torch.ones(2, 3)})):
         other = PowerSGD(rank)
         other.load_state_dict(factors)
         shared = run(other, x, wire, 3)
-        assert other.state_dict()["weight"].shape == (20, rank)
+        assert other.state_dict()["weight"].shape == (rank, 20)
         if rank > 1:
             torch.testing.assert_close(shared[WEIGHT], x[WEIGHT], rtol=1e-3, atol=1e-4)
 
@@ -129,12 +129,12 @@ def test_a_factor_of_another_rank_or_shape_is_used_as_far_as_it_goes(wire: Wire)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_factor_that_is_not_finite_is_drawn_anew(wire: Wire, value: float) -> None:
     exchange, x = PowerSGD(1), low_rank(1)
-    exchange.load_state_dict({"weight": torch.full((20, 1), value)})
+    exchange.load_state_dict({"weight": torch.full((1, 20), value)})
     torch.testing.assert_close(run(exchange, x, wire)[WEIGHT], x[WEIGHT], rtol=1e-4, atol=1e-5)
 
 
 def test_what_was_loaded_is_not_changed(wire: Wire) -> None:
-    state = {"weight": torch.randn(20, 1)}
+    state = {"weight": torch.randn(1, 20)}
     before, exchange = state["weight"].clone(), PowerSGD(1)
     exchange.load_state_dict(state)
     run(exchange, torch.randn(LAYOUT.size), wire)

@@ -4,13 +4,16 @@ import pytest
 import torch
 
 from lightning_sparsecomm.kernels import (
+    FactorKernels,
     PositionKernels,
     Reference,
     SketchKernels,
+    factor_kernels_for,
     kernels_for,
     position_kernels_for,
     sketch_kernels_for,
 )
+from lightning_sparsecomm.kernels.factors.cpu import CpuFactorKernels
 from lightning_sparsecomm.kernels.positions.cpu import CpuPositionKernels
 from lightning_sparsecomm.kernels.sketch.cpu import CpuSketchKernels
 from lightning_sparsecomm.kernels.updates.cpu import Cpu
@@ -39,3 +42,10 @@ def test_position_kernels_for():
 )
 def test_sketch_kernels_for(device, dtype, kernels):
     assert type(sketch_kernels_for(torch.device(device), dtype)) is kernels
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kernels"), [(torch.float64, CpuFactorKernels), (torch.bfloat16, FactorKernels)], ids=str
+)
+def test_factor_kernels_for(dtype, kernels):
+    assert type(factor_kernels_for(torch.device("cpu"), dtype)) is kernels
