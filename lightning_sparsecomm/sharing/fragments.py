@@ -112,9 +112,12 @@ class FragmentedShare(Share):
         super().extend(parameters)
         # More layers may move others to another fragment. What is held for them moves along, by name.
         held, in_common = self.state_dict(), {id(weight): shared for weight, shared in self.in_common()}
+        failures = {name: each.failure for each in self.fragments for name, _ in each.parameters if each.failure}
         pieces = fragments_of(parameters, self._count, self._order)
         self.fragments = [self._start(number, piece) for number, piece in enumerate(pieces) if piece]
         self.load_state_dict(held)
+        for fragment in self.fragments:
+            fragment.failure = next((failures[name] for name, _ in fragment.parameters if name in failures), None)
         for weight, shared in self.in_common():
             # State has only what this rank exchanges.
             if id(weight) in in_common:

@@ -20,8 +20,6 @@ class InFlightShare(Share, Generic[T]):
     """
 
     _flight: Flight[T] | None = None
-    # An error that a save has found.
-    _failure: Exception | None = None
     _norm = 0.0
 
     @property
@@ -39,7 +37,7 @@ class InFlightShare(Share, Generic[T]):
 
         After an error, memories are as before the round.
         """
-        failure, self._failure = self._failure, None
+        failure, self.failure = self.failure, None
         if failure is not None:
             raise failure
         if self._flight is None:
@@ -59,12 +57,12 @@ class InFlightShare(Share, Generic[T]):
     def _finish(self) -> None:
         """Lands what is in flight. Nothing is used yet."""
 
-    def _finish_to_save(self) -> None:
+    def _finish_between_turns(self) -> None:
         """As `_finish`, but the next turn raises the error: a checkpoint after a lost rank is written without it."""
         try:
             self._finish()
         except Exception as error:
-            self._failure = error
+            self.failure = error
 
     def _void(self) -> None:
         """Waits for what is in flight, and forgets it."""
@@ -72,4 +70,4 @@ class InFlightShare(Share, Generic[T]):
             # The first error is known already.
             with suppress(Exception):
                 self._flight.wait()
-        self._flight, self._failure = None, None
+        self._flight, self.failure = None, None

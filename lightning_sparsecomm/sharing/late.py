@@ -132,7 +132,7 @@ class LateShare(InFlightShare[None], GradientShare):
         return self._anchors.pairs(self.parameters)
 
     def state_dict(self) -> Saved:
-        self._finish_to_save()
+        self._finish_between_turns()
         ours = {**self._left.state_dict(), **self._anchors.state_dict()}
         if self._arrived is not None:
             ours |= self._arrived.state_dict()

@@ -65,6 +65,9 @@ class Share(ABC):
     torn: bool = False
     """Whether an error has lost what was computed in a step that counts."""
 
+    failure: Exception | None = None
+    """An error in flight that was found between turns, where others may have found none: the next turn raises it."""
+
     def __init__(self, optimizer: Optimizer, parameters: NamedParameters, wire: Wire) -> None:
         self.optimizer = optimizer
         self.wire = wire

@@ -96,7 +96,7 @@ class StreamedShare(InFlightShare[dict[str, Tensor]], DeltaShare):
         super().__init__(sync, optimizer, parameters, wire, fragment, own)
 
     def extend(self, parameters: NamedParameters) -> None:
-        self._finish()
+        self._finish_between_turns()
         super().extend(parameters)
 
     @property
@@ -157,14 +157,16 @@ class StreamedShare(InFlightShare[dict[str, Tensor]], DeltaShare):
         return self.anchored.pairs(self.parameters) + self.others.pairs() if self._apart else []
 
     def state_dict(self) -> Saved:
-        self._finish_to_save()
+        self._finish_between_turns()
         saved = super().state_dict()
         others = self.others.values
         ours: Saved = {"apart": dict.fromkeys((*self.anchors, *others), True) if self._apart else {}}
         if self._arrived is not None:
             ours |= {f"in flight, {kind}": parts for kind, parts in self._arrived._asdict().items()}
             ours["in flight, weights at its start"] = self._began
-            ours["in flight, arrives"] = dict.fromkeys((*self._arrived.mean, *others), self._arrives)
+        if self._under_way:
+            # Also after an error, which ranks that exchange other parts of the model may not have met.
+            ours["in flight, arrives"] = dict.fromkeys(self.all_names, self._arrives)
         return saved | add_prefix(type(self.sync).__name__, {kind: parts for kind, parts in ours.items() if parts})
 
     def load_state_dict(self, saved: Saved) -> None:
@@ -185,8 +187,8 @@ class StreamedShare(InFlightShare[dict[str, Tensor]], DeltaShare):
 
     @property
     def _under_way(self) -> bool:
-        # A failure that a save has found is raised when the exchange would have landed.
-        return self._flight is not None or self._arrived is not None or self._failure is not None
+        # An error that was found between turns is raised when the exchange would have landed.
+        return self._flight is not None or self._arrived is not None or self.failure is not None
 
     def _start(self, turn: Turn) -> None:
         self._bind()

@@ -455,6 +455,31 @@ def test_parameters_may_join_and_optimizers_be_replaced(delay: int) -> None:
             np.testing.assert_array_equal(own, other)
 
 
+@pytest.mark.parametrize(("fragments", "start"), [(1, 3), (2, 1)])
+def test_parameters_join_while_one_part_is_not_finite_in_flight(fragments: int, start: int) -> None:
+    """Ranks that exchange other parts meet no error, and none may wait for those that do."""
+    method = methods.diloco(every=4, fragments=fragments, delay=2)
+
+    def run(rank: int) -> str:
+        engine, module, optimizer = make(method, TWO, True, adamw)
+        module[4].requires_grad_(False)
+        for number in range(8):
+            if number == start:
+                # Its exchange starts after this step. On each node, one rank exchanges it, and the other does not.
+                with torch.no_grad():
+                    module[0].fill_(torch.nan if rank in TWO[0] else 0.0)
+            if number == start + 1:
+                module[4].requires_grad_(True)
+            kept = [g if p.requires_grad else None for g, p in zip(gradients_of(rank, number), module)]
+            try:
+                step(engine, module, optimizer, kept)
+            except Exception as error:
+                return f"{number}: {type(error).__name__}"
+        return "no error"
+
+    assert run_ranks(4, run) == [f"{start + 2}: NonFiniteGradientError"] * 4
+
+
 def test_a_save_between_exchange_and_step_has_what_the_node_shares() -> None:
     """The next step is repeated with it, and not with each rank's own gradients."""
     method, optimizing, _ = CASES["gradients and changes"]

@@ -229,6 +229,47 @@ def test_parameters_may_be_added_in_flight(wire: Wire) -> None:
     assert not torch.equal(run.module.weight, start)
 
 
+def test_an_error_that_joining_parameters_meet_is_raised_where_the_exchange_lands(wire: Wire) -> None:
+    """Not before: ranks of a node that exchange other parts meet none, and all must go on together."""
+    exchange = Held()
+    exchange.may_go.set()
+    run = Run(wire, Channel(exchange, [ErrorFeedback()]))
+    run.share.extend(run.named[1:])
+    run.named = run.named[1:]
+    run.step(3)
+    exchange.error = PayloadError("altered")
+    run.step(1)
+    run.named = list(run.module.named_parameters())
+    run.share.extend(run.named)
+    exchange.error = None
+    with pytest.raises(PayloadError, match="altered"):
+        run.step(2)
+    run.share.abort()
+    run.step(20)
+    run.turn("end")
+    assert run.share.shared_weights() == []
+
+
+def test_a_checkpoint_after_an_error_in_flight_says_when_the_exchange_would_have_landed(wire: Wire) -> None:
+    """Other ranks of a node have saved what arrived, and land it: this rank takes part, with nothing."""
+    exchange = Held()
+    exchange.may_go.set()
+    run = Run(wire, Channel(exchange, [ErrorFeedback()]), steps=3)
+    exchange.error = PayloadError("altered")
+    run.step(1)
+    state = run.share.state_dict()
+    resumed = Run(wire, Channel(Held(), [ErrorFeedback()]))
+    resumed.module.load_state_dict(run.module.state_dict())
+    resumed.share.load_state_dict({kind: dict(parts) for kind, parts in state.items()})
+    landing = Turn("weights", step=resumed.share._arrives)
+    assert resumed.share.due(landing)
+    before = resumed.weights
+    resumed.share.prepare(landing)
+    resumed.share.exchange()
+    resumed.share.commit()
+    assert torch.equal(resumed.weights, before)
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
