@@ -88,9 +88,11 @@ def _holds_weights(item: object) -> bool:
 def mean_with(mean: Any, item: Any, count: int) -> Any:
     """Updates the mean of `count - 1` states, in place, to the mean of `count` states.
 
-    Floating-point tensors are averaged; one that a state lacks counts as zero. Lists become their union. For all other
+    Floating-point tensors are averaged; one that a state lacks, or all of them where it has None, counts as zero. Lists become their union. For all other
     values the first state's is kept.
     """
+    if mean is None or item is None:
+        return scaled(item, 1 / count) if mean is None else scaled(mean, 1 - 1 / count)
     if isinstance(mean, Tensor):
         return mean.add_(item.sub(mean), alpha=1 / count) if mean.is_floating_point() else mean
     if isinstance(mean, list):
@@ -110,7 +112,9 @@ def mean_with(mean: Any, item: Any, count: int) -> Any:
 
 
 def scaled(item: Any, factor: float) -> Any:
-    """Dictionaries whose floating-point tensors are multiplied; all else is as it was."""
+    """Dictionaries and lists whose floating-point tensors are multiplied; all else is as it was."""
     if isinstance(item, dict):
         return {key: scaled(value, factor) for key, value in item.items()}
+    if isinstance(item, list):
+        return [scaled(value, factor) for value in item]
     return item * factor if isinstance(item, Tensor) and item.is_floating_point() else item

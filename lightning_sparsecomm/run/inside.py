@@ -1,5 +1,6 @@
 """Inside a node: gradients are summed, each rank keeping its parameters' part, and results are handed out to all."""
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -9,11 +10,15 @@ from torch.nn import Parameter
 from lightning_sparsecomm.run.nodes import Nodes
 from lightning_sparsecomm.sharing.gradients import NamedParameters
 
+# Ranks' parts are padded to equal length, in so much memory at most, in times of all parts.
+_PADDED = 1.5
+
 
 class Piece:
     """Tensors that belong to parameters of one width, in a row for each rank of a node.
 
-    Rows are equally long; a row ends with zeros where its rank has fewer elements. `row[0]` is the first tensor's.
+    Rows travel in stretches, equally long on all ranks; where a rank has fewer elements, zeros follow. One stretch is
+    all there is, unless a rank has much more than the others, as where one tensor is most of a model.
 
     Args:
         places: The tensors of each rank: parameters, or what belongs to them.
@@ -27,24 +32,30 @@ class Piece:
         self._inside = nodes.inside
         self._dtype = dtype
         self._device = next(each.device for part in places for each in part)
-        self._longest = max(sum(each.numel() for each in part) for part in places)
+        self._sizes = [sum(each.numel() for each in part) for part in places]
+        longest = max(self._sizes)
+        step = math.ceil(longest / math.ceil(longest * len(places) / (_PADDED * sum(self._sizes))))
+        self._stretches = [slice(at, min(at + step, longest)) for at in range(0, longest, step)]
         self._row = torch.empty(0)
 
     def sum_gradients(self) -> list[Tensor]:
         """The mean over the node of this rank's parameters' gradients; one that a rank lacks counts as zero.
 
-        A collective. Bytes on the link inside: (L-1)/L of the gradients'.
+        A collective. Bytes on the link inside: (L-1) times those of the longest row.
         """
-        rows = torch.empty(len(self.places), self._longest, dtype=self._dtype, device=self._device)
-        for part, row in zip(self.places, rows):
-            row[sum(each.numel() for each in part) :].zero_()
-            for parameter, view in _views(part, row):
-                if parameter.grad is not None:
-                    view.copy_(parameter.grad)
-                else:
-                    view.zero_()
-        self._row = self._inside.all_to_all(rows).sum(0).div_(len(self.places))
-        return [view for _, view in _views(self.own, self._row)]
+        row = self._new(max(self._sizes))
+        for stretch in self._stretches:
+            sent = self._new(len(self.places), stretch.stop - stretch.start)
+            for part, size, each in zip(self.places, self._sizes, sent):
+                each[max(0, size - stretch.start) :].zero_()
+                for parameter, here, there in _overlaps(part, stretch):
+                    if parameter.grad is not None:
+                        each[there].copy_(parameter.grad.reshape(-1)[here])
+                    else:
+                        each[there].zero_()
+            torch.sum(self._inside.all_to_all(sent), 0, out=row[stretch]).div_(len(self.places))
+        self._row = row
+        return [view for _, view in _views(self.own, row)]
 
     def hand_out(self, results: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         """All the tensors, each with the result of the rank that has it. A collective.
@@ -52,14 +63,26 @@ class Piece:
         Args:
             results: This rank's. Where they are still what `sum_gradients` gave, changed in place, nothing is copied.
         """
-        if self._row.numel() != self._longest:
-            self._row = torch.zeros(self._longest, dtype=self._dtype, device=self._device)
-        for result, (_, view) in zip(results, _views(self.own, self._row), strict=True):
+        row, self._row = self._row, torch.empty(0)
+        if row.numel() != max(self._sizes):
+            row = self._new(max(self._sizes)).zero_()
+        for result, (_, view) in zip(results, _views(self.own, row), strict=True):
             if result.data_ptr() != view.data_ptr():
                 view.copy_(result)
-        rows, self._row = self._inside.all_gather(self._row), torch.empty(0)
-        for part, row in zip(self.places, rows):
-            yield from _views(part, row)
+        rows: Sequence[Tensor]
+        if len(self._stretches) == 1:
+            rows = list(self._inside.all_gather(row))
+        else:
+            rows = [self._new(size) for size in self._sizes]
+            for stretch in self._stretches:
+                for whole, part in zip(rows, self._inside.all_gather(row[stretch].contiguous())):
+                    here = whole[stretch]
+                    here.copy_(part[: len(here)])
+        for part, each in zip(self.places, rows):
+            yield from _views(part, each)
+
+    def _new(self, *size: int) -> Tensor:
+        return torch.empty(size, dtype=self._dtype, device=self._device)
 
 
 def pieces_of(held: Sequence[tuple[Parameter, Tensor]], nodes: Nodes) -> list[Piece]:
@@ -153,6 +176,16 @@ def _views(tensors: Sequence[Tensor], row: Tensor) -> Iterator[tuple[Tensor, Ten
     sizes = [each.numel() for each in tensors]
     for tensor, part in zip(tensors, row.split([*sizes, row.numel() - sum(sizes)])):
         yield tensor, part.view(tensor.shape)
+
+
+def _overlaps(tensors: Sequence[Tensor], stretch: slice) -> Iterator[tuple[Tensor, slice, slice]]:
+    """Tensors of a row that a stretch of it meets: which of their elements, and where in the stretch these are."""
+    at = 0
+    for tensor in tensors:
+        first, end = max(at, stretch.start), min(at + tensor.numel(), stretch.stop)
+        if first < end:
+            yield tensor, slice(first - at, end - at), slice(first - stretch.start, end - stretch.start)
+        at += tensor.numel()
 
 
 def _wide(parameter: Parameter) -> torch.dtype:

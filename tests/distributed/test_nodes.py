@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from lightning_sparsecomm import methods
 from lightning_sparsecomm.basis.ledger import GRADIENTS, INSIDE
 from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.exchange.status import NonFiniteGradientError
+from lightning_sparsecomm.run import inside
 from lightning_sparsecomm.run.contents import State, mean_with
 from lightning_sparsecomm.run.engine import Engine
 from lightning_sparsecomm.run.node_turns import advice, divide, groups_of
@@ -248,6 +250,29 @@ def test_a_node_sends_what_one_rank_would() -> None:
     for group in TWO:
         assert sorted(name for rank in group for name in ours[rank].held) == names
     assert ours[TWO[0][0]].held == ours[TWO[1][0]].held
+
+
+def test_rows_in_stretches_change_nothing() -> None:
+    """As where one tensor is most of the model: then whole rows, padded to the longest, would need much memory."""
+    method, nodes = methods.dgc(density=0.1), [[0, 1, 2], [3, 4, 5]]
+
+    def in_stretches(rank: int) -> Trained:
+        inside._PADDED = 0.2
+        return train(rank, method, nodes, True)
+
+    whole = run_ranks(6, train, method, nodes, True)
+    for one, other in zip(whole, run_ranks(6, in_stretches), strict=True):
+        for own, expected in zip(one.weights, other.weights, strict=True):
+            for mine, theirs in zip(own, expected, strict=True):
+                np.testing.assert_array_equal(mine, theirs)
+
+
+@pytest.mark.parametrize("sizes", [(1000, 10, 10), (1000, 0, 0), (340, 341, 339), (7, 0, 1)])
+def test_rows_need_memory_of_one_and_a_half_times_what_they_hold(sizes: tuple[int, ...]) -> None:
+    piece = inside.Piece([[torch.empty(size)] for size in sizes], Mock(inside=Mock(rank=0)), torch.float32)
+    assert [at for each in piece._stretches for at in range(each.start, each.stop)] == list(range(max(sizes)))
+    longest = max(each.stop - each.start for each in piece._stretches)
+    assert longest * len(sizes) <= 1.5 * sum(sizes) + len(sizes)
 
 
 @pytest.mark.parametrize(

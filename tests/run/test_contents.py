@@ -1,5 +1,6 @@
 """The contents of checkpoints: told apart, each rank's own entries, and the mean of several ranks' states."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -73,3 +74,12 @@ def test_the_mean_of_states_of_several_ranks() -> None:
     assert (mean["steps"], mean["members"], mean["n"].item()) == (5, ["a", "c", "d"], 1)
     streams = mean_with([{"x": torch.tensor(1.0)}], [{"x": torch.tensor(3.0)}], 2)
     assert streams == [{"x": torch.tensor(2.0)}]
+
+
+def test_a_state_that_is_none_counts_as_zero() -> None:
+    state = {"held": {"x": torch.tensor(4.0), "step": 3}, "streams": [{"y": torch.tensor([8.0])}]}
+    none = {"held": None, "streams": None}
+    for states in ([state, none], [none, state]):
+        mean = copy.deepcopy(states[0])
+        mean = mean_with(mean, copy.deepcopy(states[1]), 2)
+        assert mean == {"held": {"x": 2.0, "step": 3}, "streams": [{"y": 4.0}]}
