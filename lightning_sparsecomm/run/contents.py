@@ -88,8 +88,8 @@ def _holds_weights(item: object) -> bool:
 def mean_with(mean: Any, item: Any, count: int) -> Any:
     """Updates the mean of `count - 1` states, in place, to the mean of `count` states.
 
-    Floating-point tensors are averaged; one that a state lacks, or all of them where it has None, counts as zero. Lists become their union. For all other
-    values the first state's is kept.
+    Floating-point tensors are averaged; one that a state lacks, or all of them where it has None, counts as zero. Lists
+    become their union. For all other values the first state's is kept.
     """
     if mean is None or item is None:
         return scaled(item, 1 / count) if mean is None else scaled(mean, 1 - 1 / count)
