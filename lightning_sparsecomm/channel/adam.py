@@ -45,6 +45,7 @@ class LocalAdam(Memory):
     """
 
     carries = True
+    in_common = True
 
     def __init__(self) -> None:
         super().__init__(_FIRST, _SECOND)

@@ -114,6 +114,10 @@ class Memory(Part, ABC):
     memory that keeps more than `held` looks at `exchanged.present`.
     """
 
+    in_common: ClassVar[bool] = False
+    """Whether what it holds is equal on all ranks, or does for another rank as well. Otherwise it is empty on a replica
+    that joins others amid a run."""
+
     def __init__(self, *vectors: str) -> None:
         self.held = {name: NamedVector() for name in vectors}
 

@@ -112,6 +112,8 @@ class Momentum(Velocity):
     Momentum()
     """
 
+    in_common = True
+
     def __init__(self) -> None:
         super().__init__()
         self._rules: Sequence[MomentumRule] = ()

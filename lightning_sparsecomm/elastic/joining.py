@@ -28,20 +28,24 @@ _NAMES_BYTES = 2**24
 class Joining:
     """Packs and takes over the state that replicas share.
 
-    It holds the anchors or, before the first step, the weights; the outer optimizer; what exchanges keep from round to
-    round; parameters and buffers that no optimizer trains; and counts of steps. Memories and the user's optimizers are
-    each replica's own, and not in it.
+    It holds the anchors or, before the first step and where gradients are exchanged, the weights; the outer optimizer;
+    what exchanges keep from round to round; parameters and buffers that no optimizer trains; and counts of steps. Where
+    gradients are exchanged, also the user's optimizers. Memories are each replica's own, but those with `in_common`.
 
     Args:
         engine: The run.
         progress: What the front end adds, such as epochs and schedules: tensors, numbers, strings, lists, dictionaries.
         follow: Takes over what another replica's `progress` has returned.
+
+    Attributes:
+        waiting: Members of the quorum that wait for the state.
     """
 
     def __init__(self, engine: Engine, progress: Callable[[], State], follow: Callable[[State], None]) -> None:
         self._engine = engine
         self._progress = progress
         self._follow = follow
+        self.waiting: Sequence[int] = ()
 
     def pack(self, shared: State, steps: dict[int, int]) -> Tensor:
         """The state as bytes: `[n]` uint8, in memory of its own.
@@ -54,7 +58,7 @@ class Joining:
         for tracked in self._engine.registry.optimizers:
             held: Saved = {}
             for unit in units_of(tracked):
-                memories = {type(memory).__name__ for memory in unit.channel.memories}
+                memories = {type(each).__name__ for each in unit.channel.memories if not each.in_common}
                 for kind, parts in unit.state_dict().items():
                     own = kind.partition(".")[2]
                     if own not in _OWN and own.partition(".")[0].partition(" ")[0] not in memories:
@@ -63,7 +67,7 @@ class Joining:
                 {
                     "steps": steps.get(tracked.number, tracked.steps),
                     "members": [name for name, _ in tracked.parameters],
-                    "held": held,
+                    "held": held | self._engine.state.in_common(tracked),
                     "since": [unit.steps for unit in units_of(tracked)],
                 }
             )
@@ -105,8 +109,9 @@ class Joining:
         self._follow(state["progress"])
         return state
 
-    def send(self, shared: State, steps: dict[int, int], quorum: Quorum, ranks: Sequence[int]) -> int:
-        """Starts to send the state to some members, in the background; arguments as for `pack`. Returns its bytes."""
+    def send(self, shared: State, steps: dict[int, int], quorum: Quorum) -> int:
+        """Starts to send the state to those that wait, in the background; arguments as for `pack`. Returns bytes."""
+        ranks, self.waiting = self.waiting, ()
         packed, sent = self.pack(shared, steps), 0
         length = torch.tensor([packed.numel()])
         for rank in ranks:
@@ -140,9 +145,9 @@ class Joining:
         return self.take(packed, current)
 
     def _untrained(self) -> dict[str, Tensor]:
-        """The parameters and buffers that no optimizer trains yet, of all dtypes."""
+        """The parameters and buffers that no optimizer trains yet, or that have no anchors, of all dtypes."""
         registry = self._engine.registry
-        members = {key for tracked in registry.optimizers for key in tracked.members}
+        members = {key for tracked in registry.optimizers if tracked.drifts for key in tracked.members}
         return {
             f"{index}.{name}": tensor.detach()
             for index, module in enumerate(registry.modules)

@@ -2,8 +2,10 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
+
+from lightning_sparsecomm.sharing.share import Moment
 
 # Replicas whose steps differ by less make equally many: it may be chance.
 _ALIKE = 0.9
@@ -22,18 +24,21 @@ class Offer(NamedTuple):
         step: Optimizer steps finished before the one it belongs to.
         epoch: Epochs finished, including a fraction.
         length: Optimizer steps of the whole run; infinite where unknown.
-        trained: Optimizer steps that this replica has made since its last exchange.
+        trained: Optimizer steps that this replica has made since its last exchange. Of gradients, 1; or 0 where they
+            are of weights from before it joined, and count for nothing.
         step_seconds: Seconds that it takes for one; 0 where unknown.
+        settings: Of each group of the optimizer, for gradients, as in `elastic.settings`.
     """
 
     optimizer: int
     units: Sequence[int]
-    moment: str
+    moment: Moment
     step: int
     epoch: float
     length: float
     trained: int = 0
     step_seconds: float = 0.0
+    settings: Sequence[dict[str, Any]] = ()
 
     @property
     def last(self) -> bool:
@@ -53,6 +58,7 @@ class Member(NamedTuple):
         steps: Optimizer steps that its model has made.
         setup: By topic, a digest of what must be equal on all replicas.
         offer: What it has to exchange.
+        weights: A digest of its weights, where replicas compare them in this round; else empty.
     """
 
     name: str
@@ -62,6 +68,7 @@ class Member(NamedTuple):
     steps: int
     setup: dict[str, str]
     offer: Offer | None = None
+    weights: str = ""
 
     def to_json(self) -> str:
         return json.dumps(self._asdict())
@@ -72,9 +79,13 @@ class Member(NamedTuple):
         try:
             fields: dict[str, Any] = json.loads(text)
             offer = fields.pop("offer")
-            return cls(**fields, offer=None if offer is None else Offer(*offer))
-        except (TypeError, KeyError, AttributeError) as error:
+            return cls(**fields, offer=None if offer is None else _offer_from(offer))
+        except (TypeError, KeyError, AttributeError, IndexError) as error:
             raise ValueError(f"a replica has introduced itself by {text[:200]!r}, which cannot be read") from error
+
+
+def _offer_from(fields: list[Any]) -> Offer:
+    return Offer(*fields)._replace(settings=tuple(fields[-1]))
 
 
 class Plan(NamedTuple):
@@ -83,8 +94,11 @@ class Plan(NamedTuple):
     Attributes:
         state: What those share that exchange.
         round: Rounds that led to it.
-        healthy: Ranks of those that share it, or can commit to it; the first one leads.
+        healthy: Ranks of those that share it, or can commit to it.
+        exchanging: Ranks of those of them that exchange; the first one leads. One that has yet to commit to the
+            exchange of gradients before has its step to make first, and no gradients of these weights.
         joining: Ranks of those that get it from the leader.
+        differing: Ranks of those of them that share the state by name, and have other weights than most.
         refused: Ranks of those that were set up otherwise, with the topic in which they differ.
         offer: What is exchanged; None for nothing.
         ends: Whether the run of one that exchanges is over after that: so all end with it.
@@ -93,14 +107,16 @@ class Plan(NamedTuple):
     state: str
     round: int
     healthy: list[int]
+    exchanging: list[int]
     joining: list[int]
+    differing: list[int]
     refused: dict[int, str]
     offer: Offer | None
     ends: bool
 
     @property
     def leader(self) -> int:
-        return self.healthy[0]
+        return self.exchanging[0]
 
 
 def plan_of(members: Sequence[Member], meeting: int) -> Plan:
@@ -129,21 +145,50 @@ def plan_of(members: Sequence[Member], meeting: int) -> Plan:
         if topic is not None:
             refused[rank] = topic
     healthy = [rank for rank in healthy if rank not in refused]
-    joining = [rank for rank in range(len(members)) if rank not in healthy and rank not in refused]
     # One that commits only now has made its exchange already.
-    offers = [members[rank].offer for rank in healthy if members[rank].pending != state]
-    made = [offer for offer in offers if offer is not None]
-    ends = any(offer.last for offer in made)
-    return Plan(state, round_, healthy, joining, refused, made[0] if made else None, ends)
+    ready = [rank for rank in healthy if members[rank].pending != state]
+    differing = _differing(members, ready)
+    offers = {rank: offer for rank in ready if rank not in differing and (offer := members[rank].offer) is not None}
+    offer, apart = _leading(offers)
+    healthy = [rank for rank in healthy if rank not in (*differing, *apart)]
+    by_gradients = offer is not None and offer.moment == "gradients"
+    exchanging = [rank for rank in healthy if rank in offers or not by_gradients]
+    joining = [rank for rank in range(len(members)) if rank not in healthy and rank not in refused]
+    ends = any(each.last for rank, each in offers.items() if rank in healthy)
+    return Plan(state, round_, healthy, exchanging, joining, differing, refused, offer, ends)
+
+
+def _leading(offers: Mapping[int, Offer]) -> tuple[Offer | None, list[int]]:
+    """What is exchanged, and the ranks that cannot take part in that, though they share the state.
+
+    It is the first offer. But gradients are exchanged by those that are about to make a step with the same optimizer:
+    what most offer is exchanged, and others, amid a batch of two optimizers, get the state after it. Of such offers,
+    one counts of a replica that has come as far as any: its learning rate does for all.
+    """
+    first = next(iter(offers.values()), None)
+    if first is None or all(offer.moment != "gradients" for offer in offers.values()):
+        return first, []
+    kinds = [(offer.moment, offer.optimizer) for offer in offers.values()]
+    usual = max(kinds, key=kinds.count)
+    alike = {rank: offer for rank, offer in offers.items() if (offer.moment, offer.optimizer) == usual}
+    chosen = max(alike.values(), key=lambda offer: (offer.trained, offer.epoch))
+    return chosen, [rank for rank in offers if rank not in alike]
+
+
+def _differing(members: Sequence[Member], ranks: Sequence[int]) -> list[int]:
+    """Those with other weights than most of the ranks, or among equals than the first."""
+    digests = [members[rank].weights for rank in ranks]
+    usual = max(digests, key=digests.count, default="")
+    return [rank for rank, digest in zip(ranks, digests) if digest and usual and digest != usual]
 
 
 def weights_of(members: Sequence[Member], plan: Plan) -> dict[int, float]:
     """For each rank that exchanges, the factor of its change in the mean: its steps by the mean of all of theirs."""
     trained = {}
-    if len({offer.optimizer for rank in plan.healthy if (offer := members[rank].offer) is not None}) > 1:
+    if len({offer.optimizer for rank in plan.exchanging if (offer := members[rank].offer) is not None}) > 1:
         # Of several optimizers, steps are those of the one that a replica has come with.
-        return dict.fromkeys(plan.healthy, 1.0)
-    for rank in plan.healthy:
+        return dict.fromkeys(plan.exchanging, 1.0)
+    for rank in plan.exchanging:
         offer, counted = members[rank].offer, members[rank].pending == plan.state
         # One that commits only now has trained nothing since.
         trained[rank] = 0 if offer is None or counted else offer.trained
@@ -154,7 +199,7 @@ def weights_of(members: Sequence[Member], plan: Plan) -> dict[int, float]:
 def pace_of(rank: int, members: Sequence[Member], plan: Plan) -> float:
     """The part of a round's steps that a replica makes, so that it takes as long as the fastest one's; 1 for nearly
     all."""
-    offers = [members[each].offer for each in plan.healthy]
+    offers = [members[each].offer for each in plan.exchanging]
     known = [offer.step_seconds for offer in offers if offer is not None and offer.step_seconds > 0]
     offer = members[rank].offer
     if offer is None or not offer.step_seconds or not known:

@@ -10,13 +10,14 @@ from torch import Tensor
 from lightning_sparsecomm.basis.ledger import MEMBERSHIP
 from lightning_sparsecomm.elastic.members import NOTHING, Offer, Plan, successor
 from lightning_sparsecomm.elastic.quorum import Quorum
-from lightning_sparsecomm.elastic.units import closings_of, units_of
+from lightning_sparsecomm.elastic.settings import follow_settings
+from lightning_sparsecomm.elastic.units import Unit, closings_of, units_of
 from lightning_sparsecomm.elastic.wire import ElasticWire, LostPeerError
+from lightning_sparsecomm.exchange import Exchange
 from lightning_sparsecomm.run.optimizers import TrackedOptimizer
 from lightning_sparsecomm.run.registry import Registry
 from lightning_sparsecomm.run.replicas import Replicas
-from lightning_sparsecomm.sharing.delta_share import DeltaShare
-from lightning_sparsecomm.sharing.share import Moment, Turn
+from lightning_sparsecomm.sharing.share import Turn
 
 
 class Made(NamedTuple):
@@ -27,12 +28,16 @@ class Made(NamedTuple):
         offer: What was exchanged.
         units: What has exchanged.
         means: By name, the means of buffers.
+        names: Of the replicas that exchange.
+        renewed: Exchanges that have begun anew with these replicas, and what they held before.
     """
 
     state: str
     offer: Offer
-    units: list[DeltaShare]
+    units: list[Unit]
     means: dict[str, Tensor]
+    names: Sequence[str]
+    renewed: list[tuple[Exchange, dict[str, Tensor]]]
 
 
 class Rounds:
@@ -46,10 +51,12 @@ class Rounds:
 
     Attributes:
         made: An exchange of which this replica cannot know whether others have committed it; None for none.
+        names: By optimizer and unit, who took part in the last exchange that counts; equal on all that share the state.
     """
 
     def __init__(self, registry: Registry, replicas: Replicas, wire: ElasticWire, quorum: Quorum) -> None:
         self.made: Made | None = None
+        self.names: dict[str, list[str]] = {}
         self._registry = registry
         self._replicas = replicas
         self._wire = wire
@@ -76,14 +83,15 @@ class Rounds:
             LostPeerError: A replica is gone, or could not finish.
         """
         tracked = self._registry.optimizers[offer.optimizer]
-        moment: Moment = "end" if offer.moment == "end" else "weights"
-        turn = replace(turn, moment=moment, step=offer.step, epoch=offer.epoch, length=offer.length)
+        follow_settings(tracked.optimizer, offer.settings)
+        turn = replace(turn, moment=offer.moment, step=offer.step, epoch=offer.epoch, length=offer.length)
         units = [unit for number, unit in enumerate(units_of(tracked)) if number in offer.units]
         try:
-            group = self._quorum.group_of(plan.healthy, plan.state)
+            group = self._quorum.group_of(plan.exchanging, plan.state)
         except RuntimeError as error:
             raise LostPeerError(f"replicas could not connect for round {plan.round + 1}") from error
-        with self._wire.among(group, plan.healthy, self._quorum.rank), torch.no_grad():
+        renewed = self._renewed(offer, units, names)
+        with self._wire.among(group, plan.exchanging, self._quorum.rank), torch.no_grad():
             try:
                 for unit in units:
                     unit.weight = weight
@@ -92,14 +100,26 @@ class Rounds:
                     unit.exchange()
                 means = self._means(tracked, offer)
             except BaseException:
-                _take_back(units)
+                _take_back(units, renewed)
                 raise
-            made = self.made = Made(successor(plan.state, names, self._quorum.number), offer, units, means)
+            state = successor(plan.state, names, self._quorum.number)
+            made = self.made = Made(state, offer, units, means, names, renewed)
             votes = self._wire.all_gather(torch.tensor([self._quorum.vote()], dtype=torch.uint8), MEMBERSHIP)
         if not bool(votes.all()):
             self.take_back()
             raise LostPeerError(f"a replica could not finish round {plan.round + 1}")
         return made
+
+    def settle(self, plan: Plan) -> list[Offer]:
+        """Commits to an exchange that was made before this meeting if others have, or takes it back.
+
+        Returns what it has committed to.
+        """
+        if self.pending == plan.state:
+            made = self.commit()
+            return [made.offer] if made is not None else []
+        self.take_back()
+        return []
 
     def commit(self) -> Made | None:
         """Commits to what was made: memories forget what was sent, and weights move. Returns it."""
@@ -109,13 +129,26 @@ class Rounds:
                 for unit in made.units:
                     unit.commit()
             self._replicas.untrained.take(made.means)
+            self.names |= {f"{made.offer.optimizer}.{number}": list(made.names) for number in made.offer.units}
         return made
 
     def take_back(self) -> None:
         """Takes back what was made: memories and weights are as before it, to round-off."""
         made, self.made = self.made, None
         if made is not None:
-            _take_back(made.units)
+            _take_back(made.units, made.renewed)
+
+    def _renewed(
+        self, offer: Offer, units: Sequence[Unit], names: Sequence[str]
+    ) -> list[tuple[Exchange, dict[str, Tensor]]]:
+        """Lets exchanges begin anew whose state is of other replicas than these; they, and what they held before."""
+        renewed = []
+        for number, unit in zip(offer.units, units):
+            exchange = unit.channel.exchange
+            if exchange.renewable and self.names.get(f"{offer.optimizer}.{number}") != list(names):
+                renewed.append((exchange, exchange.state_dict()))
+                exchange.renew()
+        return renewed
 
     def _means(self, tracked: TrackedOptimizer, offer: Offer) -> dict[str, Tensor]:
         """The means of buffers, if these units close a round after which they are averaged. A collective then."""
@@ -128,7 +161,10 @@ class Rounds:
         return self._replicas.untrained.means() if self._registry.leading is tracked else {}
 
 
-def _take_back(units: Sequence[DeltaShare]) -> None:
+def _take_back(units: Sequence[Unit], renewed: Sequence[tuple[Exchange, dict[str, Tensor]]]) -> None:
     with torch.no_grad():
         for unit in reversed(units):
             unit.take_back()
+    for exchange, held in renewed:
+        exchange.renew()
+        exchange.load_state_dict(held)

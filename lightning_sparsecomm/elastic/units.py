@@ -1,4 +1,4 @@
-"""What takes part in exchanges by itself: shares of weights, and the fragments of those that have some."""
+"""What takes part in exchanges by itself: shares, and the fragments of those that have some."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -6,7 +6,10 @@ from typing import NamedTuple
 from lightning_sparsecomm.run.optimizers import TrackedOptimizer
 from lightning_sparsecomm.sharing.delta_share import DeltaShare
 from lightning_sparsecomm.sharing.fragments import FragmentedShare
+from lightning_sparsecomm.sharing.gradient_share import GradientShare
 from lightning_sparsecomm.sharing.share import Share
+
+Unit = DeltaShare | GradientShare
 
 
 class Closing(NamedTuple):
@@ -21,13 +24,13 @@ class Closing(NamedTuple):
     averages: bool
 
 
-def units_of(tracked: TrackedOptimizer, of: Sequence[Share] | None = None) -> list[DeltaShare]:
+def units_of(tracked: TrackedOptimizer, of: Sequence[Share] | None = None) -> list[Unit]:
     """The units of an optimizer, in an order that is equal on all replicas; only those `of` some shares, if given."""
-    units: list[DeltaShare] = []
+    units: list[Unit] = []
     for share in tracked.shares.values() if of is None else of:
         parts = share.fragments if isinstance(share, FragmentedShare) else [share]
         for part in parts:
-            assert isinstance(part, DeltaShare)
+            assert isinstance(part, Unit)
             units.append(part)
     return units
 
@@ -37,5 +40,5 @@ def closings_of(tracked: TrackedOptimizer) -> list[Closing]:
     closings, count = [], 0
     for sync, share in tracked.shares.items():
         count += len(units_of(tracked, [share]))
-        closings.append(Closing(count - 1, sync.buffers == "average"))
+        closings.append(Closing(count - 1, sync.buffers != "own"))
     return closings

@@ -23,6 +23,7 @@ from lightning_sparsecomm.methods import sparse_loco
 from lightning_sparsecomm.run.agreement import CHECK_REPLICAS_EVERY, facts_of_run
 from lightning_sparsecomm.run.contents import State
 from lightning_sparsecomm.run.engine import Engine
+from lightning_sparsecomm.sharing.bucket import BucketSync
 from lightning_sparsecomm.sharing.delta import DeltaSync
 from lightning_sparsecomm.sharing.method import Method
 
@@ -37,11 +38,12 @@ class ElasticTrainerMixin(TrainerMixin):
     """Trains one replica of several, which may come and go at any time.
 
     Each replica is a Trainer of its own with `devices=1`, started by itself, on any machine that reaches the
-    lighthouse (`sparsecomm lighthouse`) and the other replicas. Before each exchange of weights, the replicas that are
-    there form a quorum. If one is lost in an exchange, the others repeat it without it. A replica that is new, or was
-    started again, gets weights, outer optimizer, counts and schedules from another.
+    lighthouse (`sparsecomm lighthouse`) and the other replicas. Before each exchange, the replicas that are there form
+    a quorum. If one is lost in an exchange, the others repeat it without it. A replica that is new, or was started
+    again, gets weights, optimizers' common state, counts and schedules from another.
 
-    It takes methods that exchange weights: sbc, federated_averaging, diloco, sparse_loco.
+    It takes methods that exchange weights every some steps (sbc, federated_averaging, diloco, sparse_loco), and those
+    that exchange gradients in each step and keep replicas equal (dgc, gradient_dropping, `methods.default()`).
 
     Attributes:
         turns: The exchanges of the current fit, with `turns.membership`; None before the first.
@@ -67,7 +69,8 @@ class ElasticTrainerMixin(TrainerMixin):
         Args:
             method: How replicas share what they train; `methods.sparse_loco()` by default.
             seed: Seed of the method's randomness; equal on all replicas.
-            check_replicas_every: As for `SparseCommStrategy`; replicas compare nothing yet.
+            check_replicas_every: Rounds between two comparisons of weights, where gradients are exchanged; None for
+                none. A replica that differs from most gets the weights of the others.
             lighthouse: Address of the lighthouse, such as "http://host:29510"; by default that in TORCHFT_LIGHTHOUSE.
             replica: A name of this replica for messages; by default the machine's name and the process's number.
             exchange_timeout: How long replicas wait in an exchange for one that does not answer. Then they repeat it
@@ -80,8 +83,9 @@ class ElasticTrainerMixin(TrainerMixin):
         Raises:
             ModuleNotFoundError: torchft is not installed.
             ImportError: torch is older than 2.8.
-            ValueError: The method exchanges gradients, or exchanges in flight (`delay`); no lighthouse is known; or
-                `uneven_inputs` or `nodes` is given, which replicas that come and go have no use for.
+            ValueError: The method exchanges in flight (`delay`), lets gradients differ between replicas, or averages
+                in DDP's buckets (`dense`, `auto`); no lighthouse is known; or `uneven_inputs` or `nodes` is given,
+                which replicas that come and go have no use for.
         """
         with plain_for_command_lines():
             load_torchft()
@@ -92,6 +96,11 @@ class ElasticTrainerMixin(TrainerMixin):
                 raise ValueError(
                     "adapt_steps must be False with fragments: each is exchanged at steps of its own, which all"
                     " replicas must make. Leave fragments out."
+                )
+            if adapt_steps and not any(parts_in(method, DeltaSync)):
+                raise ValueError(
+                    "adapt_steps must be False where gradients are exchanged: all replicas make the same steps. Leave"
+                    " it out, or use a method that exchanges weights, such as methods.sparse_loco()."
                 )
             if kwargs.pop("uneven_inputs", False):
                 raise ValueError(
@@ -158,7 +167,9 @@ class ElasticTrainerMixin(TrainerMixin):
         wire.closing.append(quorum.close)
         joining = Joining(engine, lambda: progress_of(trainer), self._follow)
         self.turns = engine.turns = ElasticTurns(
-            *(engine, wire, quorum, joining, self._facts(), self._tell, self._stop), self.adapt_steps
+            *(engine, wire, quorum, joining, self._facts(), self._tell, self._stop),
+            self.adapt_steps,
+            self.check_replicas_every,
         )
         self._beginning = True
         self.turns.begin()
@@ -210,18 +221,29 @@ class ElasticTrainerMixin(TrainerMixin):
 
 
 def _check_syncs(method: Method) -> None:
-    """Refuses methods that need all ranks in each step, or exchange while training goes on."""
-    chain = [method] if method.fallback is None else [method, method.fallback]
-    for sync in (sync for each in chain for sync in each.syncs):
-        if not isinstance(sync, DeltaSync):
+    """Refuses methods that need the same ranks all the time, or exchange while training goes on."""
+    chain: list[Method] = []
+    each: Method | None = method
+    while each is not None:
+        chain.append(each)
+        each = each.fallback
+    for one in chain:
+        for sync in one.syncs:
+            if getattr(sync, "delay", 0):
+                raise ValueError(
+                    "delay must be 0 with replicas that come and go, for which an exchange in flight has no quorum; got"
+                    f" {sync!r}. Leave delay out; with changes of weights, fragments=4 makes each exchange shorter."
+                )
+            if isinstance(sync, BucketSync) or (sync.shares_gradients and sync.drifts):
+                raise ValueError(
+                    "method must exchange weights, or gradients that are equal on all replicas then and not in DDP's"
+                    f" buckets, with replicas that come and go; got {method!r}. Use methods.sparse_loco(),"
+                    " methods.default() or methods.quantized(), for example."
+                )
+        if len({isinstance(sync, DeltaSync) for sync in one.syncs}) > 1:
             raise ValueError(
-                f"method must exchange weights, not gradients, with replicas that come and go; got {method!r}. Use"
-                " methods.sparse_loco(), methods.diloco(), methods.sbc() or methods.federated_averaging()."
+                "method must exchange either weights or gradients with replicas that come and go, not some of each; got"
+                f" {method!r}. Use one kind of sync for all parameters."
             )
-        if sync.delay:
-            raise ValueError(
-                f"delay must be 0 with replicas that come and go; got {sync.delay}. Leave delay out; fragments=4 makes"
-                " each exchange shorter."
-            )
-    if method.averaging is not None:
-        raise ValueError("averaging must be None with replicas that come and go. Leave it out.")
+        if one.averaging is not None:
+            raise ValueError("averaging must be None with replicas that come and go. Leave it out.")

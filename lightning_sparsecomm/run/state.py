@@ -29,7 +29,13 @@ _OF_ITS_OPTIMIZER = {kind.__name__ for kind in (MomentumCorrection, Momentum, Lo
 
 
 class RunState:
-    """The state of one run on this rank: of shares, drifting replicas, the loss scaler and the ledger."""
+    """The state of one run on this rank: of shares, drifting replicas, the loss scaler and the ledger.
+
+    Attributes:
+        without_ddp: Whether no ddp broadcasts buffers: then exchanges average them.
+    """
+
+    without_ddp = False
 
     def __init__(
         self,
@@ -53,7 +59,8 @@ class RunState:
     @property
     def averages_buffers(self) -> bool:
         """Whether exchanges of weights average buffers too."""
-        return any(sync.buffers == "average" for sync in self._registry.syncs)
+        averaged = ("average", "broadcast") if self.without_ddp else ("average",)
+        return any(sync.buffers in averaged for sync in self._registry.syncs)
 
     @property
     def broadcasts_buffers(self) -> bool:
@@ -133,7 +140,11 @@ class RunState:
         Returns the parts that the method cannot use, in words.
         """
         loaded = zip(self._registry.optimizers, optimizers, strict=False)
-        return [words for tracked, saved in loaded for words in self._load(tracked, saved)]
+        return [words for tracked, saved in loaded for words in self._load(tracked, saved, in_common=True)]
+
+    def in_common(self, tracked: TrackedOptimizer) -> Saved:
+        """What an optimizer holds that is equal on all ranks, for `load_shared`: all its own, unless replicas drift."""
+        return {} if tracked.drifts else self._of_optimizer(tracked)
 
     def hand_over(self, tracked: TrackedOptimizer) -> None:
         """Lets an optimizer that is new take the place of those that have trained parameters of its own before.
@@ -165,18 +176,22 @@ class RunState:
             for kind, parts in share.state_dict().items():
                 held.setdefault(kind, {}).update(parts)
         named = tracked.parameters
-        if tracked.drifts:
-            state = tracked.optimizer.state
-            held[_OPTIMIZER] = {name: dict(state[parameter]) for name, parameter in named if parameter in state}
-        if tracked.takeover is not None:
-            held[_BEGUN] = {name: True for name, parameter in named if tracked.takeover.has_begun(parameter)}
+        held |= {kind: parts for kind, parts in self._of_optimizer(tracked).items() if tracked.drifts or kind == _BEGUN}
         if tracked.owed:
             held[_OWED] = {
                 name: tracked.owed[id(parameter)] for name, parameter in named if id(parameter) in tracked.owed
             }
         return {"steps": tracked.steps, "members": [name for name, _ in named], "held": held}
 
-    def _load(self, tracked: TrackedOptimizer, saved: State) -> list[str]:
+    def _of_optimizer(self, tracked: TrackedOptimizer) -> Saved:
+        """The optimizer's own state, and whether its momentum has begun where a takeover keeps that."""
+        named, state = tracked.parameters, tracked.optimizer.state
+        held: Saved = {_OPTIMIZER: {name: dict(state[parameter]) for name, parameter in named if parameter in state}}
+        if tracked.takeover is not None:
+            held[_BEGUN] = {name: True for name, parameter in named if tracked.takeover.has_begun(parameter)}
+        return held
+
+    def _load(self, tracked: TrackedOptimizer, saved: State, in_common: bool = False) -> list[str]:
         members, held = set(saved["members"]), saved["held"]
         tracked.steps = saved["steps"]
         known = self._registry.held_by(tracked.optimizer)
@@ -188,7 +203,7 @@ class RunState:
             share.load_state_dict(held)
         if self._registry.nodes is not None:
             hand_out([pair for share in tracked.shares.values() for pair in share.in_common()], self._registry.nodes)
-        if _OPTIMIZER in held and tracked.drifts:
+        if _OPTIMIZER in held and tracked.drifts is not in_common:
             own = pop_named(held, _OPTIMIZER, named)
             _load_optimizer(tracked.optimizer, {id(parameter): own.get(name) for name, parameter in named.items()})
         tracked.owed |= {id(named[name]): part for name, part in pop_named(held, _OWED, named).items()}

@@ -34,7 +34,15 @@ class SharesGradients(Protocol):
 
 
 class GradientShare(Share):
-    """Runs a `GradientSync` for one optimizer."""
+    """Runs a `GradientSync` for one optimizer.
+
+    Attributes:
+        weight: Factor on this rank's gradients in the mean; 0 leaves them out. For replicas that come and go.
+        steps: Always 0: nothing is trained between exchanges.
+    """
+
+    weight = 1.0
+    steps = 0
 
     def __init__(self, sync: SharesGradients, optimizer: Optimizer, parameters: NamedParameters, wire: Wire) -> None:
         self.sync = sync
@@ -69,7 +77,8 @@ class GradientShare(Share):
         self._gradients = self._read()
         sparse = bool(self.sync.takes_sparse)
         with self.wire.ledger.exchanging():
-            self.channel.prepare(self._gradients, self._context(turn), self.wire, settings, sparse)
+            gradients = _times(self._gradients, self.weight)
+            self.channel.prepare(gradients, self._context(turn), self.wire, settings, sparse)
 
     def _settings(self, turn: Turn) -> StepSettings:
         """What the optimizer prescribes for this step."""
@@ -103,6 +112,10 @@ class GradientShare(Share):
         self.channel.abort()
         self._gradients = []
         self._waiting = None
+
+    def take_back(self) -> None:
+        """As `abort`: until `commit`, nothing but memories has changed."""
+        self.abort()
 
     def hand_back(self) -> dict[int, Tensor]:
         if self._bound is None:
@@ -176,3 +189,10 @@ class GradientShare(Share):
         saved = strip_prefix(type(self.sync).__name__, saved)
         self.channel.load_state_dict(saved, [name for name, _ in self.parameters])
         self._unfinished = self._finishes
+
+
+def _times(gradients: list[Tensor | None], weight: float) -> list[Tensor | None]:
+    """The gradients times a factor; not in place. None at all where it is 0."""
+    if weight == 1:
+        return gradients
+    return [None if gradient is None or weight == 0 else gradient * weight for gradient in gradients]

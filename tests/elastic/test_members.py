@@ -128,3 +128,34 @@ def test_offers_tell_the_end() -> None:
     last = OFFER._replace(step=99)
     assert plan_of([member("a"), member("b", offer=last)], 1).ends
     assert not plan_of([member("a"), member("b")], 1).ends
+
+
+def test_gradients_are_exchanged_by_those_that_have_made_the_step_before() -> None:
+    """One that commits only now has its own step to make: it stays out, and falls behind."""
+    offer = OFFER._replace(moment="gradients", trained=1)
+    late = member("a", "s", 3, pending="t", offer=offer)
+    plan = plan_of([late, member("b", "t", 4, offer=offer), member("c", "t", 4, offer=offer)], 1)
+    assert (plan.healthy, plan.exchanging, plan.joining, plan.leader) == ([0, 1, 2], [1, 2], [], 1)
+
+
+def test_gradients_of_another_optimizer_are_of_no_use() -> None:
+    first, second = (OFFER._replace(moment="gradients", optimizer=number, trained=1) for number in (0, 1))
+    plan = plan_of([member("a", offer=first), member("b", offer=second), member("c", offer=second)], 1)
+    assert (plan.offer, plan.exchanging, plan.joining) == (second, [1, 2], [0])
+
+
+def test_the_settings_of_one_that_has_come_as_far_as_any_count() -> None:
+    away = OFFER._replace(moment="gradients", trained=0, epoch=0.9, settings=({"lr": 3.0},))
+    behind = OFFER._replace(moment="gradients", trained=1, epoch=0.2, settings=({"lr": 2.0},))
+    leading = OFFER._replace(moment="gradients", trained=1, epoch=0.5, settings=({"lr": 1.0},))
+    members = [member("a", offer=away), member("b", offer=behind), member("c", offer=leading)]
+    plan = plan_of(members, 1)
+    assert plan.offer == leading
+    assert weights_of(members, plan) == {0: 0.0, 1: 1.5, 2: 1.5}
+    assert Member.from_json(members[2].to_json()) == members[2]
+
+
+def test_weights_that_differ_are_replaced_by_those_of_most() -> None:
+    members = [member("a", weights="x"), member("b", weights="y"), member("c", weights="y"), member("d")]
+    plan = plan_of(members, 1)
+    assert (plan.differing, plan.joining, plan.healthy) == ([0], [0], [1, 2, 3])

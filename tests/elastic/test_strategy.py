@@ -50,14 +50,18 @@ def test_names(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("method", "words"),
     [
-        (methods.dgc(), "method must exchange weights, not gradients"),
-        (methods.default(), "method must exchange weights, not gradients"),
-        (methods.dense(), "method must exchange weights, not gradients"),
+        (methods.dense(), "not in DDP's buckets"),
+        (methods.auto(), "not in DDP's buckets"),
+        (methods.gradient_dropping(local="sum"), "gradients that are equal on all replicas"),
         (methods.diloco(every=9, delay=3), "delay must be 0"),
-        (methods.diloco().with_fallback(methods.dgc()), "method must exchange weights, not gradients"),
+        (methods.default(delay=1), "delay must be 0"),
+        (
+            methods.dgc().with_fallback(methods.dgc().with_fallback(methods.gradient_dropping(local="sum"))),
+            "gradients that are equal on all replicas",
+        ),
         (
             Method([DeltaSync(Channel(DenseAllReduce()), exclude=["*.bias"]), GradientSync(Channel(DenseAllReduce()))]),
-            "method must exchange weights, not gradients",
+            "method must exchange either weights or gradients",
         ),
     ],
     ids=lambda each: repr(each)[:30],
@@ -71,6 +75,7 @@ def test_methods_that_need_all_ranks_are_refused(method: Method, words: str) -> 
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
+        ({"method": methods.dgc(), "adapt_steps": True}, ValueError, "adapt_steps must be False where gradients"),
         ({"uneven_inputs": True}, ValueError, "uneven_inputs must be False"),
         ({"exchange_timeout": timedelta(0)}, ValueError, "exchange_timeout must be a positive timedelta"),
         ({"patience": 60}, ValueError, "patience must be a positive timedelta; got 60"),

@@ -20,9 +20,12 @@ from lightning_sparsecomm.elastic.rounds import Rounds
 from lightning_sparsecomm.elastic.turns import ElasticTurns
 from lightning_sparsecomm.elastic.wire import ElasticWire, LostPeerError
 from lightning_sparsecomm.sharing.delta_share import DeltaShare
+from lightning_sparsecomm.sharing.gradient_share import GradientShare
 from lightning_sparsecomm.strategies.pytorch_lightning import ElasticSparseCommStrategy
 from tests.distributed.launch import QUIET
 from tests.elastic.replicas import TIMEOUTS
+
+EXCHANGES = ("weight updates", "gradients")
 
 
 class Model(pl.LightningModule):
@@ -110,6 +113,7 @@ def train(
     ckpt_path: str | None = None,
     two: bool = False,
     adapt_steps: bool = False,
+    check_replicas_every: int | None = 1000,
     **options: Any,
 ) -> dict[str, Any]:
     """Trains, and returns what the replica ends with. `before` is called first, to alter what is to be altered."""
@@ -119,7 +123,14 @@ def train(
     batches = DataLoader(torch.randn(80, 6), batch_size=8)
     model = (TwoOptimizers if two else Model)(pipe, seed, stops, width)
     written: list[str] = []
-    strategy = ElasticSparseCommStrategy(method, lighthouse=address, replica=name, adapt_steps=adapt_steps, **TIMEOUTS)
+    strategy = ElasticSparseCommStrategy(
+        method,
+        lighthouse=address,
+        replica=name,
+        adapt_steps=adapt_steps,
+        check_replicas_every=check_replicas_every,
+        **TIMEOUTS,
+    )
     if save is not None:
         folder, _, filename = save.rpartition("/")
         options["callbacks"] = [Recorder(written, folder, filename=filename, save_top_k=-1, every_n_epochs=1)]
@@ -161,7 +172,7 @@ class _Law:
 
     def watch(self) -> None:
         """Adds up all that is committed from now on, in this process."""
-        commit, commit_channel = DeltaShare.commit, Channel.commit
+        commit, commit_channel, commit_gradients = DeltaShare.commit, Channel.commit, GradientShare.commit
         self.taken = self.sent = torch.zeros(())
 
         def committed(share: DeltaShare) -> None:
@@ -172,6 +183,15 @@ class _Law:
                 self.channel = share.channel
             commit(share)
 
+        def committed_gradients(share: GradientShare) -> None:
+            if isinstance(share.wire, ElasticWire) and share._waiting is None:
+                taken = [
+                    torch.zeros_like(w) if g is None else g for g, (_, w) in zip(share._gradients, share.parameters)
+                ]
+                self.taken = self.taken + torch.cat([each.flatten().double() for each in taken]) * share.weight
+                self.channel = share.channel
+            commit_gradients(share)
+
         def committed_channel(channel: Channel) -> Any:
             exchanged = commit_channel(channel)
             sent = exchanged.sent
@@ -180,6 +200,7 @@ class _Law:
             return exchanged
 
         DeltaShare.commit, Channel.commit = committed, committed_channel  # type: ignore[method-assign]
+        GradientShare.commit = committed_gradients  # type: ignore[method-assign]
 
     def error(self) -> float:
         """The largest difference between the two sides, by the largest element taken in."""
@@ -226,7 +247,7 @@ def die_in_round(number: int, place: str) -> Callable[[], None]:
 
         def called(wire: ElasticWire, collective: Any, handed_bytes: int, row: str | None = None) -> Any:
             waiting = calling(wire, collective, handed_bytes, row)
-            if place == "exchange" and done["vote"] == number - 1 and (row or wire.row) == "weight updates":
+            if place == "exchange" and done["vote"] == number - 1 and (row or wire.row) in EXCHANGES:
                 os.kill(os.getpid(), signal.SIGKILL)
             return waiting
 
@@ -294,6 +315,23 @@ def refuse_round(number: int) -> Callable[[], None]:
 
         Quorum.vote, Rounds.commit = voting, committed  # type: ignore[method-assign]
         Rounds.take_back = taken_back  # type: ignore[method-assign]
+
+    return before
+
+
+def spoil(step: int) -> Callable[[], None]:
+    """Alters this process: after a step, other code changes a weight here."""
+
+    def before() -> None:
+        ended = Model.on_train_batch_end
+
+        def ending(self: Model, *args: Any) -> None:
+            if self.trainer.global_step == step:
+                with torch.no_grad():
+                    self.network[0].weight[0, 0] += 0.1  # type: ignore[index, operator]
+            ended(self, *args)
+
+        Model.on_train_batch_end = ending  # type: ignore[method-assign]
 
     return before
 

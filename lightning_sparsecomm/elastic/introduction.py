@@ -1,0 +1,94 @@
+"""What a replica says of itself in a meeting, and what it has to exchange."""
+
+import hashlib
+import warnings
+from collections.abc import Sequence
+
+import torch
+
+from lightning_sparsecomm.basis.digests import digest_of
+from lightning_sparsecomm.basis.ledger import MEMBERSHIP
+from lightning_sparsecomm.elastic.members import Member, Offer, Plan
+from lightning_sparsecomm.elastic.quorum import Quorum
+from lightning_sparsecomm.elastic.settings import settings_of
+from lightning_sparsecomm.elastic.units import units_of
+from lightning_sparsecomm.elastic.wire import ElasticWire
+from lightning_sparsecomm.run.gathered import gather_texts
+from lightning_sparsecomm.run.optimizers import TrackedOptimizer
+from lightning_sparsecomm.run.registry import Registry
+from lightning_sparsecomm.sharing.share import Turn
+
+_CPU = torch.device("cpu")
+
+
+def introduced(
+    own: Member, registry: Registry, compare_every: int | None, quorum: Quorum, wire: ElasticWire
+) -> list[Member]:
+    """What all members of the quorum say, by rank. A collective.
+
+    Args:
+        own: What this one says, but for what follows from `registry`: steps, what trains, and weights.
+        registry: Its optimizers.
+        compare_every: Rounds between two comparisons of weights; None for none.
+        quorum, wire: Of this replica.
+    """
+    compares = compare_every is not None and own.round and own.round % compare_every == 0 and not own.pending
+    own = own._replace(
+        steps=max((tracked.steps for tracked in registry.optimizers), default=0),
+        setup=own.setup | _trained_by(registry),
+        weights=_weights_in_common(registry) if compares else "",
+    )
+    ranks = range(quorum.size)
+    with wire.among(quorum.group_of(ranks), ranks, quorum.rank):
+        return [Member.from_json(text) for text in gather_texts(own.to_json(), wire, _CPU, MEMBERSHIP)]
+
+
+def check_place(plan: Plan, members: Sequence[Member], rank: int) -> None:
+    """Warns a replica whose weights differ; raises `ValueError` on one that is set up otherwise than the others."""
+    if rank in plan.refused:
+        raise ValueError(
+            f"{plan.refused[rank]} must be equal on all replicas; that of {members[plan.leader].name} differs."
+            " Start this replica with the same versions, model, method and arguments."
+        )
+    if rank in plan.differing:
+        warnings.warn(
+            f"after round {plan.round}, this replica's weights differ from those of most others: other code than the"
+            " optimizer has changed them here. It gets theirs now.",
+            stacklevel=2,
+        )
+
+
+def offer_of(
+    tracked: TrackedOptimizer, turn: Turn, wanted: list[int], step_seconds: float = 0.0, stale: bool = False
+) -> Offer:
+    """What a replica offers to exchange in a turn.
+
+    Args:
+        tracked: The optimizer.
+        turn: This replica's own.
+        wanted: Numbers of the units that are due.
+        step_seconds: Seconds that a step takes here.
+        stale: Whether its gradients are of other weights than those that it shares.
+    """
+    units, gradients = units_of(tracked), turn.moment == "gradients"
+    trained = int(not stale) if gradients else max((units[number].steps for number in wanted), default=0)
+    settings = settings_of(tracked.optimizer) if gradients else ()
+    return Offer(
+        tracked.number, wanted, turn.moment, turn.step, turn.epoch, turn.length, trained, step_seconds, settings
+    )
+
+
+def _trained_by(registry: Registry) -> dict[str, str]:
+    """A digest of the names of what trains, as a topic of set-up; nothing before the first step."""
+    names = [[name for name, _ in tracked.parameters] for tracked in registry.optimizers]
+    return {"the parameters that train": _short(repr(names).encode())} if any(names) else {}
+
+
+def _weights_in_common(registry: Registry) -> str:
+    """A digest of the weights that are equal on all replicas after each step; empty where there are none."""
+    equal = [parameter for each in registry.optimizers if not each.drifts for _, parameter in each.parameters]
+    return _short("".join(map(digest_of, equal)).encode()) if equal else ""
+
+
+def _short(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
