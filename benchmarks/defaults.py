@@ -18,7 +18,9 @@ import json
 import statistics
 import sys
 import tempfile
+import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +35,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_sparsecomm import SparseCommStrategy, methods
+from lightning_sparsecomm import NonFiniteGradientError, SparseCommStrategy, methods
 from lightning_sparsecomm.basis import link_bytes
 from lightning_sparsecomm.basis.ledger import OURS, Ledger
 from lightning_sparsecomm.basis.parts import parts_in
@@ -46,6 +48,7 @@ from command_line import at_least, folder, quieten
 BASELINE = "ddp"
 STRATEGIES = (BASELINE, "sparsecomm", "bf16", "powersgd 4", "powersgd 1")
 DENSE_STEPS = 2  # of torch's PowerSGD, which needs them
+WARM_STEPS = 10  # whose time does not count: kernels are loaded in them
 
 
 class Learner(pl.LightningModule):
@@ -71,11 +74,43 @@ class Learner(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+class DivergedError(Exception):
+    """A training ended early, as a gradient was not finite.
+
+    Attributes:
+        step: The optimizer step.
+        link_bytes: Bytes on the link until then.
+    """
+
+    def __init__(self, step: int, link_bytes: float) -> None:
+        super().__init__(f"a gradient was not finite in step {step}; lower the learning rate")
+        self.step, self.link_bytes = step, link_bytes
+
+
 class Measure(pl.Callback):
     """Writes what rank 0 ends with: processes that a Trainer has forked return nothing."""
 
     def __init__(self, path: Path, held_out: tuple[Tensor, Tensor]) -> None:
         self.path, self.held_out = path, held_out
+        self.marks: list[float] = []
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Notes the CPU time of this process, which does not count waiting."""
+        if trainer.global_step <= WARM_STEPS:
+            self.marks = [time.process_time()]
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Notes it for each step that counts."""
+        if trainer.global_step > WARM_STEPS:
+            self.marks.append(time.process_time())
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Writes where training diverged: any rank, as the first that ends takes the others with it."""
+        if isinstance(exception, NonFiniteGradientError):
+            ledger: Any = trainer.strategy.ledger  # type: ignore[attr-defined]
+            partial = self.path.with_name(f"{trainer.global_rank}.part")
+            partial.write_text(json.dumps({"diverged": trainer.global_step, "link_bytes": sent_bytes(ledger)}))
+            partial.replace(self.path)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Evaluates the model on the held-out data."""
@@ -93,6 +128,7 @@ class Measure(pl.Callback):
             "loss": float(cross_entropy(logits, targets)),
             "link_bytes": None if ledger is None else sent_bytes(ledger),
             "ratio": None if powersgd is None else float(powersgd.compression_stats()[0]),
+            "cpu_ms": 1000 * (self.marks[-1] - self.marks[0]) / max(1, len(self.marks) - 1),
         }
         self.path.write_text(json.dumps(measured))
 
@@ -186,12 +222,25 @@ def known_strategy(text: str) -> str:
 
 
 def run(
-    strategy: str, task: str, optimizer: str, steps: int, seed: int, rate: float, options: argparse.Namespace
+    strategy: str,
+    task: str,
+    optimizer: str,
+    steps: int,
+    seed: int,
+    rate: float,
+    options: argparse.Namespace,
+    prepare: Callable[[nn.Module], None] | None = None,
 ) -> dict[str, Any]:
-    """One training."""
+    """One training; `prepare` may freeze parameters of its network.
+
+    Raises:
+        DivergedError: A gradient was not finite.
+    """
     data = TASKS[task].read(options.data_dir, options.tune)
     pl.seed_everything(seed, verbose=False)
     learner = Learner(TASKS[task].network(data.classes), optimizer, rate, steps)
+    if prepare is not None:
+        prepare(learner.network)
     loader = DataLoader(TensorDataset(*data.train), options.batch_size, shuffle=True)
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "run.json"
@@ -206,9 +255,15 @@ def run(
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        trainer.fit(learner, loader)
+        try:
+            trainer.fit(learner, loader)
+        except Exception as error:
+            found = json.loads(path.read_text()) if path.exists() else {}
+            if "diverged" not in found:
+                raise
+            raise DivergedError(found["diverged"], found["link_bytes"]) from error
         measured = json.loads(path.read_text())
-    of_step = float(sum(p.nbytes for p in learner.parameters()))
+    of_step = float(sum(p.nbytes for p in learner.parameters() if p.requires_grad))
     if options.processes > 1:
         of_step = link_bytes("all_reduce", of_step, options.processes)
     ratio = measured.pop("ratio")
