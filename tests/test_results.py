@@ -63,3 +63,16 @@ def test_table_of_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
     printed = import_module("collectives").table(runs).splitlines()
     assert len(printed) > 2
     assert [line for line in printed if line not in lines] == []
+
+
+def test_table_of_the_gallery(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page has the whole table and its plot as soon as the runs are stored, and every recipe has a row."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    gallery = import_module("gallery")
+    stored, lines = ROOT / "docs" / "results" / "gallery.json", (ROOT / "docs" / "results.md").read_text().splitlines()
+    assert stored.exists() == ("[results/gallery.json](results/gallery.json) has all runs." in lines)
+    assert stored.exists() == (ROOT / "docs" / "results" / "gallery.png").exists()
+    printed = gallery.table(json.loads(stored.read_text())["runs"]).splitlines() if stored.exists() else []
+    assert [line for line in printed if line and line not in lines] == []
+    assert not printed or gallery.GALLERY.keys() == {line.split("`")[1] for line in printed if line.startswith("| `")}
