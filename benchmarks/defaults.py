@@ -78,13 +78,13 @@ class DivergedError(Exception):
     """A training ended early, as a gradient was not finite.
 
     Attributes:
-        step: The optimizer step.
-        link_bytes: Bytes on the link until then.
+        steps: The optimizer steps made before.
+        link_bytes: Bytes on the link in them.
     """
 
-    def __init__(self, step: int, link_bytes: float) -> None:
-        super().__init__(f"a gradient was not finite in step {step}; lower the learning rate")
-        self.step, self.link_bytes = step, link_bytes
+    def __init__(self, steps: int, link_bytes: float) -> None:
+        super().__init__(f"a gradient was not finite after {steps} steps; lower the learning rate")
+        self.steps, self.link_bytes = steps, link_bytes
 
 
 class Measure(pl.Callback):
@@ -93,6 +93,8 @@ class Measure(pl.Callback):
     def __init__(self, path: Path, held_out: tuple[Tensor, Tensor]) -> None:
         self.path, self.held_out = path, held_out
         self.marks: list[float] = []
+        # Steps and bytes so far: an error in a fork calls no hook there.
+        self.progress = torch.zeros(2, dtype=torch.float64).share_memory_()
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         """Notes the CPU time of this process, which does not count waiting."""
@@ -100,17 +102,11 @@ class Measure(pl.Callback):
             self.marks = [time.process_time()]
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Notes it for each step that counts."""
+        """Notes it for each step that counts, and what has been sent."""
         if trainer.global_step > WARM_STEPS:
             self.marks.append(time.process_time())
-
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Writes where training diverged: any rank, as the first that ends takes the others with it."""
-        if isinstance(exception, NonFiniteGradientError):
-            ledger: Any = trainer.strategy.ledger  # type: ignore[attr-defined]
-            partial = self.path.with_name(f"{trainer.global_rank}.part")
-            partial.write_text(json.dumps({"diverged": trainer.global_step, "link_bytes": sent_bytes(ledger)}))
-            partial.replace(self.path)
+        if trainer.is_global_zero and (ledger := getattr(trainer.strategy, "ledger", None)) is not None:
+            self.progress[0], self.progress[1] = trainer.global_step, sent_bytes(ledger)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Evaluates the model on the held-out data."""
@@ -244,12 +240,13 @@ def run(
     loader = DataLoader(TensorDataset(*data.train), options.batch_size, shuffle=True)
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "run.json"
+        measure = Measure(path, data.held_out)
         trainer = pl.Trainer(
             accelerator="cpu",
             devices=options.processes,
             strategy=strategy_of(strategy, options.processes),
             max_steps=steps,
-            callbacks=[Measure(path, data.held_out)],
+            callbacks=[measure],
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
@@ -258,10 +255,10 @@ def run(
         try:
             trainer.fit(learner, loader)
         except Exception as error:
-            found = json.loads(path.read_text()) if path.exists() else {}
-            if "diverged" not in found:
+            if NonFiniteGradientError.__name__ not in str(error):
                 raise
-            raise DivergedError(found["diverged"], found["link_bytes"]) from error
+            steps_made, sent = measure.progress.tolist()
+            raise DivergedError(int(steps_made), sent) from error
         measured = json.loads(path.read_text())
     of_step = float(sum(p.nbytes for p in learner.parameters() if p.requires_grad))
     if options.processes > 1:

@@ -192,7 +192,7 @@ def measured(name: str, knob: float | None, task: str, seed: int, dry: bool, opt
     try:
         found = run(cell["strategy"], task, optimizer, options.steps, seed, rate, options, weights_alone)
     except DivergedError as error:
-        found = {"diverged": error.step, "link_bytes": error.link_bytes * options.steps / (error.step + 1)}
+        found = {"diverged": error.steps, "link_bytes": error.link_bytes * options.steps / max(error.steps, 1)}
     except Exception as error:  # The others should run nevertheless; --resume tries it again.
         found = {"failed": str(error).strip().splitlines()[-1]}
     if not math.isfinite(found.get("loss", 0)):
@@ -212,11 +212,20 @@ def of(name: str, task: str, runs: list[Run], dry: bool = False) -> list[Run]:
 
 
 def tried(name: str, task: str, runs: list[Run], dry: bool = False) -> dict[Any, float]:
-    """By value of the knob, how many times fewer bytes were sent, with the first seed that was run."""
+    """By value of the knob, how many times fewer bytes were sent, with the first seed that was run.
+
+    Of a training that diverged, the dry run tells it.
+    """
     mine = of(name, task, runs, dry)
     first = min((each["seed"] for each in mine), default=0)
-    sent = {each["knob"]: fewer_bytes(each, runs) for each in mine if each["seed"] == first}
-    return {knob: fewer for knob, fewer in sent.items() if fewer is not None}
+    instead = {} if dry else tried(name, task, runs, True)
+    sent: dict[Any, float] = {}
+    for each in mine:
+        if each["seed"] == first:
+            fewer = instead.get(each["knob"]) if "diverged" in each else None
+            if (fewer := fewer or fewer_bytes(each, runs)) is not None:
+                sent[each["knob"]] = fewer
+    return sent
 
 
 def at_budget(budget: int, sent: dict[Any, float]) -> Any:
@@ -302,7 +311,7 @@ def cell_of(name: str, task: str, budget: int, runs: list[Run]) -> Cell:
         return Cell(why=f"failed: {failures[0]}")
     sent = tried(name, task, runs)
     if not sent:
-        return Cell(why="not run")
+        return Cell(why="diverged before it sent anything" if mine else "not run")
     knob = at_budget(budget, sent)
     if knob == NONE:
         sent = tried(name, task, runs, True) | sent
@@ -315,7 +324,8 @@ def cell_of(name: str, task: str, budget: int, runs: list[Run]) -> Cell:
     whole = [(own, ddp) for own, ddp in pairs if "diverged" not in own]
     losses = tuple(own["loss"] - ddp["loss"] for own, ddp in whole)
     more = tuple(own["cpu_ms"] - ddp["cpu_ms"] for own, ddp in whole)
-    fewer = statistics.mean(found for own, _ in pairs if (found := fewer_bytes(own, runs)) is not None)
+    bytes_of = [found for own, _ in whole if (found := fewer_bytes(own, runs)) is not None]
+    fewer = statistics.mean(bytes_of) if bytes_of else sent[knob]
     return Cell(fewer, losses, more, len(pairs) - len(whole))
 
 

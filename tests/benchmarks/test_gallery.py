@@ -68,10 +68,14 @@ def trained(gallery: Any, name: str, following: Any, task: str, seed: int) -> di
         # Dry runs say half of what is sent.
         "random_k": lambda: (1.0 if dry else 0.5) / knob,
         "federated_averaging": lambda: float(knob),
+        "muloco": lambda: float(knob),
     }[name]()
     found: dict[str, Any] = {"loss": 1 + seed + math.log10(fewer), "cpu_ms": 5 + (name != "ddp")}
     if name == "terngrad" and seed == 1:
         found = {"diverged": 12, "loss": None}
+    if name == "muloco" and not dry:
+        # In its first steps, before it sent anything.
+        fewer, found = math.inf, {"diverged": 3, "loss": None}
     return {
         **{"method": name, "knob": knob, "task": task, "seed": seed, "dry": dry, "link_bytes": 6e6 / fewer},
         **{"optimizer": gallery.OPTIMIZERS[task], "commit": None, **found},
@@ -81,7 +85,7 @@ def trained(gallery: Any, name: str, following: Any, task: str, seed: int) -> di
 def all_runs(gallery: Any, task: str) -> list[dict[str, Any]]:
     runs: list[dict[str, Any]] = []
     for seed in range(3):
-        for name in ("ddp", "dgc", "quantized", "terngrad", "random_k", "federated_averaging"):
+        for name in ("ddp", "dgc", "quantized", "terngrad", "random_k", "federated_averaging", "muloco"):
             while (following := gallery.missing(name, task, seed, runs, STEPS)) is not None:
                 runs.append(trained(gallery, name, following, task, seed))
                 assert len(runs) < 200
@@ -97,6 +101,7 @@ def test_every_method_stands_where_its_bytes_are(gallery: Any) -> None:
     assert rows["terngrad"][0].endswith(", 1 of 3 diverged at 1/13")
     assert rows["terngrad"][1:] == 2 * ["least 1/13, no knob"]
     assert rows["federated_averaging"] == ["+1.000 ± 0.000", "+2.000 ± 0.000", "least 1/300, knob at 300"]
+    assert rows["muloco"] == [*2 * ["3 of 3 diverged"], "least 1/300, knob at 300"]
     # What dry runs said was wrong by a factor of 2: the search went on with runs.
     assert all(text.startswith(f"+{place}.0") for place, text in enumerate(rows["random_k"], 1))
     base, own = ([each for each in runs if each["method"] == name] for name in ("ddp", "random_k"))
@@ -114,12 +119,12 @@ def test_what_is_not_defined_for_an_optimizer_is_not_run(gallery: Any) -> None:
 
 def test_a_training_that_diverges_is_a_run(gallery: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def diverges(*_: Any) -> dict[str, Any]:
-        raise gallery.DivergedError(step=29, link_bytes=50.0)
+        raise gallery.DivergedError(steps=30, link_bytes=50.0)
 
     options = Namespace(steps=STEPS, batch_size=32)
     monkeypatch.setattr(gallery, "run", diverges)
     found = gallery.measured("dgc", 0.1, "gpt", 0, False, options)
-    assert (found["diverged"], found["link_bytes"]) == (29, 500.0)
+    assert (found["diverged"], found["link_bytes"]) == (30, 500.0)
     assert "momentum_correction=False" in found["strategy"]
     monkeypatch.setattr(gallery, "run", lambda *_: {"loss": math.nan, "link_bytes": 7.0})
     found = gallery.measured("dgc", 0.1, "gpt", 0, False, options)
