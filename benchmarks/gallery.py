@@ -40,7 +40,7 @@ OPTIMIZERS = {"convolution": "sgd", "gpt": "adamw", "lstm": "sgd", "digits": "sg
 
 NETWORKS = ("convolution", "gpt", "lstm")
 
-CLOSE, TRIES = 1.05, 15
+CLOSE, TRIES = 1.05, 20
 """How near to a budget is near enough, and how many values of a knob are tried for all budgets together."""
 
 DRY_BATCH, DRY_RATE = 2, 0.01
@@ -56,8 +56,7 @@ class Knob(NamedTuple):
     Attributes:
         fewest: Its value with the fewest bytes.
         most: Its value with the most.
-        values: All its values, if they are few; else whole numbers, or numbers of two digits if `most` is 1 and
-            `fewest` is less.
+        values: All its values, if they are few; else whole numbers if `most` is an integer, or numbers of three digits.
     """
 
     fewest: float
@@ -69,18 +68,23 @@ class Knob(NamedTuple):
         """Whether a larger value sends more."""
         return self.most > self.fewest
 
+    @property
+    def whole(self) -> bool:
+        """Whether its values are whole numbers."""
+        return isinstance(self.most, int)
+
     def snapped(self, value: float) -> float:
         """The nearest value that can be set."""
         value = min(max(value, min(self.fewest, self.most)), max(self.fewest, self.most))
         if self.values:
             return min(self.values, key=lambda each: abs(math.log(each / value)))
-        return float(f"{value:.2g}") if self.fewest < 1 else round(value)
+        return round(value) if self.whole else float(f"{value:.3g}")
 
     def first(self, budget: int) -> float:
-        """Where the search begins."""
-        if self.fewest < 1:
-            return self.snapped(1 / budget)
-        return self.snapped(math.sqrt(self.fewest * self.most) if self.rises else budget)
+        """Where the search begins: with the fraction of elements, or of steps; else in the middle."""
+        if self.rises != self.whole:
+            return self.snapped(1 / budget if self.rises else budget)
+        return self.snapped(math.sqrt(self.fewest * self.most))
 
     def next(self, budget: int, tried: dict[float, float]) -> float | None:
         """The value to measure next, given how many times fewer bytes each tried one sends; None when found.
@@ -131,7 +135,7 @@ class Method(NamedTuple):
         return call
 
 
-DENSITY, EVERY, RANK, BITS = Knob(1e-6, 1), Knob(300, 1), Knob(1, 64), Knob(2, 8, (2, 4, 8))
+DENSITY, EVERY, RANK, BITS = Knob(1e-6, 1.0), Knob(300, 1), Knob(1, 64), Knob(2, 8, (2, 4, 8))
 
 GALLERY = {
     "sparsecomm": Method("sparsecomm"),
@@ -255,20 +259,22 @@ def missing(name: str, task: str, seed: int, runs: list[Run], steps: int) -> Nex
     if method.knob is None:
         return None if made else Next(None, False)
     sent, dry = tried(name, task, runs), tried(name, task, runs, True)
-    knob = method.knob if method.knob.rises else method.knob._replace(fewest=min(method.knob.fewest, steps))
+    knob = method.knob
+    if "every={}" in method.call:
+        # No more than the whole run.
+        knob = knob._replace(fewest=min(knob.fewest, steps))
     if seed == 0 and not made:
         # All dry runs come before the first run.
         for budget in BUDGETS if len(dry) < TRIES else ():
             if (value := knob.next(budget, dry)) is not None:
                 return Next(value, True)
-    if seed == 0 and made >= set(standing(dry)) and len(made) < TRIES:
-        for budget in BUDGETS:
-            value = at_budget(budget, sent)
-            as_dry = value in dry and abs(math.log(sent[value] / dry[value])) <= math.log(MISLEADING)
-            if value != NONE and not as_dry and (value := knob.next(budget, sent)) is not None:
-                return Next(value, False)
     stands = standing(dry if seed == 0 else sent)
-    return next((Next(value, False) for value in stands if value not in made), None)
+    following = next((value for value in stands if value not in made), None)
+    misled = any(abs(math.log(sent[value] / dry[value])) > math.log(MISLEADING) for value in sent.keys() & dry.keys())
+    if seed == 0 and following is None and misled and len(made) < TRIES:
+        tries = (knob.next(budget, sent) for budget in BUDGETS)
+        following = next((value for value in tries if value is not None), None)
+    return None if following is None else Next(following, False)
 
 
 def standing(sent: dict[Any, float]) -> list[Any]:
