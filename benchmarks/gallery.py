@@ -364,7 +364,8 @@ def table(runs: list[Run]) -> str:
             f"{cell} at {fraction(cell.fewer)}" if abs(math.log(cell.fewer / budget)) > math.log(1.1) else str(cell)
             for (_, budget), cell in cells.items()
         ]
-        lines.append(f"| `{name}` | {spread_of(ms, 1) if ms else ''} | {' | '.join(texts)} |")
+        cost = spread_of(ms, 1) if len(ms) > 1 else "".join(f"{each:.1f}" for each in ms)
+        lines.append(f"| `{name}` | {cost} | {' | '.join(texts)} |")
     return "\n".join(lines)
 
 
@@ -396,15 +397,16 @@ def plot(runs: list[Run], path: Path) -> None:
         points = {name: (c.fewer, statistics.mean(c.losses)) for name, c in cells.items() if c.losses}
         best = front(points)
         axis.axhline(0, color="0.6", linewidth=1)
-        axis.plot(*zip(*(points[name] for name in best)), color="0.5", drawstyle="steps-post") if best else None
+        axis.plot(*zip(*(points[name] for name in best)), color="0.5", drawstyle="steps-pre") if best else None
         for number, method in enumerate(GALLERY):
             mine = [point for name, point in points.items() if name.split()[0] == method]
             marker = "osD^vP*X<>"[number % 10]
             axis.plot(*zip(*mine), marker, color=f"C{number % 9}", label=method) if mine else None
         for name in best:
             axis.annotate(name.split()[0], points[name], fontsize=7, xytext=(3, 4), textcoords="offset points")
+        axis.margins(0.08)
         axis.set(xscale="log", title=f"{task} by {OPTIMIZERS[task]}", ylabel="held-out loss, difference from ddp's")
-        axis.set_yscale("symlog", linthresh=0.1)
+        axis.set_yscale("symlog", linthresh=0.01)
     axes[-1][0].set_xlabel("times fewer bytes on the link than ddp, whole run")
     figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside right upper", fontsize=8)
     figure.savefig(path, dpi=110)
