@@ -162,7 +162,7 @@ GALLERY = {
     "onebit_sgd": Method("onebit_sgd(follow_rate=False)"),
     "ef_signsgd": Method("ef_signsgd()"),
     "signsgd": Method("signsgd()", adam="momentum_correction=False", rates="adamw"),
-    "sbc": Method("sbc(density={}, every=10)", DENSITY),
+    "sbc": Method("sbc(density={}, every=1)", DENSITY),  # SBC (1): every=10 sends less than a hundredth
     "federated_averaging": Method("federated_averaging(every={})", EVERY),
     "diloco": Method("diloco(every={})", EVERY),
     "sparse_loco": Method("sparse_loco(every=30, density={})", DENSITY),
