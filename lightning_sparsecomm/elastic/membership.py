@@ -41,16 +41,19 @@ class Membership:
 
     Attributes:
         changes: All changes that this replica has seen, the first one when it joined itself.
+        failures: Exchanges that have failed here, and were made again.
     """
 
     def __init__(self) -> None:
         self.changes: list[Change] = []
+        self.failures = 0
         self._members: tuple[str, ...] = ()
         self._failed = False
 
     def fail(self) -> None:
         """Notes that an exchange has failed since the last meeting."""
         self._failed = True
+        self.failures += 1
 
     def meet(self, members: Sequence[str], finished_rounds: int) -> Change | None:
         """Notes who takes part from now on; the change, if there is one."""
