@@ -41,7 +41,7 @@ class ElasticTurns(Turns):
         quorum: Meets other replicas.
         joining: Packs and takes over what a replica that joins needs.
         setup: By topic, a digest of what must be equal on all replicas.
-        tell: Called with each change of members on the replica that leads.
+        tell: Called with each change of members, and whether this replica leads.
         stop: Called after the last exchange of a replica's run, with which all end.
         adapts: Whether a slow replica makes fewer steps between exchanges than the fastest one.
         compare_every: Rounds between two comparisons of weights that are to be equal after each step; None for none. A
@@ -61,7 +61,7 @@ class ElasticTurns(Turns):
         quorum: Quorum,
         joining: Joining,
         setup: dict[str, str],
-        tell: Callable[[Change], None],
+        tell: Callable[[Change, bool], None],
         stop: Callable[[], None],
         adapts: bool = False,
         compare_every: int | None = None,
@@ -174,8 +174,8 @@ class ElasticTurns(Turns):
         self.leads = rank == plan.leader
         names = [members[each].name for each in sorted((*plan.healthy, *plan.joining))]
         change = self.membership.meet(names, plan.round)
-        if change is not None and self.leads:
-            self._tell(change)
+        if change is not None:
+            self._tell(change, self.leads)
 
     def _exchange(self, plan: Plan, offer: Offer, members: Sequence[Member]) -> None:
         """Makes an exchange with all that share the same state, and commits to it. A collective of these."""

@@ -4,6 +4,7 @@ import hashlib
 import os
 import socket
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_sparsecomm.basis.arguments import check_booleans, plain_for_command_lines
@@ -62,6 +63,7 @@ class ElasticTrainerMixin(TrainerMixin):
         exchange_timeout: timedelta = timedelta(minutes=5),
         patience: timedelta = timedelta(hours=1),
         adapt_steps: bool = False,
+        membership_log: str | None = None,
         **kwargs: Any,
     ) -> None:
         """Takes the method, and how to find the other replicas.
@@ -78,6 +80,8 @@ class ElasticTrainerMixin(TrainerMixin):
             patience: How long a replica waits for others to come to an exchange.
             adapt_steps: Whether a replica that is slower than the fastest one makes fewer steps between exchanges, so
                 that none waits for it. Changes count by the steps behind them in any case.
+            membership_log: A file to which this replica appends a line of JSON with each change of members that it
+                sees: time, round, who is there, who has joined or gone, and why. None for no file.
             **kwargs: Options of DDPStrategy and of DistributedDataParallel.
 
         Raises:
@@ -111,6 +115,11 @@ class ElasticTrainerMixin(TrainerMixin):
                 raise ValueError(
                     f"nodes must be left out with replicas that come and go, each of one rank; got {kwargs['nodes']!r}."
                 )
+            if membership_log is not None and not Path(membership_log).absolute().parent.is_dir():
+                raise ValueError(
+                    f"membership_log must be a file in a folder that exists; got {membership_log!r}. Make the folder"
+                    " first."
+                )
             for name, value in (("exchange_timeout", exchange_timeout), ("patience", patience)):
                 if not isinstance(value, timedelta) or value <= timedelta(0):
                     raise ValueError(
@@ -122,6 +131,7 @@ class ElasticTrainerMixin(TrainerMixin):
         self.exchange_timeout = exchange_timeout
         self.patience = patience
         self.adapt_steps = adapt_steps
+        self.membership_log = membership_log
 
     def _make_wire(self) -> Wire:
         return ElasticWire()
@@ -189,8 +199,12 @@ class ElasticTrainerMixin(TrainerMixin):
         if self._beginning and max(state["steps"]):
             follow(self._trainer, state)
 
-    def _tell(self, change: Change) -> None:
-        say(str(change), self._trainer)
+    def _tell(self, change: Change, leads: bool) -> None:
+        if leads:
+            say(str(change), self._trainer)
+        if self.membership_log is not None:
+            with open(self.membership_log, "a") as log:
+                log.write(change.to_json() + "\n")
 
     def _stop(self) -> None:
         # The current step is not counted yet.

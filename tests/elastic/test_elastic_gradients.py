@@ -1,5 +1,6 @@
 """Methods that exchange gradients, with replicas that come and go: real processes and a real lighthouse."""
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -61,16 +62,20 @@ def test_one_is_killed_and_started_again(name: str) -> None:
 
 
 @pytest.mark.parametrize("place", ["vote", pytest.param("exchange", marks=pytest.mark.slow)])
-def test_one_is_killed_amid_an_exchange(place: str) -> None:
+def test_one_is_killed_amid_an_exchange(place: str, tmp_path: Path) -> None:
     """The others take it back, and make it without that one: what they sent and hold is what they took in."""
     with lighthouse() as address, replicas() as start:
         law = {"a": watch_the_law, "c": watch_the_law, "b": die_in_round(9, place)}
-        a, _, c = together(start, address, DROPPING, law)
+        a, _, c = together(start, address, DROPPING, law, membership_log=str(tmp_path / "members.jsonl"))
         results = [a.hear(), c.hear()]
     assert equal(results)
     assert results[0]["steps"] == 60
     assert [change["why"] for change in results[0]["changes"] if change["gone"]] == ["lost in an exchange"]
     assert all(result["law"] < 1e-5 for result in results)
+    logged = [json.loads(line) for line in (tmp_path / "members.jsonl").read_text().splitlines()]
+    # Each that is there has noted both changes.
+    assert [len(line["members"]) for line in logged].count(2) == 2
+    assert all({"time", "round", "joined", "gone", "why"} < line.keys() for line in logged)
 
 
 def test_one_that_does_not_know_whether_others_have_committed_makes_its_step_and_joins_again() -> None:

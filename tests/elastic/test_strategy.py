@@ -76,6 +76,7 @@ def test_methods_that_need_all_ranks_are_refused(method: Method, words: str) -> 
     ("options", "error", "words"),
     [
         ({"method": methods.dgc(), "adapt_steps": True}, ValueError, "adapt_steps must be False where gradients"),
+        ({"membership_log": "nowhere/log.jsonl"}, ValueError, "membership_log must be a file in a folder that exists"),
         ({"uneven_inputs": True}, ValueError, "uneven_inputs must be False"),
         ({"exchange_timeout": timedelta(0)}, ValueError, "exchange_timeout must be a positive timedelta"),
         ({"patience": 60}, ValueError, "patience must be a positive timedelta; got 60"),

@@ -114,6 +114,7 @@ def train(
     two: bool = False,
     adapt_steps: bool = False,
     check_replicas_every: int | None = 1000,
+    membership_log: str | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Trains, and returns what the replica ends with. `before` is called first, to alter what is to be altered."""
@@ -129,6 +130,7 @@ def train(
         replica=name,
         adapt_steps=adapt_steps,
         check_replicas_every=check_replicas_every,
+        membership_log=membership_log,
         **TIMEOUTS,
     )
     if save is not None:
