@@ -17,8 +17,9 @@ _PADDED = 1.5
 class Piece:
     """Tensors that belong to parameters of one width, in a row for each rank of a node.
 
-    Rows travel in stretches, equally long on all ranks; where a rank has fewer elements, zeros follow. One stretch is
-    all there is, unless a rank has much more than the others, as where one tensor is most of a model.
+    Ranks of one machine write and read them in memory that they share. Otherwise rows travel in stretches, equally
+    long on all ranks; where a rank has fewer elements, zeros follow. One stretch is all there is, unless a rank has
+    much more than the others, as where one tensor is most of a model.
 
     Args:
         places: The tensors of each rank: parameters, or what belongs to them.
@@ -29,7 +30,7 @@ class Piece:
     def __init__(self, places: Sequence[Sequence[Tensor]], nodes: Nodes, dtype: torch.dtype) -> None:
         self.places = places
         self.own = places[nodes.inside.rank]
-        self._inside = nodes.inside
+        self._inside, self._memory = nodes.inside, nodes.memory
         self._dtype = dtype
         self._device = next(each.device for part in places for each in part)
         self._sizes = [sum(each.numel() for each in part) for part in places]
@@ -41,8 +42,51 @@ class Piece:
     def sum_gradients(self) -> list[Tensor]:
         """The mean over the node of this rank's parameters' gradients; one that a rank lacks counts as zero.
 
-        A collective. Bytes on the link inside: (L-1) times those of the longest row.
+        A collective. Bytes on the link inside: (L-1) times those of the longest row; none in shared memory.
         """
+        rows = self._memory.to_sum(sum(self._sizes), self._dtype, self._device)
+        self._row = self._summed_over_wire() if rows is None else self._summed_in(rows)
+        return [view for _, view in _views(self.own, self._row)]
+
+    def hand_out(self, results: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """All the tensors, each with the result of the rank that has it. A collective.
+
+        Args:
+            results: This rank's. Where they are still what `sum_gradients` gave, changed in place, nothing is copied.
+        """
+        row, self._row = self._row, torch.empty(0)
+        region = self._memory.for_results(sum(self._sizes), self._dtype, self._device)
+        if region is not None:
+            rows = region.split(self._sizes)
+            for result, (_, view) in zip(results, _views(self.own, rows[self._inside.rank]), strict=True):
+                view.copy_(result)
+            self._memory.meet()
+        else:
+            if row.numel() != max(self._sizes):
+                row = self._new(max(self._sizes)).zero_()
+            for result, (_, view) in zip(results, _views(self.own, row), strict=True):
+                if result.data_ptr() != view.data_ptr():
+                    view.copy_(result)
+            rows = self._gathered_over_wire(row)
+        for part, each in zip(self.places, rows):
+            yield from _views(part, each)
+
+    def _summed_in(self, rows: Tensor) -> Tensor:
+        for part, row in zip(self.places, rows[self._inside.rank].split(self._sizes)):
+            for parameter, view in _views(part, row):
+                if parameter.grad is not None:
+                    view.copy_(parameter.grad)
+                else:
+                    view.zero_()
+        self._memory.meet(to_sum=True)
+        begin = sum(self._sizes[: self._inside.rank])
+        first, *others = rows[:, begin : begin + self._sizes[self._inside.rank]]
+        total: Tensor = first.clone()
+        for other in others:
+            total.add_(other)
+        return total.div_(len(rows))
+
+    def _summed_over_wire(self) -> Tensor:
         row = self._new(max(self._sizes))
         for stretch in self._stretches:
             sent = self._new(len(self.places), stretch.stop - stretch.start)
@@ -54,32 +98,17 @@ class Piece:
                     else:
                         each[there].zero_()
             torch.sum(self._inside.all_to_all(sent), 0, out=row[stretch]).div_(len(self.places))
-        self._row = row
-        return [view for _, view in _views(self.own, row)]
+        return row
 
-    def hand_out(self, results: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """All the tensors, each with the result of the rank that has it. A collective.
-
-        Args:
-            results: This rank's. Where they are still what `sum_gradients` gave, changed in place, nothing is copied.
-        """
-        row, self._row = self._row, torch.empty(0)
-        if row.numel() != max(self._sizes):
-            row = self._new(max(self._sizes)).zero_()
-        for result, (_, view) in zip(results, _views(self.own, row), strict=True):
-            if result.data_ptr() != view.data_ptr():
-                view.copy_(result)
-        rows: Sequence[Tensor]
+    def _gathered_over_wire(self, row: Tensor) -> Sequence[Tensor]:
         if len(self._stretches) == 1:
-            rows = list(self._inside.all_gather(row))
-        else:
-            rows = [self._new(size) for size in self._sizes]
-            for stretch in self._stretches:
-                for whole, part in zip(rows, self._inside.all_gather(row[stretch].contiguous())):
-                    here = whole[stretch]
-                    here.copy_(part[: len(here)])
-        for part, each in zip(self.places, rows):
-            yield from _views(part, each)
+            return list(self._inside.all_gather(row))
+        rows = [self._new(size) for size in self._sizes]
+        for stretch in self._stretches:
+            for whole, part in zip(rows, self._inside.all_gather(row[stretch].contiguous())):
+                here = whole[stretch]
+                here.copy_(part[: len(here)])
+        return rows
 
     def _new(self, *size: int) -> Tensor:
         return torch.empty(size, dtype=self._dtype, device=self._device)

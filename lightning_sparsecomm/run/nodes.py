@@ -11,6 +11,7 @@ from torch.nn import Parameter
 from lightning_sparsecomm.basis.ledger import INSIDE, OURS
 from lightning_sparsecomm.basis.wire import Wire, within
 from lightning_sparsecomm.run.gathered import gather_texts
+from lightning_sparsecomm.run.node_memory import NodeMemory
 from lightning_sparsecomm.sharing.gradients import NamedParameters, has_sparse_gradient
 
 Groups = Sequence[Sequence[int]]
@@ -32,6 +33,7 @@ class Nodes:
         groups: As given, in ascending order.
         inside: Between the ranks of this node.
         between: Between those ranks that have the same parameters, one of each node.
+        memory: That the ranks of this node share.
     """
 
     def __init__(self, groups: Groups, wire: Wire) -> None:
@@ -39,6 +41,7 @@ class Nodes:
         self.inside = within(wire, self.groups, INSIDE)
         self.inside.far = 0.0
         self.between = within(wire, list(zip(*self.groups)))
+        self.memory = NodeMemory(self.inside)
         self._wire = wire
         # By the parameter's identity, its rank within a node; and how many elements each of these ranks has.
         self._owner: dict[int, int] = {}

@@ -22,7 +22,7 @@ from lightning_sparsecomm import methods
 from lightning_sparsecomm.basis.ledger import GRADIENTS, INSIDE
 from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.exchange.status import NonFiniteGradientError
-from lightning_sparsecomm.run import inside
+from lightning_sparsecomm.run import inside, node_memory
 from lightning_sparsecomm.run.contents import State, mean_with
 from lightning_sparsecomm.run.engine import Engine
 from lightning_sparsecomm.run.node_turns import advice, divide, groups_of
@@ -234,7 +234,10 @@ def test_a_node_is_one_rank(name: str, groups: Groups) -> None:
 TWO = NODES[1]
 
 
-def test_a_node_sends_what_one_rank_would() -> None:
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_a_node_sends_what_one_rank_would(in_memory: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not in_memory:
+        monkeypatch.setattr(node_memory, "FOLDER", "/nowhere")
     method = methods.dgc(density=0.1)
     ours = run_ranks(4, train, method, TWO, True)
     (theirs, _) = run_ranks(2, train, in_parts(method, 2), TWO, False)
@@ -243,8 +246,8 @@ def test_a_node_sends_what_one_rank_would() -> None:
     for one in ours:
         # An all-gather between two nodes, and twice the half of whole gradients and weights inside.
         assert one.link[GRADIENTS] == one.handed[GRADIENTS]
-        elements = sum(int(np.prod(shape)) for shape in SHAPES)
-        assert one.link[INSIDE] > 4 * elements * STEPS
+        over_wire = 4 * sum(int(np.prod(shape)) for shape in SHAPES) * STEPS
+        assert one.link[INSIDE] < over_wire / 50 if in_memory else one.link[INSIDE] > over_wire
     # Every parameter is held by one rank of each node.
     names = [str(number) for number in range(len(SHAPES))]
     for group in TWO:
@@ -252,16 +255,14 @@ def test_a_node_sends_what_one_rank_would() -> None:
     assert ours[TWO[0][0]].held == ours[TWO[1][0]].held
 
 
-def test_rows_in_stretches_change_nothing() -> None:
-    """As where one tensor is most of the model: then whole rows, padded to the longest, would need much memory."""
+@pytest.mark.parametrize("padded", [1.5, 0.2])
+def test_rows_over_the_wire_have_the_bits_of_those_in_memory(padded: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In stretches too, as where one tensor is most of the model: whole rows, padded, would need much memory."""
     method, nodes = methods.dgc(density=0.1), [[0, 1, 2], [3, 4, 5]]
-
-    def in_stretches(rank: int) -> Trained:
-        inside._PADDED = 0.2
-        return train(rank, method, nodes, True)
-
-    whole = run_ranks(6, train, method, nodes, True)
-    for one, other in zip(whole, run_ranks(6, in_stretches), strict=True):
+    in_memory = run_ranks(6, train, method, nodes, True)
+    monkeypatch.setattr(node_memory, "FOLDER", "/nowhere")
+    monkeypatch.setattr(inside, "_PADDED", padded)
+    for one, other in zip(in_memory, run_ranks(6, train, method, nodes, True), strict=True):
         for own, expected in zip(one.weights, other.weights, strict=True):
             for mine, theirs in zip(own, expected, strict=True):
                 np.testing.assert_array_equal(mine, theirs)
