@@ -19,6 +19,7 @@ from lightning_sparsecomm.channel import Contribution, Memory, Momentum, Momentu
 from lightning_sparsecomm.codecs import (
     INDEX_CODECS,
     VALUE_CODECS,
+    AdaptiveBins,
     Auto,
     Bitmap,
     ChunkTopK,
@@ -27,6 +28,8 @@ from lightning_sparsecomm.codecs import (
     Float32,
     Golomb,
     IndexCoding,
+    LayerwiseTopK,
+    Multiples,
     OneBit,
     OneSidedTopK,
     PowersOfTwo,
@@ -35,13 +38,16 @@ from lightning_sparsecomm.codecs import (
     Selector,
     SharedMean,
     ShortThreeBit,
+    SignedMeans,
     SignMeans,
     SparseCodec,
     StochasticLevels,
     ThreeBit,
+    Threshold,
     TopBlocks,
     TopK,
     TwoBit,
+    TwoSidedTopK,
     ValueCodec,
     register_index_codec,
     register_value_codec,
@@ -78,7 +84,20 @@ from lightning_sparsecomm.testing import (
 # -- ours
 
 
-@pytest.mark.parametrize("selector", [TopK(0.1), TopK(0.1, "tensor"), OneSidedTopK(0.1), ChunkTopK(0.1, 16)], ids=repr)
+@pytest.mark.parametrize(
+    "selector",
+    [
+        TopK(0.1),
+        TopK(0.1, "tensor"),
+        OneSidedTopK(0.1),
+        ChunkTopK(0.1, 16),
+        Threshold(0.5),
+        TwoSidedTopK(0.1),
+        LayerwiseTopK(0.1),
+        LayerwiseTopK(0.1, by="entropy"),
+    ],
+    ids=repr,
+)
 def test_our_selectors(selector: Selector) -> None:
     check_selector(selector)
 
@@ -93,6 +112,8 @@ def test_our_selectors(selector: Selector) -> None:
         (ThreeBit(3), 1),
         (ShortThreeBit(3), 1),
         (OneBit(3), 2),
+        (SignedMeans(1), 1),
+        (SignedMeans(2), 1),
     ],
     ids=repr,
 )
@@ -116,6 +137,9 @@ def test_our_index_codecs(coding: IndexCoding) -> None:
         (PowersOfTwo(), 1),
         (SignMeans(), 1),
         (SignMeans("column", 2), 1),
+        (SparseCodec(Threshold(0.5), Multiples(0.5), Auto()), 1),
+        (SparseCodec(TwoSidedTopK(0.1), SignedMeans(), Golomb()), 1),
+        (AdaptiveBins(20, 7, all_bins=False), 1),
     ],
     ids=repr,
 )
@@ -140,6 +164,7 @@ EXCHANGES: dict[str, tuple[Callable[[], Exchange], float | None]] = {
     "power sgd": (lambda: PowerSGD(2), 1e-5),
     "levels": (lambda: Gather(StochasticLevels()), 1e-5),
     "signs": (lambda: Gather(SignMeans("column", 2)), 1e-5),
+    "bins": (lambda: Gather(AdaptiveBins(20)), 1e-5),
     "ternary": (TernarySum, 1e-5),
     "vote": (MajorityVote, None),
     "power sgd, in groups": (lambda: PowerSGD(3, dense_steps=1, group_elements=1), 1e-5),

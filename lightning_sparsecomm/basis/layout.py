@@ -114,6 +114,8 @@ class Vector(NamedTuple):
         nonfinite_segment: The first segment whose gradient is not finite; None if all are finite. If it is given, the
             values are meaningless, and the other ranks must be told.
         indices: `[k]` int64, sorted: the positions of `values`, if the gradients are sparse tensors; else None.
+        entering: `[n]`: what this round's gradients have added to a residual that `values` are, for an
+            `EnteringCompressor`. None where nothing asks for it, or nothing was there before.
     """
 
     values: Tensor
@@ -122,6 +124,7 @@ class Vector(NamedTuple):
     nonfinite_segment: int | None = None
     indices: Tensor | None = None
     carries: bool = False
+    entering: Tensor | None = None
 
 
 class SparseVector(NamedTuple):

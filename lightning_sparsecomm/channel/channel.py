@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_sparsecomm.basis import Layout, Round, SparseVector, Vector, Wire
-from lightning_sparsecomm.basis.parts import Part
+from lightning_sparsecomm.basis.parts import Part, parts_in
 from lightning_sparsecomm.channel.adam import LocalAdam
 from lightning_sparsecomm.channel.asides import Asides
 from lightning_sparsecomm.channel.clipping import ClipLocalNorm
@@ -21,6 +21,7 @@ from lightning_sparsecomm.channel.memory import Memory
 from lightning_sparsecomm.channel.missing import MissingGradients
 from lightning_sparsecomm.channel.momentum import Momentum, MomentumCorrection, Velocity
 from lightning_sparsecomm.channel.saved import Saved, load_saved, saved_of
+from lightning_sparsecomm.codecs import EnteringCompressor
 from lightning_sparsecomm.exchange import Exchange, Exchanged
 from lightning_sparsecomm.kernels import OutOfRangeError
 
@@ -201,7 +202,8 @@ class Channel(Part):
             self._take_in(filled, settings, this, checked=False)
         contribution = this.contributions[-1].vector(context.layout, self.dtype, self.device)
         assert contribution.flat is not None
-        return Vector(contribution.flat, present, contribution.hints, carries=self._missing.carries)
+        entering = _entering(self.exchange, self.memories, context.layout, contribution.flat)
+        return Vector(contribution.flat, present, contribution.hints, carries=self._missing.carries, entering=entering)
 
     def _take_in(self, gradients: Sequence[Tensor | None], settings: StepSettings, this: _Round, checked: bool) -> None:
         wanted = self.exchange.wanted(this.context)
@@ -250,6 +252,18 @@ class Channel(Part):
 
     def __repr__(self) -> str:
         return f"Channel({self.exchange!r}, {list(self.memories)!r})"
+
+
+def _entering(exchange: Exchange, memories: Sequence[Memory], layout: Layout, like: Tensor) -> Tensor | None:
+    """What the gradients have added to the residual, `[n]`, where the exchange asks for it."""
+    residual = memories[-1] if memories else None
+    if not isinstance(residual, ErrorFeedback) or not any(parts_in(exchange, EnteringCompressor)):
+        return None
+    added = torch.zeros_like(like)
+    for view, part in zip(layout.views(added), residual.entering()):
+        if part is not None:
+            view.copy_(part)
+    return added
 
 
 def _check_parts(exchange: Exchange, memories: Sequence[Memory]) -> None:

@@ -2,6 +2,7 @@
 
 from lightning_sparsecomm.codecs.adaptive import AdaptiveGolomb as AdaptiveGolomb
 from lightning_sparsecomm.codecs.auto import Auto as Auto
+from lightning_sparsecomm.codecs.bins import AdaptiveBins as AdaptiveBins
 from lightning_sparsecomm.codecs.blockwise import Blockwise as Blockwise
 from lightning_sparsecomm.codecs.blockwise import TwoBitBlocks as TwoBitBlocks
 from lightning_sparsecomm.codecs.blockwise import dense_codec as dense_codec
@@ -10,6 +11,7 @@ from lightning_sparsecomm.codecs.codec import IndexCoding as IndexCoding
 from lightning_sparsecomm.codecs.codec import ValueCodec as ValueCodec
 from lightning_sparsecomm.codecs.codec import ValueCoding as ValueCoding
 from lightning_sparsecomm.codecs.compressor import Compressor as Compressor
+from lightning_sparsecomm.codecs.compressor import EnteringCompressor as EnteringCompressor
 from lightning_sparsecomm.codecs.digits import Digits as Digits
 from lightning_sparsecomm.codecs.few_bits import FewBits as FewBits
 from lightning_sparsecomm.codecs.grouped import ShortThreeBit as ShortThreeBit
@@ -20,6 +22,7 @@ from lightning_sparsecomm.codecs.indices import Golomb as Golomb
 from lightning_sparsecomm.codecs.indices import Raw32 as Raw32
 from lightning_sparsecomm.codecs.indices import RunLength16 as RunLength16
 from lightning_sparsecomm.codecs.indices import Runs as Runs
+from lightning_sparsecomm.codecs.multiples import Multiples as Multiples
 from lightning_sparsecomm.codecs.one_bit import OneBit as OneBit
 from lightning_sparsecomm.codecs.payload import HEADER_BYTES as HEADER_BYTES
 from lightning_sparsecomm.codecs.payload import Envelope as Envelope
@@ -38,9 +41,13 @@ from lightning_sparsecomm.codecs.selectors.base import Selector as Selector
 from lightning_sparsecomm.codecs.selectors.base import k_of as k_of
 from lightning_sparsecomm.codecs.selectors.blocks import TopBlocks as TopBlocks
 from lightning_sparsecomm.codecs.selectors.chunks import ChunkTopK as ChunkTopK
+from lightning_sparsecomm.codecs.selectors.layerwise import LayerwiseTopK as LayerwiseTopK
 from lightning_sparsecomm.codecs.selectors.one_sided import OneSidedTopK as OneSidedTopK
+from lightning_sparsecomm.codecs.selectors.threshold import Threshold as Threshold
 from lightning_sparsecomm.codecs.selectors.top_k import TopK as TopK
+from lightning_sparsecomm.codecs.selectors.two_sided import TwoSidedTopK as TwoSidedTopK
 from lightning_sparsecomm.codecs.sign_means import SignMeans as SignMeans
+from lightning_sparsecomm.codecs.signed_means import SignedMeans as SignedMeans
 from lightning_sparsecomm.codecs.sketch import CountSketch as CountSketch
 from lightning_sparsecomm.codecs.sparse import SparseCodec as SparseCodec
 from lightning_sparsecomm.codecs.sparse import decode_sparse as decode_sparse

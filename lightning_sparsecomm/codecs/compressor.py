@@ -64,3 +64,23 @@ class Compressor(Part, ABC):
         None if there is no such bound, or if it is far above the usual length. Ranks then exchange lengths first.
         """
         return None
+
+
+class EnteringCompressor(Compressor):
+    """A compressor that is also told what this round's gradients have added to the residual: `Vector.entering`.
+
+    So it is by a channel whose last memory is `ErrorFeedback`, through the exchange `Gather`. Elsewhere that is None.
+
+    >>> class Growing(EnteringCompressor):
+    ...     # Sends every element, but zero for those that this round has made smaller; in float32.
+    ...     def encode(self, x: Vector, context: Round) -> Tensor:
+    ...         entering = x.values if x.entering is None else x.entering
+    ...         return torch.where(x.values * entering > 0, x.values, 0).float().view(torch.uint8)
+    ...     def decode(self, payload: Tensor, size: int) -> Tensor:
+    ...         if payload.numel() != 4 * size:
+    ...             raise PayloadError(f"growing elements: has {payload.numel()} bytes, expected {4 * size}.")
+    ...         return payload.view(torch.float32)
+    >>> x = Vector(torch.tensor([0.5, 2.0]), entering=torch.tensor([1.0, -1.0]))
+    >>> Growing().decode(Growing().encode(x, context=None), size=2)
+    tensor([0.5000, 0.0000])
+    """

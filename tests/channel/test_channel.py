@@ -21,7 +21,7 @@ from lightning_sparsecomm.channel import (
     StepSettings,
 )
 from lightning_sparsecomm.channel.saved import Saved
-from lightning_sparsecomm.codecs import SparseCodec, TopK
+from lightning_sparsecomm.codecs import AdaptiveBins, SparseCodec, TopK
 from lightning_sparsecomm.exchange import DenseAllReduce, Exchange, Exchanged, Gather, NonFiniteGradientError
 
 CPU = torch.device("cpu")
@@ -412,3 +412,33 @@ class FakeWire:
 def test_what_no_channel_can_be_made_of(make: Callable[[], Channel], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         make()
+
+
+@pytest.mark.parametrize("momentum", [False, True])
+def test_a_compressor_that_asks_is_told_what_has_entered(momentum: bool, wire: Wire) -> None:
+    """What a round adds to the residual, and zeros where this rank has no gradient; nothing where nobody asks."""
+    noted: list[Vector] = []
+
+    class Noting(AdaptiveBins):
+        def encode(self, x: Vector, context: Round) -> Tensor:
+            noted.append(x._replace(values=x.values.clone()))
+            return super().encode(x, context)
+
+    before: list[Memory] = [MomentumCorrection(False)] if momentum else []
+    channel = bound(Channel(Gather(Noting(2)), [*before, ErrorFeedback()]))
+    settings = StepSettings([MomentumRule(0.5)] * 2)
+    first, second = gradients(), gradients()
+    channel.reduce(first, CONTEXT, wire, settings)
+    residual = channel.memories[-1].held["residual"].flat.clone()
+    channel.reduce([second[0], None], CONTEXT, wire, settings)
+    added = noted[1].entering
+    assert added is not None
+    expected = second[0] + 0.5 * first[0] if momentum else second[0]
+    torch.testing.assert_close(added[:4].view(2, 2), expected)
+    torch.testing.assert_close(noted[1].values[:4], residual[:4] + added[:4])
+    if not momentum:
+        assert not added[4:].any()
+
+    noted.clear()
+    bound(Channel(Gather(Noting(2)))).reduce(first, CONTEXT, wire)
+    assert noted[0].entering is None

@@ -36,9 +36,11 @@ from lightning_sparsecomm.codecs import (
     Bitmap,
     Envelope,
     IndexCoding,
+    Multiples,
     OneBit,
     PayloadError,
     ShortThreeBit,
+    SignedMeans,
     ThreeBit,
     TwoBit,
     ValueCodec,
@@ -62,6 +64,9 @@ VALUES: list[ValueCodec] = [
     ThreeBit(255),
     ShortThreeBit(3),
     OneBit(1),
+    Multiples(1e-3, once=True),
+    Multiples(2.0),
+    SignedMeans(1),
 ]
 LAYOUTS = [
     Layout([]),
@@ -155,6 +160,8 @@ def kernels_in_use(kernels: PositionKernels) -> Iterator[Guarded]:
     with (
         mock.patch("lightning_sparsecomm.codecs.indices.position_kernels_for", chosen),
         mock.patch("lightning_sparsecomm.codecs.adaptive.position_kernels_for", chosen),
+        mock.patch("lightning_sparsecomm.codecs.bits.position_kernels_for", chosen),
+        mock.patch("lightning_sparsecomm.codecs.elias.position_kernels_for", chosen),
         mock.patch.object(cpu, "np", guarded),
         mock.patch.object(blocks_cpu, "np", guarded),
     ):
@@ -328,8 +335,11 @@ def altered(data: bytes, bodies: Sequence[bytes], size: int, chance: random.Rand
     count, index_bytes = interesting(size, chance), interesting(len(other), chance)
     if kind == 8:
         count, index_bytes = chance.choice([count, int.from_bytes(other[8:12], "little")]), len(other) // 2
-    codes = chance.choice([*INDEX_CODECS, 0, 9]), chance.choice([*VALUE_CODECS, 0, 9])
-    parameters = chance.choice([0, 0, other[2], chance.randint(0, 40)]), chance.choice([0, 64, chance.randint(0, 255)])
+    codes = chance.choice([*INDEX_CODECS, 0, 9]), chance.choice([*VALUE_CODECS, 0, 99])
+    parameters = (
+        chance.choice([0, 0, other[2], chance.randint(0, 40)]),
+        chance.choice([0, other[3], 64, chance.randint(0, 255)]),
+    )
     head = struct.pack("<BBBBIII", *codes, *parameters, chance.choice([size] * 9 + [count]), count, index_bytes)
     return head + chance.choice([other[16:], noise(chance, 60)])
 

@@ -26,6 +26,7 @@ from lightning_sparsecomm.codecs import (
     Float64,
     Golomb,
     IndexCoding,
+    Multiples,
     OneBit,
     PayloadError,
     Raw32,
@@ -33,6 +34,7 @@ from lightning_sparsecomm.codecs import (
     Runs,
     SharedMean,
     ShortThreeBit,
+    SignedMeans,
     SparseCodec,
     ThreeBit,
     TopK,
@@ -46,6 +48,7 @@ from lightning_sparsecomm.codecs import (
 )
 from tests.reference.payloads import (
     GROUP,
+    STEP,
     GoldenCase,
     golden_bytes,
     golden_cases,
@@ -63,6 +66,10 @@ VALUES: dict[str, ValueCodec] = {
     "ThreeBit": ThreeBit(GROUP),
     "ShortThreeBit": ShortThreeBit(GROUP),
     "OneBit": OneBit(GROUP),
+    "Multiples": Multiples(STEP),
+    "Once": Multiples(STEP, once=True),
+    "SignedMeans": SignedMeans(),
+    "SignedMean": SignedMeans(1),
 }
 INDICES: dict[str, IndexCoding] = {
     "Raw32": Raw32(),
@@ -221,7 +228,7 @@ def test_a_registered_codec_of_ones_own_goes_through_a_payload():
     ("head", "message"),
     [
         ((0, 1, 0, 0, 8, 0, 0), r"index codec at byte 0 is 0, expected one of \[1, 2, 3, 4, 5, 6\]"),
-        ((1, 99, 0, 0, 8, 0, 0), r"value codec at byte 1 is 99, expected one of \[1, 2, 3, 4, 5, 6, 7, 8, 9\]"),
+        ((1, 99, 0, 0, 8, 0, 0), r"value codec at byte 1 is 99, expected one of \[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11\]"),
         ((1, 1, 7, 0, 8, 1, 0), "index codec parameter at byte 2 is 7, expected 0 for Raw32"),
         ((2, 1, 1, 0, 8, 1, 0), "index codec parameter at byte 2 is 1, expected 0 for RunLength16"),
         ((3, 1, 32, 0, 8, 1, 0), "index codec parameter at byte 2 is 32, expected 0 to 31 for Golomb"),

@@ -15,6 +15,7 @@ from tests.reference.selection import k_of, top_k
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 GROUP = 3  # The group size of golden payloads whose values share magnitudes.
+STEP = 0.5  # What values of golden payloads are multiples of.
 VALUE_FORMATS = {"Float32": (1, "f", 3.4028234663852886e38), "Float16": (2, "e", 65504.0), "Float64": (3, "d", 1.8e308)}
 
 
@@ -214,8 +215,30 @@ def value_section(
         means = b"".join(bfloat16(sum(abs(value) for value in group) / len(group)) for group in groups)
         stream = sum(1 << i for i, value in enumerate(values) if value < 0)
         return 9, GROUP, means + stream.to_bytes(-(-len(values) // 8), "little")
+    signs = sum(1 << i for i, value in enumerate(values) if value < 0).to_bytes(-(-len(values) // 8), "little")
+    if codec in ("Multiples", "Once"):
+        multiples = [1 if codec == "Once" else max(1, int(abs(value) // STEP)) for value in values]
+        lengths = [f"{multiple:b}"[1:][::-1] for multiple in multiples]
+        unary = bits_of("".join("0" * len(digits) + "1" for digits in lengths)) if any(lengths) else b""
+        return 10, 0, struct.pack("<fI", STEP, len(unary)) + unary + bits_of("".join(lengths)) + signs
+    if codec in ("SignedMeans", "SignedMean"):
+        section, start = b"", 0
+        for size in segments:
+            group = [value for index, value in zip(indices, values) if start <= index < start + size]
+            start += size
+            sides = [[v for v in group if v >= 0], [-v for v in group if v < 0]]
+            sides = sides if codec == "SignedMeans" else [[abs(v) for v in group]]
+            if group:
+                means = (sum(side) / max(1, len(side)) for side in sides)
+                section += leb128(len(group)) + struct.pack(f"<{len(sides)}f", *means)
+        return 11, 1 + (codec == "SignedMeans"), section + signs
     code, letter, largest = VALUE_FORMATS[codec]
     return code, 0, b"".join(struct.pack("<" + letter, max(-largest, min(largest, value))) for value in values)
+
+
+def bits_of(stream: str) -> bytes:
+    """The bytes of zeros and ones, the first of them lowest."""
+    return bytes(int(stream[i : i + 8][::-1], 2) for i in range(0, len(stream), 8))
 
 
 def three_bit_group(values: Sequence[float]) -> tuple[bytes, list[int]]:

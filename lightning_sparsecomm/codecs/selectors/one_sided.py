@@ -73,17 +73,17 @@ def _larger_side(x: Tensor, wanted: Wanted, seed: int, candidates: Tensor | None
     found = candidates_of(stretch, room) if candidates is None else candidates - start
     sides = []
     for sign in (1, -1):
-        side = None if found is None else _of_sign(stretch, sign, found)
+        side = None if found is None else of_sign(stretch, sign, found)
         # Fewer candidates than asked for are all the non-zeros: then the side really has fewer than k elements.
         if side is None or (side.numel() < k and found is not None and found.numel() >= room):
-            side = _of_sign(stretch, sign)
+            side = of_sign(stretch, sign)
         side = side[kernels_for(x.device, x.dtype).largest(stretch[side], k, seed)]
         sides.append((side, float(stretch[side].to(torch.float64).abs().mean()) if side.numel() else 0.0))
     (positive, above), (negative, below) = sides
     return (positive if above >= below else negative) + start
 
 
-def _of_sign(x: Tensor, sign: int, among: Tensor | None = None) -> Tensor:
+def of_sign(x: Tensor, sign: int, among: Tensor | None = None) -> Tensor:
     """Positions of the elements of one sign; if `among` is given, only of those at these positions."""
     values = x if among is None else x[among]
     positions = (values > 0 if sign > 0 else values < 0).nonzero().view(-1)

@@ -81,7 +81,7 @@ class TopK(HintedSelector):
 
     def select_hinted(self, x: Tensor, context: Round, hints: Hints) -> Tensor:
         seed = context.shared_seed()
-        parts = [_largest(x, stretch, seed, hints.get(stretch)) for stretch in self.wanted(context)]
+        parts = [largest_of(x, stretch, seed, hints.get(stretch)) for stretch in self.wanted(context)]
         return joined(parts) if parts else x.new_empty(0, dtype=torch.int64)
 
     def count(self, context: Round) -> int:
@@ -101,7 +101,7 @@ def _balanced(layout: Layout, density: float) -> tuple[float, ...]:
     return tuple(min(1.0, factor / math.sqrt(segment.size)) if segment.size else 1.0 for segment in layout.segments)
 
 
-def _largest(x: Tensor, stretch: Wanted, seed: int, candidates: Tensor | None) -> Tensor:
+def largest_of(x: Tensor, stretch: Wanted, seed: int, candidates: Tensor | None = None) -> Tensor:
     """Sorted positions of a stretch's min(k, non-zeros) largest magnitudes. Ties are broken as `TopK` says."""
     start, stop, k = stretch
     kernels = kernels_for(x.device, x.dtype)

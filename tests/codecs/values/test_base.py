@@ -6,9 +6,11 @@ from lightning_sparsecomm.codecs import (
     Float16,
     Float32,
     Float64,
+    Multiples,
     OneBit,
     SharedMean,
     ShortThreeBit,
+    SignedMeans,
     ThreeBit,
     TwoBit,
 )
@@ -25,5 +27,7 @@ def test_registry_names_each_codec_by_its_code():
         7: ThreeBit,
         8: ShortThreeBit,
         9: OneBit,
+        10: Multiples,
+        11: SignedMeans,
     }
     assert all(codec.code == code for code, codec in VALUE_CODECS.items())
