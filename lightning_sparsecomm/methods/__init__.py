@@ -18,6 +18,7 @@ from lightning_sparsecomm.methods.periodic import diloco, federated_averaging, s
 from lightning_sparsecomm.methods.quantized import quantized
 from lightning_sparsecomm.methods.quantizers import ef_signsgd, natural, onebit_sgd, qsgd, signsgd, terngrad
 from lightning_sparsecomm.methods.regions import ok_topk
+from lightning_sparsecomm.methods.selectors import adacomp, dryden, strom
 from lightning_sparsecomm.methods.shared_positions import aligned_topk, random_k
 from lightning_sparsecomm.methods.split import split
 from lightning_sparsecomm.methods.sums import dense, s2_reducer, sketched_sgd
@@ -25,6 +26,7 @@ from lightning_sparsecomm.sharing import Method
 
 __all__ = [
     "RECIPES",
+    "adacomp",
     "aligned_topk",
     "auto",
     "default",
@@ -32,6 +34,7 @@ __all__ = [
     "des_loc",
     "dgc",
     "diloco",
+    "dryden",
     "ef_signsgd",
     "federated_averaging",
     "gradient_dropping",
@@ -54,13 +57,14 @@ __all__ = [
     "sparse_loco",
     "split",
     "streaming_diloco",
+    "strom",
     "terngrad",
 ]
 
 _NAMED = (
     *(dense, gradient_dropping, dgc, local_adam, sbc, federated_averaging, diloco, sparse_loco, sketched_sgd),
     *(s2_reducer, powersgd, quantized, ok_topk, aligned_topk, random_k, streaming_diloco, muloco, des_loc),
-    *(qsgd, terngrad, natural, onebit_sgd, ef_signsgd, signsgd),
+    *(qsgd, terngrad, natural, onebit_sgd, ef_signsgd, signsgd, strom, dryden, adacomp),
 )
 
 RECIPES: dict[str, Callable[[], Method]] = {recipe.__name__: recipe for recipe in _NAMED}

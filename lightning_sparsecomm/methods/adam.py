@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from lightning_sparsecomm.basis.arguments import renamed
 from lightning_sparsecomm.basis.schedules import Density, warmed
 from lightning_sparsecomm.channel import Channel, ClipLocalNorm, ErrorFeedback, LocalAdam
-from lightning_sparsecomm.codecs.selectors.top_k import Scope
-from lightning_sparsecomm.methods.dropping import ExchangeName, PositionName, ValueName, sparse
+from lightning_sparsecomm.methods.dropping import ExchangeName, PositionName, ScopeName, ValueName, sparse
 from lightning_sparsecomm.methods.weights import RestBits, rest
 from lightning_sparsecomm.sharing import GradientSync, Method
 
@@ -37,7 +36,8 @@ class local_adam(Method):
         clip: Largest norm of the averaged gradient; each rank's own is clipped for it. None uses the Trainer's
             gradient_clip_val, if there is one.
         scope: What is ranked together: the elements of each "tensor", of the whole "model", or of each tensor with
-            small ones sent more densely ("balanced").
+            small ones sent more densely ("balanced"), or those that have more to send in each step, by their "norm" or
+            their "entropy" (`LayerwiseTopK`).
         values: Dtype of values on the wire; "bfloat16" suits directions of any scale. "one_bit" is a sign, and a
             magnitude for a group; "two_bit" a sign and one of two magnitudes, "three_bit" one of four, and
             "short_three_bit" the same in fewer bits and more time. "few_bits" is "two_bit" where over 60% of the
@@ -65,7 +65,7 @@ class local_adam(Method):
         warmup_steps: int | None = None,
         warmup_epochs: int | None = None,
         clip: float | None = None,
-        scope: Scope = "tensor",
+        scope: ScopeName = "tensor",
         values: ValueName = "float32",
         exclude: Sequence[str] = (),
         positions: PositionName = "fast",

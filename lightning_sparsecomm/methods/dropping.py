@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 from lightning_sparsecomm.basis.arguments import check_booleans, check_one_of, renamed
 from lightning_sparsecomm.basis.schedules import Density, warmed
@@ -13,8 +13,10 @@ from lightning_sparsecomm.codecs import (
     FewBits,
     Float16,
     Float32,
+    LayerwiseTopK,
     OneBit,
     RunLength16,
+    Selector,
     ShortThreeBit,
     SparseCodec,
     ThreeBit,
@@ -22,7 +24,6 @@ from lightning_sparsecomm.codecs import (
     TwoBit,
     ValueCoding,
 )
-from lightning_sparsecomm.codecs.selectors.top_k import Scope
 from lightning_sparsecomm.exchange import CompressedAllReduce, DenseAllReduce, Exchange, Gather, OkTopK, Sparse
 from lightning_sparsecomm.methods.corrected import corrected
 from lightning_sparsecomm.methods.weights import RestBits
@@ -30,6 +31,7 @@ from lightning_sparsecomm.sharing import Averaging, GradientSync, Method, Sync
 from lightning_sparsecomm.sharing.local_mode import LOCAL_MODES, LocalName
 
 ValueName = Literal["float32", "float16", "bfloat16", "one_bit", "two_bit", "three_bit", "short_three_bit", "few_bits"]
+ScopeName = Literal["model", "tensor", "balanced", "norm", "entropy"]
 PositionName = Literal["fast", "short"]
 ExchangeName = Literal["auto", "gather", "all_reduce", "ok_topk"]
 
@@ -54,7 +56,8 @@ class gradient_dropping(Method):
     Args:
         density: Fraction of elements sent, in (0, 1], or a schedule of it.
         scope: What is ranked together: the elements of the whole "model", as in the paper, of each "tensor", or of each
-            tensor with small ones sent more densely ("balanced").
+            tensor with small ones sent more densely ("balanced"), or those that have more to send in each step, by
+            their "norm" or their "entropy" (`LayerwiseTopK`).
         values: Dtype of values on the wire; "bfloat16" suits gradients of any scale. "one_bit" is a sign, and a
             magnitude for a group; "two_bit" a sign and one of two magnitudes, "three_bit" one of four, and
             "short_three_bit" the same in fewer bits and more time. "few_bits" is "two_bit" where over 60% of the
@@ -84,7 +87,7 @@ class gradient_dropping(Method):
     def __init__(
         self,
         density: Density = 0.01,
-        scope: Scope = "model",
+        scope: ScopeName = "model",
         values: ValueName = "float32",
         error_feedback: bool = True,
         exclude: Sequence[str] = (),
@@ -165,7 +168,8 @@ class dgc(Method):
         momentum_masking: Whether to set momentum to zero where something was sent, as in the paper. What it throws away
             is lost: with momentum 0.9 nine tenths of the gradient at density 1, and 9% at 0.01.
         scope: What is ranked together: the elements of each "tensor", as in the paper, of the whole "model", or of each
-            tensor with small ones sent more densely ("balanced").
+            tensor with small ones sent more densely ("balanced"), or those that have more to send in each step, by
+            their "norm" or their "entropy" (`LayerwiseTopK`).
         values: Dtype of values on the wire; "bfloat16" suits gradients of any scale. "one_bit" is a sign, and a
             magnitude for a group; "two_bit" a sign and one of two magnitudes, "three_bit" one of four, and
             "short_three_bit" the same in fewer bits and more time. "few_bits" is "two_bit" where over 60% of the
@@ -198,7 +202,7 @@ class dgc(Method):
         clip: float | None = None,
         momentum_correction: bool = True,
         momentum_masking: bool = False,
-        scope: Scope = "tensor",
+        scope: ScopeName = "tensor",
         values: ValueName = "float32",
         exclude: Sequence[str] = (),
         follow_rate: bool = True,
@@ -223,7 +227,7 @@ class dgc(Method):
 
 
 def sparse(
-    density: Density, scope: Scope, values: ValueName, positions: PositionName, exchange: ExchangeName = "auto"
+    density: Density, scope: ScopeName, values: ValueName, positions: PositionName, exchange: ExchangeName = "auto"
 ) -> Exchange:
     """An exchange of the largest elements. Raises `ValueError` for an unknown exchange, or as `codec_of`."""
     exchanges: dict[str, Callable[[SparseCodec], Exchange]] = {
@@ -242,7 +246,7 @@ def sparse(
     return exchanges[exchange](codec_of(density, scope, values, positions))
 
 
-def codec_of(density: Density, scope: Scope, values: ValueName, positions: PositionName) -> SparseCodec:
+def codec_of(density: Density, scope: ScopeName, values: ValueName, positions: PositionName) -> SparseCodec:
     """The codec of the largest elements. Raises `ValueError` for an unknown scope, dtype or code."""
     codecs: dict[str, ValueCoding] = {
         "float32": Float32(),
@@ -256,4 +260,15 @@ def codec_of(density: Density, scope: Scope, values: ValueName, positions: Posit
     }
     check_one_of("values", values, codecs, "Use 'float32' to send them exactly.")
     check_one_of("positions", positions, ("fast", "short"), "Use 'short' for a slow network.")
-    return SparseCodec(TopK(density, scope), codecs[values], RunLength16() if positions == "fast" else Auto())
+    return SparseCodec(_selector(density, scope), codecs[values], RunLength16() if positions == "fast" else Auto())
+
+
+def _selector(density: Density, scope: ScopeName) -> Selector:
+    check_one_of(
+        "scope",
+        scope,
+        get_args(ScopeName),
+        "'model' ranks all elements together, 'tensor' each tensor by itself; 'balanced' sends small ones more densely,"
+        " 'norm' and 'entropy' those that have more to send.",
+    )
+    return LayerwiseTopK(density, scope) if scope == "norm" or scope == "entropy" else TopK(density, scope)

@@ -4,9 +4,8 @@ from collections.abc import Sequence
 
 from lightning_sparsecomm.basis.arguments import check_booleans
 from lightning_sparsecomm.basis.schedules import Density
-from lightning_sparsecomm.codecs.selectors.top_k import Scope
 from lightning_sparsecomm.exchange import OkTopK
-from lightning_sparsecomm.methods.dropping import PositionName, ValueName, codec_of
+from lightning_sparsecomm.methods.dropping import PositionName, ScopeName, ValueName, codec_of
 from lightning_sparsecomm.methods.weights import weights_by
 from lightning_sparsecomm.sharing import Method
 
@@ -32,7 +31,8 @@ class ok_topk(Method):
     Args:
         density: Fraction of weights' elements sent, in (0, 1], or a schedule of it.
         scope: What a rank ranks together: all weights of the "model", as in the paper, each "tensor", or each tensor
-            with small ones sent more densely ("balanced").
+            with small ones sent more densely ("balanced"), or those that have more to send in each step, by their
+            "norm" or their "entropy" (`LayerwiseTopK`).
         values: Dtype of values on the wire, as for `gradient_dropping`. What is rounded off stays in residuals.
         positions: How positions are coded: "fast" takes 2 bytes for each element sent; "short" is the shortest of five
             codes, and ranks tell each other their messages' lengths once more.
@@ -50,7 +50,7 @@ class ok_topk(Method):
     def __init__(
         self,
         density: Density = 0.01,
-        scope: Scope = "model",
+        scope: ScopeName = "model",
         values: ValueName = "float32",
         positions: PositionName = "fast",
         balance_every: int = 64,

@@ -2,6 +2,8 @@
 
 import math
 
+from lightning_sparsecomm.basis.parts import parts_in
+from lightning_sparsecomm.codecs import Threshold
 from lightning_sparsecomm.planning.rehearsed import rehearse
 from lightning_sparsecomm.run.engine import Engine
 from lightning_sparsecomm.run.optimizers import TrackedOptimizer
@@ -19,14 +21,15 @@ def times_fewer_bytes(engine: Engine, tracked: TrackedOptimizer, length: float) 
         length: Its steps.
 
     Returns:
-        NaN where nothing is sent, or where the method cannot be rehearsed.
+        NaN where nothing is sent, where the method cannot be rehearsed, or where bytes follow from how large gradients
+        are, which no rehearsal tells.
     """
     ranks, nodes = engine.wire.world_size, engine.registry.nodes
     # Between nodes, ddp's ring has one cable for all ranks of a node, and the method has one rank's bytes.
     between = ranks if nodes is None else nodes.between.world_size
     # Nothing is sent for parameters that are frozen.
     parameters = [each for each in engine.registry.held_by(tracked.optimizer) if each[1].requires_grad]
-    if tracked.method is None or between == 1 or not parameters:
+    if tracked.method is None or between == 1 or not parameters or any(parts_in(tracked.method, Threshold)):
         return math.nan
     try:
         sent = rehearse(tracked.method, [(tracked.optimizer, parameters)], between, length, _ELEMENTS).link_bytes

@@ -13,11 +13,13 @@ from torch import Tensor
 from lightning_sparsecomm.channel import Channel
 from lightning_sparsecomm.methods import (
     RECIPES,
+    adacomp,
     aligned_topk,
     dense,
     des_loc,
     dgc,
     diloco,
+    dryden,
     ef_signsgd,
     federated_averaging,
     gradient_dropping,
@@ -37,6 +39,7 @@ from lightning_sparsecomm.methods import (
     sparse_loco,
     split,
     streaming_diloco,
+    strom,
     terngrad,
 )
 from lightning_sparsecomm.sharing import DeltaSync, GradientSync, Method
@@ -80,6 +83,9 @@ METHODS: dict[str, Method] = {
     "onebit_sgd": onebit_sgd(),
     "ef_signsgd": ef_signsgd(),
     "signsgd": signsgd(),
+    "strom": strom(threshold=0.001),
+    "dryden": dryden(density=0.05),
+    "adacomp": adacomp(bin_size=50),
 }
 assert METHODS.keys() >= RECIPES.keys()
 

@@ -18,10 +18,12 @@ from torch import Tensor, nn
 from lightning_sparsecomm.basis import peers
 from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.methods import (
+    adacomp,
     aligned_topk,
     des_loc,
     dgc,
     diloco,
+    dryden,
     ef_signsgd,
     federated_averaging,
     gradient_dropping,
@@ -40,6 +42,7 @@ from lightning_sparsecomm.methods import (
     sketched_sgd,
     sparse_loco,
     streaming_diloco,
+    strom,
     terngrad,
 )
 from lightning_sparsecomm.run.agreement import digest_of
@@ -79,6 +82,9 @@ METHODS: dict[str, Callable[[], Method]] = {
     "onebit_sgd": onebit_sgd,
     "ef_signsgd": ef_signsgd,
     "signsgd": signsgd,
+    "strom": strom,
+    "dryden": lambda: dryden(0.05),
+    "adacomp": lambda: adacomp(bin_size=20),
 }
 
 STOPS = ("PayloadError", "ReplicaError", "PeerError", "NonFiniteGradientError")

@@ -11,9 +11,11 @@ from lightning_sparsecomm.channel import ErrorFeedback
 from lightning_sparsecomm.codecs.selectors.candidates import HintedSelector
 from lightning_sparsecomm.exchange import SparseExchange
 from lightning_sparsecomm.methods import (
+    adacomp,
     aligned_topk,
     dense,
     dgc,
+    dryden,
     ef_signsgd,
     gradient_dropping,
     natural,
@@ -25,6 +27,7 @@ from lightning_sparsecomm.methods import (
     s2_reducer,
     signsgd,
     sketched_sgd,
+    strom,
     terngrad,
 )
 from lightning_sparsecomm.sharing import GradientSync, Method
@@ -85,6 +88,12 @@ METHODS: dict[str, Method] = {
     "aligned_topk": aligned_topk(0.05, block_size=8, follow_rate=False),
     "onebit_sgd": onebit_sgd(follow_rate=False),
     "ef_signsgd": ef_signsgd(follow_rate=False),
+    "by norm": gradient_dropping(follow_rate=False, density=0.05, scope="norm"),
+    "by entropy": gradient_dropping(follow_rate=False, density=0.05, scope="entropy", values="float16"),
+    "strom": strom(0.001, follow_rate=False),
+    "strom, once": strom(0.001, once=True, follow_rate=False),
+    "dryden": dryden(0.05, follow_rate=False),
+    "adacomp": adacomp(bin_size=50, follow_rate=False),
     "qsgd": qsgd(),
     "terngrad": terngrad(),
     "natural": natural(),

@@ -196,6 +196,9 @@ METHODS: dict[str, tuple[Method, bool]] = {
     "onebit_sgd": (methods.onebit_sgd(), False),
     "ef_signsgd": (methods.ef_signsgd(), False),
     "signsgd": (methods.signsgd(), False),
+    "strom": (methods.strom(0.1), False),
+    "dryden": (methods.dryden(0.1), False),
+    "adacomp": (methods.adacomp(bin_size=20), False),
 }
 # Two nodes, adjacent or interleaved; three nodes; three ranks on a node; ranks in any order.
 NODES: list[Groups] = [

@@ -209,6 +209,10 @@ CASES: dict[str, tuple[Callable[[], Method], dict[str, Any], Callable[[], tuple[
     "onebit_sgd": (methods.onebit_sgd, {}, tuple),
     "ef_signsgd": (methods.ef_signsgd, {"adam": True}, tuple),
     "signsgd": (methods.signsgd, {}, tuple),
+    "strom": (lambda: methods.strom(0.001), {}, tuple),
+    "dryden": (lambda: methods.dryden(0.05), {"adam": True}, tuple),
+    "adacomp": (lambda: methods.adacomp(bin_size=50), {}, tuple),
+    "by entropy": (lambda: methods.dgc(0.05, warmup_steps=4, scope="entropy"), {}, tuple),
     "powersgd, two optimizers": (lambda: methods.powersgd(2), {"two": True}, tuple),
     "split": (lambda: methods.split(["head.*"], methods.gradient_dropping(0.1), methods.sbc(0.05, every=4)), {}, tuple),
     # With callbacks that average each rank's own weights over time.

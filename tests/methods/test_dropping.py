@@ -105,7 +105,7 @@ def test_density(make: Callable[..., object], density: Any, error: type[Exceptio
         (
             lambda: gradient_dropping(scope="layer"),
             ValueError,
-            "scope must be one of model, tensor, balanced; got",
+            "scope must be one of model, tensor, balanced, norm, entropy; got",
         ),
         (
             lambda: gradient_dropping(values="int8"),

@@ -41,7 +41,7 @@ MISSPELT: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "ranking": (
         lambda: methods.dgc(scope="ballanced"),  # type: ignore[arg-type]
         ValueError,
-        "scope must be one of model, tensor, balanced; got 'ballanced'. Did you mean 'balanced'?",
+        "scope must be one of model, tensor, balanced, norm, entropy; got 'ballanced'. Did you mean 'balanced'?",
     ),
     "dtype": (
         lambda: methods.dense("bfloat"),  # type: ignore[arg-type]

@@ -49,3 +49,9 @@ def test_the_line_at_the_start_says_what_the_ledger_counts_in_the_end(tmp_path: 
 def test_ddp_says_nothing_of_the_kind(tmp_path: Path) -> None:
     (said, _), _ = run_ranks(tmp_path, 2, _said, str(tmp_path), methods.dense())
     assert "times fewer" not in said[0]
+
+
+def test_nothing_is_said_of_what_follows_from_how_large_gradients_are(tmp_path: Path) -> None:
+    (said, _), _ = run_ranks(tmp_path, 2, _said, str(tmp_path), methods.strom(0.001))
+    assert "strom(threshold=0.001)" in said[0]
+    assert "times fewer" not in said[0]

@@ -377,7 +377,7 @@ def test_help_of_parts(cli: Cli, options: list[str], expected: str, capsys: pyte
         (part("methods.gradient_dropping", densty=0.1), "densty"),
         (
             part("methods.gradient_dropping", scope="layer"),
-            "typing.Literal['model', 'tensor', 'balanced']. Got value: layer",
+            "typing.Literal['model', 'tensor', 'balanced', 'norm', 'entropy']. Got value: layer",
         ),
         (part("methods.gradient_dropping", exclude="*.bias"), "Got value: *.bias"),
         (part("Method", syncs=[]), "syncs must name at least one sync; got none. Use dense() to send everything."),
