@@ -162,6 +162,9 @@ GALLERY = {
     "onebit_sgd": Method("onebit_sgd(follow_rate=False)"),
     "ef_signsgd": Method("ef_signsgd()"),
     "signsgd": Method("signsgd()", adam="momentum_correction=False", rates="adamw"),
+    "strom": Method("strom(threshold={}, once=True, follow_rate=False)", Knob(10.0, 1e-6)),
+    "dryden": Method("dryden(density={}, follow_rate=False)", DENSITY),
+    "adacomp": Method("adacomp(bin_size={0}, convolution_bin_size={0}, follow_rate=False)", Knob(100_000, 1)),
     "sbc": Method("sbc(density={}, every=1)", DENSITY),  # SBC (1): every=10 sends less than a hundredth
     "federated_averaging": Method("federated_averaging(every={})", EVERY),
     "diloco": Method("diloco(every={})", EVERY),
