@@ -68,6 +68,35 @@ def sent_plus_residual_is_compensated(rank: Rank, tolerance: float = 1e-5, memor
     assert checked, "nothing was recorded"
 
 
+def estimates_are_what_was_sent(ranks: Sequence[Rank], tolerance: float = 1e-5) -> None:
+    """A rank's estimate is the sum of all that it sent; the estimate that all have is the mean of the ranks' own.
+
+    The law of residuals for methods that send changes: estimate + what is not sent = what is estimated. The estimates
+    are in the last memory of each compressed sync.
+    """
+    checked = 0
+    for syncs in zip(*(rank["syncs"] for rank in ranks), strict=True):
+        for key, stream in syncs[0].items():
+            if not stream["state"] or "own" not in stream["state"][-1]:
+                continue
+            layout: Layout = stream["layout"]
+            states = [sync[key]["state"][-1] for sync in syncs]
+            for sync, state in zip(syncs, states):
+                total = torch.zeros(layout.size)
+                for sent in sync[key]["sent"]:
+                    total += sent.dense() if isinstance(sent, SparseVector) else sent
+                for segment, part in zip(layout.segments, layout.views(total), strict=True):
+                    scale = max(1.0, float(part.abs().max()))
+                    own = state["own"].get(segment.name, torch.zeros(segment.shape))
+                    torch.testing.assert_close(own, part, rtol=0, atol=tolerance * scale)
+            for name, mean in states[0]["mean"].items():
+                own = torch.stack([state["own"][name] for state in states]).mean(0)
+                torch.testing.assert_close(mean, own, rtol=0, atol=tolerance * max(1.0, float(own.abs().max())))
+                assert all(bits(state["mean"][name]) == bits(mean) for state in states)
+                checked += int(bool(own.any()))
+    assert checked, "nothing was recorded"
+
+
 def shared_is_bit_equal(ranks: Sequence[Rank]) -> None:
     """In every step, the shared gradient has the same bits on all ranks."""
     for sync, others in zip(ranks[0]["syncs"], zip(*(rank["syncs"] for rank in ranks[1:])), strict=True):

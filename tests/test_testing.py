@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_sparsecomm import Channel, ErrorFeedback, GradientSync, Method, methods
 from lightning_sparsecomm.basis import Layout, Round, SparseVector, Vector, Wire
-from lightning_sparsecomm.channel import Contribution, Memory, Momentum, MomentumCorrection
+from lightning_sparsecomm.channel import EF21, Contribution, Memory, Momentum, MomentumCorrection, SharedSign
 from lightning_sparsecomm.codecs import (
     INDEX_CODECS,
     VALUE_CODECS,
@@ -44,6 +44,8 @@ from lightning_sparsecomm.codecs import (
     StochasticLevels,
     ThreeBit,
     Threshold,
+    TiledDCT,
+    TileTopK,
     TopBlocks,
     TopK,
     TwoBit,
@@ -68,6 +70,7 @@ from lightning_sparsecomm.exchange import (
     SketchedTopK,
     Sparse,
     TernarySum,
+    Transformed,
 )
 from lightning_sparsecomm.testing import (
     RankError,
@@ -91,6 +94,7 @@ from lightning_sparsecomm.testing import (
         TopK(0.1, "tensor"),
         OneSidedTopK(0.1),
         ChunkTopK(0.1, 16),
+        TileTopK(2, 3),
         Threshold(0.5),
         TwoSidedTopK(0.1),
         LayerwiseTopK(0.1),
@@ -161,6 +165,8 @@ EXCHANGES: dict[str, tuple[Callable[[], Exchange], float | None]] = {
     "compressed, everything": (lambda: CompressedAllReduce(SparseCodec(TopK(1.0))), 1e-5),
     "quantized": (QuantizedAllReduce, 1e-2),
     "quantized, 4 bits": (lambda: QuantizedAllReduce(4, 6), 1e-1),
+    "cosines": (lambda: Transformed(Sparse(SparseCodec(TileTopK(2, 3))), TiledDCT(3)), 1e-5),
+    "cosines, summed": (lambda: Transformed(OkTopK(SparseCodec(TopK(0.2))), TiledDCT(3)), 1e-5),
     "power sgd": (lambda: PowerSGD(2), 1e-5),
     "levels": (lambda: Gather(StochasticLevels()), 1e-5),
     "signs": (lambda: Gather(SignMeans("column", 2)), 1e-5),
@@ -189,7 +195,10 @@ def test_one_rank_is_enough() -> None:
     check_exchange(lambda: Gather(SparseCodec(TopK(0.1))), world_size=1)
 
 
-@pytest.mark.parametrize("memory", [ErrorFeedback, MomentumCorrection, Momentum], ids=lambda memory: memory.__name__)
+MEMORIES = [ErrorFeedback, MomentumCorrection, Momentum, EF21, SharedSign]
+
+
+@pytest.mark.parametrize("memory", MEMORIES, ids=lambda memory: memory.__name__)
 def test_our_memories(memory: Callable[[], Memory]) -> None:
     check_memory(memory)
 

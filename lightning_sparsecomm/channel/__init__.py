@@ -7,8 +7,10 @@ from lightning_sparsecomm.channel.contribution import AdamRule as AdamRule
 from lightning_sparsecomm.channel.contribution import Contribution as Contribution
 from lightning_sparsecomm.channel.contribution import MomentumRule as MomentumRule
 from lightning_sparsecomm.channel.contribution import StepSettings as StepSettings
+from lightning_sparsecomm.channel.ef21 import EF21 as EF21
 from lightning_sparsecomm.channel.error_feedback import ErrorFeedback as ErrorFeedback
 from lightning_sparsecomm.channel.memory import Memory as Memory
 from lightning_sparsecomm.channel.memory import NamedVector as NamedVector
 from lightning_sparsecomm.channel.momentum import Momentum as Momentum
 from lightning_sparsecomm.channel.momentum import MomentumCorrection as MomentumCorrection
+from lightning_sparsecomm.channel.signs import SharedSign as SharedSign

@@ -15,25 +15,27 @@ from lightning_sparsecomm.channel.adam import LocalAdam
 from lightning_sparsecomm.channel.asides import Asides
 from lightning_sparsecomm.channel.clipping import ClipLocalNorm
 from lightning_sparsecomm.channel.contribution import Contribution, StepSettings
+from lightning_sparsecomm.channel.ef21 import EF21
 from lightning_sparsecomm.channel.error_feedback import ErrorFeedback
 from lightning_sparsecomm.channel.inspection import first_nonfinite, joined_sparse
 from lightning_sparsecomm.channel.memory import Memory
 from lightning_sparsecomm.channel.missing import MissingGradients
 from lightning_sparsecomm.channel.momentum import Momentum, MomentumCorrection, Velocity
 from lightning_sparsecomm.channel.saved import Saved, load_saved, saved_of
+from lightning_sparsecomm.channel.signs import SharedSign
 from lightning_sparsecomm.codecs import EnteringCompressor
 from lightning_sparsecomm.exchange import Exchange, Exchanged
 from lightning_sparsecomm.kernels import OutOfRangeError
 
 # Memories that are safe to call with gradients that are not finite: they only describe, or check as they take in. Their
 # subclasses, and all others, are given gradients that were checked in a pass of its own.
-_CHECK_IN_PASSING = (ClipLocalNorm, MomentumCorrection, LocalAdam, Momentum, ErrorFeedback)
+_CHECK_IN_PASSING = (ClipLocalNorm, MomentumCorrection, LocalAdam, Momentum, ErrorFeedback, EF21, SharedSign)
 
 # Of these, an earlier kind must come before a later one.
 _ORDER: tuple[type[Memory] | tuple[type[Memory], ...], ...] = (
     ClipLocalNorm,
     (MomentumCorrection, LocalAdam),
-    ErrorFeedback,
+    (ErrorFeedback, EF21),
 )
 
 
@@ -185,8 +187,8 @@ class Channel(Part):
         # A finite norm of all gradients says that all are finite. Otherwise the residual checks them as it takes
         # them in, or a separate pass does, at the cost of one read.
         unknown = not math.isfinite(settings.gradient_norm)
-        has_residual = bool(self.residuals)
-        if unknown and not sparse and has_residual and all(type(each) in _CHECK_IN_PASSING for each in self.memories):
+        takes_in = any(isinstance(memory, (ErrorFeedback, EF21)) for memory in self.memories)
+        if unknown and not sparse and takes_in and all(type(each) in _CHECK_IN_PASSING for each in self.memories):
             try:
                 self._take_in(filled, settings, this, checked=True)
             except OutOfRangeError:
@@ -274,8 +276,15 @@ def _check_parts(exchange: Exchange, memories: Sequence[Memory]) -> None:
     ranks = [rank for memory in memories for rank, kind in enumerate(_ORDER) if isinstance(memory, kind)]
     if ranks != sorted(ranks):
         raise ValueError(
-            "memories must be in the order ClipLocalNorm, MomentumCorrection or LocalAdam, ErrorFeedback; got"
+            "memories must be in the order ClipLocalNorm, MomentumCorrection or LocalAdam, ErrorFeedback or EF21; got"
             f" {list(memories)!r}. Change their order."
+        )
+    if any(isinstance(memory, EF21) for memory in memories) and (
+        not isinstance(memories[-1], EF21) or any(isinstance(memory, (ErrorFeedback, EF21)) for memory in memories[:-1])
+    ):
+        raise ValueError(
+            "memories must end with EF21, after which ranks share an estimate, and hold neither ErrorFeedback nor a"
+            f" second EF21; got {list(memories)!r}. Change their order, or leave one out."
         )
     if sum(isinstance(memory, Velocity) for memory in memories) > 1:
         raise ValueError(

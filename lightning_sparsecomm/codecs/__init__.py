@@ -44,6 +44,7 @@ from lightning_sparsecomm.codecs.selectors.chunks import ChunkTopK as ChunkTopK
 from lightning_sparsecomm.codecs.selectors.layerwise import LayerwiseTopK as LayerwiseTopK
 from lightning_sparsecomm.codecs.selectors.one_sided import OneSidedTopK as OneSidedTopK
 from lightning_sparsecomm.codecs.selectors.threshold import Threshold as Threshold
+from lightning_sparsecomm.codecs.selectors.tiles import TileTopK as TileTopK
 from lightning_sparsecomm.codecs.selectors.top_k import TopK as TopK
 from lightning_sparsecomm.codecs.selectors.two_sided import TwoSidedTopK as TwoSidedTopK
 from lightning_sparsecomm.codecs.sign_means import SignMeans as SignMeans
@@ -53,6 +54,8 @@ from lightning_sparsecomm.codecs.sparse import SparseCodec as SparseCodec
 from lightning_sparsecomm.codecs.sparse import decode_sparse as decode_sparse
 from lightning_sparsecomm.codecs.sparse import encode_sparse as encode_sparse
 from lightning_sparsecomm.codecs.stochastic_levels import StochasticLevels as StochasticLevels
+from lightning_sparsecomm.codecs.transforms import TiledDCT as TiledDCT
+from lightning_sparsecomm.codecs.transforms import Transform as Transform
 from lightning_sparsecomm.codecs.values import BFloat16 as BFloat16
 from lightning_sparsecomm.codecs.values import Float16 as Float16
 from lightning_sparsecomm.codecs.values import Float32 as Float32

@@ -20,3 +20,4 @@ from lightning_sparsecomm.exchange.sparse import Sparse as Sparse
 from lightning_sparsecomm.exchange.status import NonFiniteGradientError as NonFiniteGradientError
 from lightning_sparsecomm.exchange.ternary import MajorityVote as MajorityVote
 from lightning_sparsecomm.exchange.ternary import TernarySum as TernarySum
+from lightning_sparsecomm.exchange.transformed import Transformed as Transformed

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -46,8 +46,8 @@ class Exchange(Part, ABC):
     [[1.0, 0.5], [1.0, 0.5]]
     """
 
-    sums_pieces: ClassVar[bool] = False
-    renewable: ClassVar[bool] = False
+    sums_pieces: bool = False
+    renewable: bool = False
 
     @property
     def overlaps(self) -> bool:

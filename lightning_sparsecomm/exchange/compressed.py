@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -43,7 +42,7 @@ class CompressedAllReduce(Exchange):
         compressor: Turns a piece of all tensors into bytes.
     """
 
-    sums_pieces: ClassVar[bool] = True
+    sums_pieces = True
 
     def __init__(self, compressor: Compressor) -> None:
         self.compressor = compressor

@@ -1,7 +1,6 @@
 """The largest elements of the sum over ranks: each rank adds up a region, of as many elements as any other."""
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 import torch
 
@@ -51,7 +50,7 @@ class OkTopK(RegionSum):
         ValueError: `balance_every` is below 1.
     """
 
-    sums_pieces: ClassVar[bool] = True
+    sums_pieces = True
 
     def own_part(self, part: SparseVector, context: Round) -> SparseVector:
         # It stays here, and is rounded as a mean only.

@@ -1,7 +1,5 @@
 """An all-reduce in a few bits for each element: each rank sums one piece of the vector."""
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
@@ -38,7 +36,7 @@ class QuantizedAllReduce(Exchange):
         ValueError: `bits` is none of these, or `block` is below 1 (or above 255, with 2 bits).
     """
 
-    sums_pieces: ClassVar[bool] = True
+    sums_pieces = True
 
     def __init__(self, bits: Bits = 8, block: int | None = None) -> None:
         self._codec = dense_codec(bits, block)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,7 +70,7 @@ class RegionSum(Exchange):
         ValueError: `balance_every` is below 1.
     """
 
-    renewable: ClassVar[bool] = True
+    renewable = True
 
     def __init__(self, codec: SparseCodec, balance_every: int = 64) -> None:
         if not isinstance(codec, SparseCodec):

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import ClassVar, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -49,7 +49,7 @@ class Sparse(Exchange):
         TypeError: `codec` is no `SparseCodec`.
     """
 
-    renewable: ClassVar[bool] = True
+    renewable = True
 
     def __init__(self, codec: SparseCodec, ways: Sequence[Way] = _ALL) -> None:
         if not ways or isinstance(ways, str):

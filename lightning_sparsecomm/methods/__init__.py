@@ -12,6 +12,7 @@ from lightning_sparsecomm.methods.auto import auto
 from lightning_sparsecomm.methods.defaults import default
 from lightning_sparsecomm.methods.des_loc import des_loc
 from lightning_sparsecomm.methods.dropping import dgc, gradient_dropping
+from lightning_sparsecomm.methods.estimates import ef21
 from lightning_sparsecomm.methods.low_rank import powersgd
 from lightning_sparsecomm.methods.outer import muloco, streaming_diloco
 from lightning_sparsecomm.methods.periodic import diloco, federated_averaging, sbc, sbc1, sbc2, sbc3, sparse_loco
@@ -22,6 +23,7 @@ from lightning_sparsecomm.methods.selectors import adacomp, dryden, strom
 from lightning_sparsecomm.methods.shared_positions import aligned_topk, random_k
 from lightning_sparsecomm.methods.split import split
 from lightning_sparsecomm.methods.sums import dense, s2_reducer, sketched_sgd
+from lightning_sparsecomm.methods.transforms import demo
 from lightning_sparsecomm.sharing import Method
 
 __all__ = [
@@ -30,11 +32,13 @@ __all__ = [
     "aligned_topk",
     "auto",
     "default",
+    "demo",
     "dense",
     "des_loc",
     "dgc",
     "diloco",
     "dryden",
+    "ef21",
     "ef_signsgd",
     "federated_averaging",
     "gradient_dropping",
@@ -65,6 +69,7 @@ _NAMED = (
     *(dense, gradient_dropping, dgc, local_adam, sbc, federated_averaging, diloco, sparse_loco, sketched_sgd),
     *(s2_reducer, powersgd, quantized, ok_topk, aligned_topk, random_k, streaming_diloco, muloco, des_loc),
     *(qsgd, terngrad, natural, onebit_sgd, ef_signsgd, signsgd, strom, dryden, adacomp),
+    *(ef21, demo),
 )
 
 RECIPES: dict[str, Callable[[], Method]] = {recipe.__name__: recipe for recipe in _NAMED}

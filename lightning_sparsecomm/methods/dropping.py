@@ -243,11 +243,11 @@ def sparse(
         "'auto' and 'gather' share the mean of what ranks have selected; 'all_reduce' and 'ok_topk' its largest"
         " elements, whose bytes hardly grow with the number of ranks.",
     )
-    return exchanges[exchange](codec_of(density, scope, values, positions))
+    return exchanges[exchange](codec_of(selector_of(density, scope), values, positions))
 
 
-def codec_of(density: Density, scope: ScopeName, values: ValueName, positions: PositionName) -> SparseCodec:
-    """The codec of the largest elements. Raises `ValueError` for an unknown scope, dtype or code."""
+def codec_of(selector: Selector, values: ValueName, positions: PositionName) -> SparseCodec:
+    """The codec of what a selector selects. Raises `ValueError` for an unknown dtype or code."""
     codecs: dict[str, ValueCoding] = {
         "float32": Float32(),
         "float16": Float16(),
@@ -260,10 +260,11 @@ def codec_of(density: Density, scope: ScopeName, values: ValueName, positions: P
     }
     check_one_of("values", values, codecs, "Use 'float32' to send them exactly.")
     check_one_of("positions", positions, ("fast", "short"), "Use 'short' for a slow network.")
-    return SparseCodec(_selector(density, scope), codecs[values], RunLength16() if positions == "fast" else Auto())
+    return SparseCodec(selector, codecs[values], RunLength16() if positions == "fast" else Auto())
 
 
-def _selector(density: Density, scope: ScopeName) -> Selector:
+def selector_of(density: Density, scope: ScopeName) -> Selector:
+    """What selects the largest elements. Raises `ValueError` for an unknown scope."""
     check_one_of(
         "scope",
         scope,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from lightning_sparsecomm.basis.arguments import check_booleans
 from lightning_sparsecomm.basis.schedules import Density
 from lightning_sparsecomm.exchange import OkTopK
-from lightning_sparsecomm.methods.dropping import PositionName, ScopeName, ValueName, codec_of
+from lightning_sparsecomm.methods.dropping import PositionName, ScopeName, ValueName, codec_of, selector_of
 from lightning_sparsecomm.methods.weights import weights_by
 from lightning_sparsecomm.sharing import Method
 
@@ -59,5 +59,5 @@ class ok_topk(Method):
         follow_rate: bool = True,
     ) -> None:
         check_booleans(error_feedback=error_feedback, follow_rate=follow_rate)
-        exchange = OkTopK(codec_of(density, scope, values, positions), balance_every)
+        exchange = OkTopK(codec_of(selector_of(density, scope), values, positions), balance_every)
         super().__init__(weights_by(exchange, error_feedback, exclude, follow_rate))

@@ -7,13 +7,24 @@ from torch.optim import LBFGS, SGD, Optimizer
 
 from lightning_sparsecomm.basis import Layout, Wire
 from lightning_sparsecomm.basis.arguments import check_booleans, check_one_of
-from lightning_sparsecomm.channel import Channel, ClipLocalNorm, LocalAdam, Momentum, MomentumCorrection
+from lightning_sparsecomm.channel import (
+    EF21,
+    Channel,
+    ClipLocalNorm,
+    LocalAdam,
+    Momentum,
+    MomentumCorrection,
+    SharedSign,
+)
 from lightning_sparsecomm.exchange import SparseExchange
 from lightning_sparsecomm.sharing.gradient_share import GradientShare
 from lightning_sparsecomm.sharing.gradients import NamedParameters
 from lightning_sparsecomm.sharing.late import LateShare
 from lightning_sparsecomm.sharing.local_mode import LOCAL_MODES, SharedName
 from lightning_sparsecomm.sharing.sync import Sync
+
+# Memories after which what is shared is not the mean of what ranks have sent.
+_SHARING_OTHERS = (LocalAdam, EF21, SharedSign)
 
 
 class GradientSync(Sync):
@@ -71,10 +82,11 @@ class GradientSync(Sync):
                 "sparse=True needs a channel without memories, which are dense, an exchange that takes sparse vectors,"
                 f" such as BlockReduce(), and local='none'; got {channel!r} and local={local!r}."
             )
-        if (local != "none" or mask_momentum) and any(isinstance(memory, LocalAdam) for memory in channel.memories):
+        if (local != "none" or mask_momentum) and any(isinstance(each, _SHARING_OTHERS) for each in channel.memories):
             raise ValueError(
-                "local must be 'none' and mask_momentum False with LocalAdam, after which ranks share directions, not"
-                f" gradients; got local={local!r} and mask_momentum={mask_momentum!r}. Use a channel without LocalAdam."
+                "local must be 'none' and mask_momentum False with LocalAdam, EF21 and SharedSign, after which ranks"
+                " share directions, estimates and signs, not what they have sent; got"
+                f" local={local!r} and mask_momentum={mask_momentum!r}. Use a channel without them."
             )
         self.takes_sparse: bool | None = sparse
         self.channel = channel
@@ -101,10 +113,11 @@ class GradientSync(Sync):
                 f" computed the gradient; got {delay}. Leave it out."
             )
         memories = self.channel.memories
-        if delay and (not self.channel.residuals or any(isinstance(each, Momentum) for each in memories)):
+        if delay and (not self.channel.residuals or any(isinstance(each, (Momentum, SharedSign)) for each in memories)):
             raise ValueError(
-                "delay=1 needs a channel with ErrorFeedback, and momentum before the exchange, which tell what a rank's"
-                f" own gradient would do; got {self.channel!r}. Use [MomentumCorrection(), ErrorFeedback()]."
+                "delay=1 needs a channel with ErrorFeedback, without SharedSign, and momentum before the exchange,"
+                " which tell what a rank's own gradient would do; got"
+                f" {self.channel!r}. Use [MomentumCorrection(), ErrorFeedback()]."
             )
         self.drifts = LOCAL_MODES[self.local].drifts or bool(delay)
         self.delay = delay
@@ -146,7 +159,8 @@ class GradientSync(Sync):
                 "with delay=1, momentum comes before the exchange. Add MomentumCorrection() to its channel."
             )
         sync = copy.copy(self)
-        memories = [memory for memory in (clip, *self.channel.memories, momentum) if memory is not None]
+        # What is shared reaches momentum last: memories commit in reverse.
+        memories = [memory for memory in (clip, momentum, *self.channel.memories) if memory is not None]
         sync.channel = Channel(self.channel.exchange, memories)
         return sync
 

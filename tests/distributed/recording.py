@@ -9,6 +9,7 @@ from lightning_sparsecomm.basis.rounds import Round
 from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.channel import Channel
 from lightning_sparsecomm.exchange import Exchange, Exchanged, SparseExchange
+from lightning_sparsecomm.exchange.status import masked
 from lightning_sparsecomm.sharing import DeltaSync, GradientSync, Method
 
 
@@ -40,7 +41,9 @@ class Recording(Exchange):
     def exchange(self, x: Vector, context: Round, wire: Wire) -> Exchanged:
         exchanged = self.inner.exchange(x, context, wire)
         # Copied now: `sent` may be a memory's own vector, which changes when the round is committed.
-        self._result = exchanged._replace(shared=_copy(exchanged.shared), sent=_copy(exchanged.sent))
+        # What is sent of a tensor for which no rank has a gradient is void.
+        shared, sent = (masked(each, exchanged.present, context.layout) for each in (exchanged.shared, exchanged.sent))
+        self._result = exchanged._replace(shared=_copy(shared), sent=_copy(sent))
         return exchanged
 
     def elements(self, exchanged: Exchanged) -> int:

@@ -1,21 +1,24 @@
 """The laws for each method and each way of using DDP, on Gloo with two and three processes."""
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightning_sparsecomm.basis.parts import parts_in
-from lightning_sparsecomm.channel import ErrorFeedback
+from lightning_sparsecomm.channel import Channel, ErrorFeedback
+from lightning_sparsecomm.codecs import SparseCodec, TiledDCT, TileTopK
 from lightning_sparsecomm.codecs.selectors.candidates import HintedSelector
-from lightning_sparsecomm.exchange import SparseExchange
+from lightning_sparsecomm.exchange import Sparse, SparseExchange, Transformed
 from lightning_sparsecomm.methods import (
     adacomp,
     aligned_topk,
     dense,
     dgc,
     dryden,
+    ef21,
     ef_signsgd,
     gradient_dropping,
     natural,
@@ -98,6 +101,16 @@ METHODS: dict[str, Method] = {
     "terngrad": terngrad(),
     "natural": natural(),
     "signsgd": signsgd(),
+    "cosines": Method(
+        [
+            GradientSync(
+                Channel(
+                    Transformed(Sparse(SparseCodec(TileTopK(2, side=8))), TiledDCT(side=8)),
+                    [ErrorFeedback(follow_rate=False)],
+                )
+            )
+        ]
+    ),
 }
 
 # dgc clips each rank's own gradient, and not the mean, so two scenarios train differently. It refuses to clip by value.
@@ -108,7 +121,12 @@ NOT_CLIPPING = [name for name in SCENARIOS if name not in ("clip_norm", "clip_va
     ("name", "recipe"),
     [
         pytest.param(*each.values, recipe, marks=each.marks)
-        for recipe, quick in ((dgc, KINDS), (sketched_sgd, ("unused_by_turns",)))
+        for recipe, quick in (
+            (dgc, KINDS),
+            (sketched_sgd, ("unused_by_turns",)),
+            (ef21, ("unused_by_turns",)),
+            (partial(ef21, momentum_correction=False), ("unused_by_turns",)),
+        )
         for each in quick_and_slow(NOT_CLIPPING, quick)
     ],
 )
@@ -180,6 +198,22 @@ def keeps_what_it_does_not_send(method: Method) -> bool:
     """Others round, without bias or with, and keep nothing."""
     channels = [sync.channel for sync in method.syncs if isinstance(sync, GradientSync)]
     return any(isinstance(memory, ErrorFeedback) for channel in channels for memory in channel.memories)
+
+
+@pytest.mark.parametrize(
+    ("correction", "name"),
+    [
+        pytest.param(correction, *each.values, marks=each.marks)
+        for correction in (True, False)
+        for each in quick_and_slow(NOT_CLIPPING, ("unused_by_turns",))
+    ],
+)
+def test_ef21_obeys_the_laws(tmp_path: Path, name: str, correction: bool) -> None:
+    ranks = fit(tmp_path, SCENARIOS[name], 3, recorded(ef21(0.05, momentum_correction=correction)))
+    laws.trained(SCENARIOS[name].model().state_dict(), ranks[0])
+    laws.replicas_are_equal(ranks)
+    laws.shared_is_bit_equal(ranks)
+    laws.estimates_are_what_was_sent(ranks)
 
 
 @pytest.mark.parametrize("name", quick_and_slow(METHODS, ("model", "sketched_sgd", "random_k")))

@@ -213,6 +213,10 @@ CASES: dict[str, tuple[Callable[[], Method], dict[str, Any], Callable[[], tuple[
     "dryden": (lambda: methods.dryden(0.05), {"adam": True}, tuple),
     "adacomp": (lambda: methods.adacomp(bin_size=50), {}, tuple),
     "by entropy": (lambda: methods.dgc(0.05, warmup_steps=4, scope="entropy"), {}, tuple),
+    "ef21": (lambda: methods.ef21(0.05, warmup_steps=4, clip=0.5), {"nesterov": True}, tuple),
+    "ef21, adam": (lambda: methods.ef21(0.05), {"adam": True}, tuple),
+    "ef21, plain": (lambda: methods.ef21(0.05, momentum_correction=False), {"adam": True}, tuple),
+    "demo": (lambda: methods.demo(k=2, side=8), {}, tuple),
     "powersgd, two optimizers": (lambda: methods.powersgd(2), {"two": True}, tuple),
     "split": (lambda: methods.split(["head.*"], methods.gradient_dropping(0.1), methods.sbc(0.05, every=4)), {}, tuple),
     # With callbacks that average each rank's own weights over time.

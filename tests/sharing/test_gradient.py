@@ -157,7 +157,7 @@ def test_it_joins_what_another_sync_does_instead_of_the_optimizer() -> None:
     sync = GradientSync(Channel(DenseAllReduce(), [ErrorFeedback()]))
     joined = sync.joining(clip, momentum)
     assert isinstance(joined, GradientSync)
-    assert [type(memory) for memory in joined.channel.memories] == [ClipLocalNorm, ErrorFeedback, Momentum]
+    assert [type(memory) for memory in joined.channel.memories] == [ClipLocalNorm, Momentum, ErrorFeedback]
     assert [type(memory) for memory in sync.channel.memories] == [ErrorFeedback]
     for other in (
         GradientSync(Channel(BlockReduce()), sparse=True),

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
 
 import torch
 from torch import Tensor
@@ -13,6 +12,7 @@ from lightning_sparsecomm.basis.layout import Segment
 from lightning_sparsecomm.basis.rounds import Round
 from lightning_sparsecomm.basis.schedules import Density, check_density
 from lightning_sparsecomm.codecs.selectors.base import Selector, k_of
+from lightning_sparsecomm.codecs.tiles import largest_in_tiles, matrix_of, regions
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,9 @@ class ChunkTopK(Selector):
     def select(self, x: Tensor, context: Round) -> Tensor:
         density = context.density(self.density)
         parts = [
-            _largest_in_tiles(x[segment.offset : segment.offset + segment.size].view(matrix), tile, density)
+            largest_in_tiles(
+                x[segment.offset : segment.offset + segment.size].view(matrix), tile, lambda size: k_of(density, size)
+            )
             + segment.offset
             for segment, matrix, tile in self._tiled(context)
         ]
@@ -68,49 +70,17 @@ class ChunkTopK(Selector):
     def count(self, context: Round) -> int:
         density = context.density(self.density)
         return sum(
-            (bottom - top) // height * ((right - left) // width) * k_of(density, height * width)
+            region.tiles * k_of(density, region.height * region.width)
             for _, matrix, tile in self._tiled(context)
-            for (top, bottom, height), (left, right, width) in product(*map(_cuts, matrix, tile))
+            for region in regions(matrix, tile)
         )
 
     def _tiled(self, context: Round) -> Iterator[tuple[Segment, tuple[int, int], tuple[int, int]]]:
         """Each tensor as a matrix, and the shape of its tiles; chunks are those of a matrix with one row."""
         side = math.isqrt(self.chunk)
         for segment in context.layout.segments:
-            rows = segment.shape[0] if segment.size and len(segment.shape) > 1 else 1
+            rows, columns = matrix_of(segment)
             if self.tiles and rows > 1:
-                yield segment, (rows, segment.size // rows), (side, side)
+                yield segment, (rows, columns), (side, side)
             else:
                 yield segment, (1, segment.size), (1, self.chunk)
-
-
-def _cuts(length: int, tile: int) -> list[tuple[int, int, int]]:
-    """Whole tiles and the rest: where each begins and ends, and how long a tile is in it."""
-    whole = length - length % tile
-    return [(begin, end, min(tile, end - begin)) for begin, end in ((0, whole), (whole, length)) if begin < end]
-
-
-def _largest_in_tiles(matrix: Tensor, tile: tuple[int, int], density: float) -> Tensor:
-    """Sorted positions, in the flattened matrix, of the largest magnitudes of each tile."""
-    columns = matrix.shape[1]
-    found = []
-    for (top, bottom, height), (left, right, width) in product(*map(_cuts, matrix.shape, tile)):
-        part = matrix[top:bottom, left:right]
-        blocks = part.unflatten(0, (-1, height)).unflatten(2, (-1, width)).transpose(1, 2)
-        at = _largest_in_rows(blocks.reshape(-1, height * width), k_of(density, height * width))
-        # Where that is: block by block, and row by row in each.
-        block, within = at // (height * width), at % (height * width)
-        across = (right - left) // width
-        row = top + block // across * height + within // width
-        found.append(row * columns + left + block % across * width + within % width)
-    if len(found) == 1 and matrix.shape[0] == 1:
-        return found[0]
-    return torch.cat(found).sort().values if found else matrix.new_empty(0, dtype=torch.int64)
-
-
-def _largest_in_rows(rows: Tensor, k: int) -> Tensor:
-    """Sorted positions, in the flattened rows, of each row's min(k, non-zeros) largest magnitudes."""
-    largest = rows.abs().topk(k, dim=1, sorted=False)
-    columns = torch.where(largest.values > 0, largest.indices, rows.shape[1]).sort(1).values
-    starts = torch.arange(0, rows.numel(), rows.shape[1], device=rows.device)
-    return (columns + starts[:, None])[columns < rows.shape[1]]
