@@ -165,6 +165,13 @@ GALLERY = {
     "strom": Method("strom(threshold={}, once=True, follow_rate=False)", Knob(10.0, 1e-6)),
     "dryden": Method("dryden(density={}, follow_rate=False)", DENSITY),
     "adacomp": Method("adacomp(bin_size={0}, convolution_bin_size={0}, follow_rate=False)", Knob(100_000, 1)),
+    "ef21": Method("ef21(density={})", DENSITY),
+    "demo": Method("demo(k={})", Knob(1, 4096), rates="adamw"),
+    "onebit_adam": Method("onebit_adam()", optimizers=("adamw",)),
+    "parallax": Method("parallax()"),
+    "omnireduce": Method("omnireduce(block_density={}, follow_rate=False)", DENSITY),
+    "sparcml": Method("sparcml(density={}, follow_rate=False)", DENSITY),
+    "post_local_sgd": Method("post_local_sgd(dense_steps=10, every={})", EVERY),
     "sbc": Method("sbc(density={}, every=1)", DENSITY),  # SBC (1): every=10 sends less than a hundredth
     "federated_averaging": Method("federated_averaging(every={})", EVERY),
     "diloco": Method("diloco(every={})", EVERY),

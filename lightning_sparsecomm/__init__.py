@@ -17,6 +17,7 @@ from lightning_sparsecomm.channel import Channel, ErrorFeedback
 from lightning_sparsecomm.codecs import PayloadError
 from lightning_sparsecomm.exchange import NonFiniteGradientError
 from lightning_sparsecomm.frontends.callbacks import ParameterAveraging, SparsityWarmup
+from lightning_sparsecomm.frontends.iterate_average import IterateAverage
 from lightning_sparsecomm.frontends.metrics import CompressionRatio
 from lightning_sparsecomm.frontends.monitor import CompressionMonitor
 from lightning_sparsecomm.frontends.recorder import CompressionReport
@@ -40,6 +41,7 @@ __all__ = [
     "DeltaSync",
     "ErrorFeedback",
     "GradientSync",
+    "IterateAverage",
     "Ledger",
     "Method",
     "NonFiniteGradientError",

@@ -56,11 +56,13 @@ from lightning_sparsecomm.codecs import (
 )
 from lightning_sparsecomm.exchange import (
     BlockReduce,
+    ClientMean,
     CompressedAllReduce,
     DenseAllReduce,
     Exchange,
     Exchanged,
     Gather,
+    GatherNonZero,
     MajorityVote,
     OkTopK,
     PlainExchange,
@@ -69,6 +71,7 @@ from lightning_sparsecomm.exchange import (
     RegionSum,
     SketchedTopK,
     Sparse,
+    Staged,
     TernarySum,
     Transformed,
 )
@@ -171,6 +174,10 @@ EXCHANGES: dict[str, tuple[Callable[[], Exchange], float | None]] = {
     "levels": (lambda: Gather(StochasticLevels()), 1e-5),
     "signs": (lambda: Gather(SignMeans("column", 2)), 1e-5),
     "bins": (lambda: Gather(AdaptiveBins(20)), 1e-5),
+    "non-zero": (GatherNonZero, 1e-5),
+    "clients": (lambda: ClientMean(0.5), None),
+    "heavymix": (lambda: SketchedTopK(0.05, columns=300, recovery="heavymix"), 1e-5),
+    "staged": (lambda: Staged(DenseAllReduce(), CompressedAllReduce(SignMeans()), steps=2), 1e-5),
     "ternary": (TernarySum, 1e-5),
     "vote": (MajorityVote, None),
     "power sgd, in groups": (lambda: PowerSGD(3, dense_steps=1, group_elements=1), 1e-5),
@@ -179,7 +186,7 @@ EXCHANGES: dict[str, tuple[Callable[[], Exchange], float | None]] = {
 
 
 # One of each kind; the others run with the slow tests.
-QUICK = ("gather", "regions", "blocks", "compressed", "quantized", "power sgd, in groups", "ternary")
+QUICK = ("gather", "regions", "staged", "blocks", "compressed", "quantized", "power sgd, in groups", "ternary")
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from lightning_sparsecomm.basis.schedules import Density as Density
 from lightning_sparsecomm.basis.schedules import DensityWarmup as DensityWarmup
 from lightning_sparsecomm.basis.schedules import Every as Every
 from lightning_sparsecomm.basis.schedules import Exponential as Exponential
+from lightning_sparsecomm.basis.schedules import PartOfRun as PartOfRun
 from lightning_sparsecomm.basis.schedules import Schedule as Schedule
 from lightning_sparsecomm.basis.schedules import Stages as Stages
 from lightning_sparsecomm.basis.schedules import Warmup as Warmup

@@ -6,7 +6,15 @@ from dataclasses import dataclass
 import torch
 
 from lightning_sparsecomm.basis.layout import Layout
-from lightning_sparsecomm.basis.schedules import Density, DensityWarmup, Schedule, Warmup, density_at
+from lightning_sparsecomm.basis.schedules import (
+    Density,
+    DensityWarmup,
+    Every,
+    Schedule,
+    Warmup,
+    density_at,
+    every_at,
+)
 from lightning_sparsecomm.kernels.sketch.reference import GOLDEN, mixed
 
 
@@ -61,6 +69,13 @@ class Round:
         # It replaces the method's own warm-up.
         own = density.density if isinstance(density, DensityWarmup) else density_at(density, self.step, self.epoch)
         return self.warmup.density(own, self.step, self.epoch)
+
+    def steps(self, number: Every) -> int:
+        """A number of optimizer steps, given as such or as a schedule, in this round."""
+        if isinstance(number, Schedule):
+            known = number.for_length(self.length)
+            number = known if isinstance(known, Schedule) else max(1, round(known))
+        return every_at(number, self.step, self.epoch)
 
     def shared_seed(self) -> int:
         """A 63-bit seed, equal on all ranks and new in each round."""

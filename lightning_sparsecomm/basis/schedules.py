@@ -171,6 +171,44 @@ class ByLength(Schedule):
 
 
 @dataclass(frozen=True)
+class PartOfRun(Schedule):
+    """A number of optimizer steps that is a part of the run's length.
+
+    >>> [PartOfRun(0.15).for_length(steps) for steps in (1000, 40, float("inf"))]
+    [150.0, 6.0, 1000]
+
+    Args:
+        part: Of all steps of the run, in (0, 1].
+        unknown: How many steps where the run's length is not known.
+
+    Raises:
+        ValueError: `part` is outside (0, 1], or `unknown` is below 1.
+        TypeError: `part` is not a number.
+    """
+
+    part: float
+    unknown: int = 1000
+
+    def __post_init__(self) -> None:
+        if not is_number(self.part):
+            raise TypeError(f"part must be a number in (0, 1]: a part of the run; got {self.part!r}. Use 0.15.")
+        if not 0 < self.part <= 1:
+            raise ValueError(f"part must be in (0, 1]: a part of the run; got {self.part!r}. Use 0.15 for 15%.")
+        check_every("unknown", self.unknown)
+
+    def at(self, step: int, epoch: float) -> float:
+        return self.unknown
+
+    def for_length(self, steps: float) -> float:
+        return self.part * steps if 0 < steps < math.inf else self.unknown
+
+    @property
+    def bounds(self) -> Sequence[float]:
+        # A run may be so short that its part is less than one step, which counts as one.
+        return (1,)
+
+
+@dataclass(frozen=True)
 class DensityWarmup(Schedule):
     """A density that follows a warm-up.
 

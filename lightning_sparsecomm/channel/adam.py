@@ -5,20 +5,19 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.optim import Adam, AdamW, Optimizer
 
 from lightning_sparsecomm.basis.layout import Layout
 from lightning_sparsecomm.basis.rounds import Round
+from lightning_sparsecomm.channel.adam_moments import FIRST, SECOND, AdamMoments, weights_for
 from lightning_sparsecomm.channel.coherence import SAMPLED, Coherence
 from lightning_sparsecomm.channel.contribution import AdamRule, Contribution
-from lightning_sparsecomm.channel.memory import Memory
 from lightning_sparsecomm.exchange.base import Exchanged
 from lightning_sparsecomm.kernels import Moments
 
-_FIRST, _SECOND, _STEP, _COHERENCE = "exp_avg", "exp_avg_sq", "step", "coherence"
+_COHERENCE = "coherence"
 
 
-class LocalAdam(Memory):
+class LocalAdam(AdamMoments):
     """Replaces a rank's gradient g by Adam's direction x, which is in units of the learning rate.
 
         g ← g + λ·w                                     only with Adam's L2 decay; AdamW's decay is not sent
@@ -44,14 +43,8 @@ class LocalAdam(Memory):
     LocalAdam()
     """
 
-    carries = True
-    in_common = True
-
     def __init__(self) -> None:
-        super().__init__(_FIRST, _SECOND)
-        self._names: list[str] = []
-        self._steps: dict[str, int] = {}
-        self._next: dict[str, int] = {}
+        super().__init__()
         self._coherence = Coherence()
         self._sample: Tensor | None = None
         self._total: Tensor | None = None
@@ -60,42 +53,17 @@ class LocalAdam(Memory):
         # Where gradients are, and the dtype of moments.
         self._like = torch.zeros(0)
 
-    def objection(self, optimizer: Optimizer) -> str | None:
-        remedy = "Use methods.gradient_dropping(), which works with any optimizer"
-        if not isinstance(optimizer, (Adam, AdamW)):
-            return (
-                "local moments replace those of torch.optim.Adam and AdamW;"
-                f" {type(optimizer).__name__} has other rules, which they do not follow. {remedy}, or methods.dgc()"
-                " with SGD."
-            )
-        for group in optimizer.param_groups:
-            for option in ("amsgrad", "differentiable"):
-                if group.get(option):
-                    return (
-                        f"{option} must be False with local moments, which are kept without it; got {option}=True."
-                        f" {remedy}, or leave out {option}."
-                    )
-        return None
-
     def bind(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
         super().bind(layout, dtype, device)
-        self._names = [segment.name for segment in layout.segments]
         self._like = torch.zeros(0, dtype=dtype, device=device)
 
     def prepare(self, contribution: Contribution, context: Round) -> Contribution:
-        rules = contribution.settings.adam or [AdamRule()] * len(self._names)
-        if len({rule.sign for rule in rules}) > 1:
-            # One factor scales all gradients.
-            raise ValueError(
-                "maximize must be the same in all parameter groups; got True and False. Use two optimizers, or negate"
-                " the loss."
-            )
+        rules, sign = self._rules(contribution)
         self._next = {}
-        sign = rules[0].sign if rules else 1.0
         scale = contribution.scale * sign
         self._sample = self._sampled(contribution.parts, rules, scale, context) if self._sums(context) else None
         steps: list[Moments | None] = []
-        views = zip(contribution.parts, self._flats(_FIRST, context), self._flats(_SECOND, context))
+        views = zip(contribution.parts, self._flats(FIRST, context), self._flats(SECOND, context))
         for name, rule, (part, first, second) in zip(self._names, rules, views, strict=True):
             if part is None:
                 steps.append(None)
@@ -137,48 +105,25 @@ class LocalAdam(Memory):
         return torch.stack(rows) if rows else self._like.new_zeros(0, SAMPLED)
 
     def commit(self, exchanged: Exchanged, context: Round) -> Exchanged:
-        present = {name for name, here in zip(self._names, exchanged.present) if here}
-        self._steps |= {name: step for name, step in self._next.items() if name in present}
+        self._count(exchanged.present)
         if self._total is not None:
             self._coherence.take(self._names, exchanged.present, self._total, context.world_size)
-        self._next, self._sample, self._total = {}, None, None
+        self._sample, self._total = None, None
         return exchanged
 
     def abort(self, contribution: Contribution, context: Round) -> None:
         self._next, self._sample = {}, None
 
-    def moments(self) -> dict[str, tuple[int, Tensor, Tensor]]:
-        """By parameter name: the steps taken, and both moments in the parameter's shape, as views of what is held."""
-        first, second = (self.held[name].state_dict() for name in (_FIRST, _SECOND))
-        return {name: (steps, first[name], second[name]) for name, steps in self._steps.items()}
-
-    def _flats(self, name: str, context: Round) -> Sequence[Tensor]:
-        return context.layout.flats(self.held[name].flat)
-
-    def _begin(self, name: str, rule: AdamRule, first: Tensor, second: Tensor) -> int:
-        """The steps taken so far. Before the first one, moments are taken over from the optimizer, if it has any."""
-        if name in self._steps or _STEP not in rule.begun:
-            return self._steps.get(name, 0)
-        first.copy_(rule.begun[_FIRST].reshape(-1))
-        second.copy_(rule.begun[_SECOND].reshape(-1))
-        return round(float(rule.begun[_STEP]))
-
     def state_dict(self) -> Mapping[str, Mapping[str, Tensor]]:
-        steps = {name: torch.tensor(float(t)) for name, t in self._steps.items()}
-        return {**super().state_dict(), _STEP: steps, _COHERENCE: self._coherence.state_dict()}
+        return {**super().state_dict(), _COHERENCE: self._coherence.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         super().load_state_dict(state)
-        # A mean over ranks, of which some had no gradient of it, need not be whole.
-        self._steps |= {name: round(float(step)) for name, step in state.get(_STEP, {}).items()}
         self._coherence.load_state_dict(state.get(_COHERENCE, {}))
 
 
 def _moments(first: Tensor, second: Tensor, step: int, rule: AdamRule, coherence: float) -> Moments:
     fading, fading_squares = rule.fading, rule.fading_squares
-    weights = None
-    if rule.weights is not None and rule.decay:
-        weights = rule.weights.detach().to(first.dtype).contiguous().view(-1)
     return Moments(
         first,
         second,
@@ -189,5 +134,5 @@ def _moments(first: Tensor, second: Tensor, step: int, rule: AdamRule, coherence
         rule.epsilon,
         coherence,
         rule.decay,
-        weights,
+        weights_for(rule, first),
     )

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from lightning_sparsecomm.basis import Layout, Round, SparseVector, Vector, Wire
 from lightning_sparsecomm.basis.parts import Part, parts_in
 from lightning_sparsecomm.channel.adam import LocalAdam
+from lightning_sparsecomm.channel.adam_moments import AdamMoments
 from lightning_sparsecomm.channel.asides import Asides
 from lightning_sparsecomm.channel.clipping import ClipLocalNorm
 from lightning_sparsecomm.channel.contribution import Contribution, StepSettings
@@ -22,6 +23,7 @@ from lightning_sparsecomm.channel.memory import Memory
 from lightning_sparsecomm.channel.missing import MissingGradients
 from lightning_sparsecomm.channel.momentum import Momentum, MomentumCorrection, Velocity
 from lightning_sparsecomm.channel.saved import Saved, load_saved, saved_of
+from lightning_sparsecomm.channel.shared_adam import SharedAdam
 from lightning_sparsecomm.channel.signs import SharedSign
 from lightning_sparsecomm.codecs import EnteringCompressor
 from lightning_sparsecomm.exchange import Exchange, Exchanged
@@ -29,12 +31,14 @@ from lightning_sparsecomm.kernels import OutOfRangeError
 
 # Memories that are safe to call with gradients that are not finite: they only describe, or check as they take in. Their
 # subclasses, and all others, are given gradients that were checked in a pass of its own.
-_CHECK_IN_PASSING = (ClipLocalNorm, MomentumCorrection, LocalAdam, Momentum, ErrorFeedback, EF21, SharedSign)
+_CHECK_IN_PASSING = (
+    *(ClipLocalNorm, MomentumCorrection, LocalAdam, SharedAdam, Momentum, ErrorFeedback, EF21, SharedSign),
+)
 
 # Of these, an earlier kind must come before a later one.
 _ORDER: tuple[type[Memory] | tuple[type[Memory], ...], ...] = (
     ClipLocalNorm,
-    (MomentumCorrection, LocalAdam),
+    (MomentumCorrection, AdamMoments),
     (ErrorFeedback, EF21),
 )
 

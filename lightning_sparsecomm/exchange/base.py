@@ -58,6 +58,9 @@ class Exchange(Part, ABC):
         """Why it cannot exchange vectors of this layout, and what to do; None where it can."""
         return None
 
+    def check_ranks(self, world_size: int) -> None:
+        """Called before the first round. Raises `ValueError` if it cannot work with so many ranks."""
+
     def wanted(self, context: Round) -> Sequence[Wanted]:
         """The stretches of whose elements it will send the largest, for memories that can note candidates."""
         selector = next(parts_in(self, HintedSelector), None)  # type: ignore[type-abstract]

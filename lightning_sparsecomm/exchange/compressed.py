@@ -73,6 +73,8 @@ class CompressedAllReduce(Exchange):
                 if rank != own:
                     add_to_(mean, self._vector(envelope, rank, x, part))
             mean.div_(world_size)
+            # A sign stands for each element that a piece was filled up with.
+            pieces.clear_filling_(mean, own)
         with phase("encode"):
             message = seal(Envelope(self.compressor.encode(Vector(mean), part)), part.layout)
         gathered = wire.all_gather(self._padded([message], part, wire)[0]).cpu()

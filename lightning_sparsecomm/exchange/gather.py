@@ -39,11 +39,14 @@ class Gather(Exchange):
     may_reduce: ClassVar[bool] = True
     """Whether what was selected may be all-reduced: not where more than its mean is needed."""
 
+    takes_sparse: ClassVar[bool] = False
+    """Whether its compressor takes sparse vectors too."""
+
     def __init__(self, compressor: Compressor) -> None:
         self.compressor = compressor
 
     def exchange(self, x: Vector, context: Round, wire: Wire) -> Exchanged:
-        values, layout = dense_values(x, self), context.layout
+        values, layout = x.values if self.takes_sparse else dense_values(x, self), context.layout
         with phase("encode"):
             body = values.new_empty(0, dtype=torch.uint8)
             if x.nonfinite_segment is None:

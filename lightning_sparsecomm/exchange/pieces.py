@@ -49,6 +49,12 @@ class Pieces:
                 into[full : full + 1, : flat.numel() - full * part.size].copy_(flat[full * part.size :])
         return pieces
 
+    def clear_filling_(self, piece: Tensor, number: int) -> None:
+        """Sets to zero, in a piece, the elements that it was filled up with."""
+        for flat, valid in zip(self.layout.flats(piece), self._valid[number].tolist()):
+            if valid < flat.numel():
+                flat[valid:] = 0
+
     def joined(self, pieces: Sequence[SparseVector | Tensor]) -> SparseVector | Tensor:
         """`[n]`: pieces in the order in which they were cut. The dtype is that of the first one.
 

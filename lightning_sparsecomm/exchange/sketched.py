@@ -3,10 +3,12 @@
 import math
 from typing import Literal, get_args
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from lightning_sparsecomm.basis import Density, Layout, Round, SparseVector, Vector, Wire, phase
-from lightning_sparsecomm.basis.arguments import check_booleans, check_whole_number, is_number
+from lightning_sparsecomm.basis.arguments import check_booleans, check_one_of, check_whole_number, is_number
 from lightning_sparsecomm.basis.schedules import check_density
 from lightning_sparsecomm.codecs import CountSketch, k_of
 from lightning_sparsecomm.exchange.base import Exchange, Exchanged, dense_values
@@ -15,6 +17,7 @@ from lightning_sparsecomm.exchange.status import read_counts, write_counts_
 from lightning_sparsecomm.kernels import kernels_for
 
 SketchDtype = Literal["same", "float16", "bfloat16"]
+Recovery = Literal["candidates", "heavymix"]
 
 
 class SketchedTopK(Exchange):
@@ -28,8 +31,12 @@ class SketchedTopK(Exchange):
     the P·k candidates, and for each tensor. Where the vector itself is shorter, it is sent instead: 4 for each element
     and each tensor.
 
-    Source: Sketched-SGD (Ivkin et al. 2019), algorithm 3 and section 5.1. The paper keeps its hashes; we draw new ones
-    in each step. One sketch holds the whole vector.
+    With `recovery="heavymix"`, the k elements are those whose squared estimates reach the k-th part of the estimated
+    squared norm, the largest of them if they are more, and else random ones besides. Their exact sums are exchanged,
+    and all of them are shared. Its bound needs no P.
+
+    Source: Sketched-SGD (Ivkin et al. 2019), algorithm 3 and section 5.1; algorithm 1 for "heavymix". The paper keeps
+    its hashes; we draw new ones in each step. One sketch holds the whole vector.
 
     >>> SketchedTopK(density=0.001, candidates=390).candidates
     390
@@ -46,6 +53,8 @@ class SketchedTopK(Exchange):
             values above 65,504 divided by the number of ranks.
         always_sketch: Whether to use the sketch even where sketch and candidates are longer than the vector. Otherwise
             the vector itself is summed there, and the k largest are exact.
+        recovery: How elements are found: "candidates", as in the paper's experiments, or "heavymix", as in its theory,
+            which always sketches.
 
     Raises:
         ValueError: A density outside (0, 1], or with a k; k, rows, columns or candidates below 1; an unknown dtype.
@@ -60,7 +69,9 @@ class SketchedTopK(Exchange):
         candidates: float = 36,
         wire_dtype: SketchDtype = "same",
         always_sketch: bool = False,
+        recovery: Recovery = "candidates",
     ) -> None:
+        check_one_of("recovery", recovery, get_args(Recovery), "Use 'candidates', as the paper's experiments do.")
         if density is not None and k is not None:
             raise ValueError(
                 f"density and k both say how many elements are shared; got {density!r} and {k!r}. Give one."
@@ -84,6 +95,7 @@ class SketchedTopK(Exchange):
         self.candidates = candidates
         self.wire_dtype = wire_dtype
         self.always_sketch = always_sketch
+        self.recovery = recovery
 
     def objection(self, layout: Layout) -> str | None:
         if self.k is None or self.k <= layout.size:
@@ -98,10 +110,11 @@ class SketchedTopK(Exchange):
         n, seed = values.numel(), context.shared_seed()
         k = self._k(n, context)
         sketch = CountSketch(self.rows, max(1, 10 * k) if self.columns is None else self.columns)
-        asked = math.ceil(min(n, self.candidates * k))
+        asked = k if self.recovery == "heavymix" else math.ceil(min(n, self.candidates * k))
         element_bytes = (WIRE_DTYPES[self.wire_dtype] or values.dtype).itemsize
         sketch_bytes = sketch.rows * sketch.columns * element_bytes + asked * values.element_size()
-        if sketch_bytes >= n * values.element_size() and not self.always_sketch:
+        longer = sketch_bytes >= n * values.element_size()
+        if longer and not self.always_sketch and self.recovery == "candidates":
             return self._exchange_whole(x, k, context, wire)
 
         with phase("encode"):
@@ -110,15 +123,17 @@ class SketchedTopK(Exchange):
         total, present = self._sum(table, x, context, wire)
         with phase("select"):
             table.copy_(total.view_as(table))
-            found = sketch.largest(table, n, asked, seed)
+            mixes = self.recovery == "heavymix"
+            found = _heavy_mix(sketch, table, k, context) if mixes else sketch.largest(table, n, asked, seed)
             # Divided before the sum, as in DDP.
             means = values[found].div_(wire.world_size)
         if means.numel():
             wire.all_reduce_(means)
         with phase("select"):
-            chosen = kernels_for(means.device, means.dtype).largest(means, k, seed)
-            indices = found[chosen]
-        return Exchanged(SparseVector(indices, means[chosen], n), SparseVector(indices, values[indices], n), present)
+            if not mixes:
+                chosen = kernels_for(means.device, means.dtype).largest(means, k, seed)
+                found, means = found[chosen], means[chosen]
+        return Exchanged(SparseVector(found, means, n), SparseVector(found, values[found], n), present)
 
     def _k(self, n: int, context: Round) -> int:
         if self.k is None:
@@ -145,3 +160,20 @@ class SketchedTopK(Exchange):
         write_counts_(buffer[size:], x)
         wire.all_reduce_(buffer)
         return buffer[:size], read_counts(buffer[size:], x, context, wire)
+
+
+def _heavy_mix(sketch: CountSketch, table: Tensor, k: int, context: Round) -> Tensor:
+    """Sorted positions, `[k]` int64: those of large estimates, and random ones. Equal on all ranks."""
+    n, seed = context.layout.size, context.shared_seed()
+    estimates = sketch.query(table, n, seed)
+    # Not in torch, whose order of addition depends on the number of threads.
+    rows = table.double().cpu().numpy()
+    least = float(np.median(np.square(rows).sum(1))) / k
+    heavy = (estimates.double().square() >= least).nonzero().view(-1) if least > 0 else estimates[:0].long()
+    if heavy.numel() > k:
+        return heavy[kernels_for(estimates.device, estimates.dtype).largest(estimates[heavy], k, seed)]
+    light = torch.ones(n, dtype=torch.bool)
+    light[heavy.cpu()] = False
+    order = torch.randperm(n, generator=context.shared_generator())
+    others = order[light[order]][: k - heavy.numel()].to(heavy.device)
+    return torch.cat([heavy, others]).sort().values

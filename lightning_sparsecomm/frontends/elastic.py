@@ -11,6 +11,7 @@ from lightning_sparsecomm.basis.arguments import check_booleans, plain_for_comma
 from lightning_sparsecomm.basis.groups import join_alone
 from lightning_sparsecomm.basis.parts import parts_in
 from lightning_sparsecomm.basis.wire import Wire
+from lightning_sparsecomm.channel import EF21
 from lightning_sparsecomm.elastic.joining import Joining
 from lightning_sparsecomm.elastic.membership import Change
 from lightning_sparsecomm.elastic.quorum import Quorum, load_torchft
@@ -247,6 +248,11 @@ def _check_syncs(method: Method) -> None:
                 raise ValueError(
                     "delay must be 0 with replicas that come and go, for which an exchange in flight has no quorum; got"
                     f" {sync!r}. Leave delay out; with changes of weights, fragments=4 makes each exchange shorter."
+                )
+            if any(parts_in(sync, EF21)):
+                raise ValueError(
+                    "method must not keep a mean estimate of all ranks' gradients with replicas that come and go, since"
+                    f" it is of those that have made it; got {method!r}. Use methods.gradient_dropping(), for example."
                 )
             if isinstance(sync, BucketSync) or (sync.shares_gradients and sync.drifts):
                 raise ValueError(

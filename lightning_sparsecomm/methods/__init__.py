@@ -9,13 +9,16 @@ from collections.abc import Callable
 from lightning_sparsecomm.basis.arguments import did_you_mean
 from lightning_sparsecomm.methods.adam import local_adam
 from lightning_sparsecomm.methods.auto import auto
+from lightning_sparsecomm.methods.compared import omnireduce, parallax, sparcml
 from lightning_sparsecomm.methods.defaults import default
 from lightning_sparsecomm.methods.des_loc import des_loc
 from lightning_sparsecomm.methods.dropping import dgc, gradient_dropping
 from lightning_sparsecomm.methods.estimates import ef21
 from lightning_sparsecomm.methods.low_rank import powersgd
+from lightning_sparsecomm.methods.onebit_adam import onebit_adam
 from lightning_sparsecomm.methods.outer import muloco, streaming_diloco
 from lightning_sparsecomm.methods.periodic import diloco, federated_averaging, sbc, sbc1, sbc2, sbc3, sparse_loco
+from lightning_sparsecomm.methods.post_local import post_local_sgd
 from lightning_sparsecomm.methods.quantized import quantized
 from lightning_sparsecomm.methods.quantizers import ef_signsgd, natural, onebit_sgd, qsgd, signsgd, terngrad
 from lightning_sparsecomm.methods.regions import ok_topk
@@ -46,7 +49,11 @@ __all__ = [
     "muloco",
     "natural",
     "ok_topk",
+    "omnireduce",
+    "onebit_adam",
     "onebit_sgd",
+    "parallax",
+    "post_local_sgd",
     "powersgd",
     "qsgd",
     "quantized",
@@ -58,6 +65,7 @@ __all__ = [
     "sbc3",
     "signsgd",
     "sketched_sgd",
+    "sparcml",
     "sparse_loco",
     "split",
     "streaming_diloco",
@@ -69,7 +77,7 @@ _NAMED = (
     *(dense, gradient_dropping, dgc, local_adam, sbc, federated_averaging, diloco, sparse_loco, sketched_sgd),
     *(s2_reducer, powersgd, quantized, ok_topk, aligned_topk, random_k, streaming_diloco, muloco, des_loc),
     *(qsgd, terngrad, natural, onebit_sgd, ef_signsgd, signsgd, strom, dryden, adacomp),
-    *(ef21, demo),
+    *(ef21, demo, onebit_adam, parallax, omnireduce, sparcml, post_local_sgd),
 )
 
 RECIPES: dict[str, Callable[[], Method]] = {recipe.__name__: recipe for recipe in _NAMED}

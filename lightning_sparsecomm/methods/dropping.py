@@ -13,6 +13,7 @@ from lightning_sparsecomm.codecs import (
     FewBits,
     Float16,
     Float32,
+    IndexCoding,
     LayerwiseTopK,
     OneBit,
     RunLength16,
@@ -248,6 +249,11 @@ def sparse(
 
 def codec_of(selector: Selector, values: ValueName, positions: PositionName) -> SparseCodec:
     """The codec of what a selector selects. Raises `ValueError` for an unknown dtype or code."""
+    return SparseCodec(selector, *value_coding(values, positions))
+
+
+def value_coding(values: ValueName, positions: PositionName) -> tuple[ValueCoding, IndexCoding]:
+    """How values and positions are coded. Raises `ValueError` for an unknown dtype or code."""
     codecs: dict[str, ValueCoding] = {
         "float32": Float32(),
         "float16": Float16(),
@@ -260,7 +266,7 @@ def codec_of(selector: Selector, values: ValueName, positions: PositionName) -> 
     }
     check_one_of("values", values, codecs, "Use 'float32' to send them exactly.")
     check_one_of("positions", positions, ("fast", "short"), "Use 'short' for a slow network.")
-    return SparseCodec(selector, codecs[values], RunLength16() if positions == "fast" else Auto())
+    return codecs[values], RunLength16() if positions == "fast" else Auto()
 
 
 def selector_of(density: Density, scope: ScopeName) -> Selector:

@@ -10,7 +10,7 @@ from lightning_sparsecomm.basis.arguments import check_booleans, is_number
 from lightning_sparsecomm.basis.schedules import Density, Every
 from lightning_sparsecomm.channel import Channel, ErrorFeedback
 from lightning_sparsecomm.codecs import Auto, ChunkTopK, Golomb, OneSidedTopK, SharedMean, SparseCodec, TwoBit
-from lightning_sparsecomm.exchange import DenseAllReduce, Gather, GatherContributions
+from lightning_sparsecomm.exchange import ClientMean, DenseAllReduce, Gather, GatherContributions
 from lightning_sparsecomm.exchange.dense import WireDtype
 from lightning_sparsecomm.sharing import DeltaSync, Method
 from lightning_sparsecomm.sharing.outer import OuterOptimizer
@@ -120,11 +120,14 @@ class federated_averaging(Method):
 
     Bytes per exchange and rank: 4 for each element, and for each tensor.
 
-    Source: McMahan et al. 2017, Communication-Efficient Learning of Deep Networks from Decentralized Data. Here all
-    ranks take part in each round, with equal weights.
+    Source: McMahan et al. 2017, Communication-Efficient Learning of Deep Networks from Decentralized Data. All ranks
+    train in each round; of those that a round leaves out, what they have trained is dropped, as the paper's clients
+    would not have trained.
 
     >>> federated_averaging(every=50, wire_dtype="bfloat16")
     federated_averaging(every=50, wire_dtype='bfloat16')
+    >>> federated_averaging(fraction=0.5, weights=[600, 200, 400, 800])
+    federated_averaging(every=100, fraction=0.5, weights=[600, 200, 400, 800])
 
     Args:
         every: Optimizer steps between two averages, or a schedule of it.
@@ -135,9 +138,13 @@ class federated_averaging(Method):
         fragments: In how many parts of whole layers to exchange, each every `every` steps, one after another.
         delay: Steps between the start of an exchange and its use; training goes on meanwhile. 0 waits for it.
         mix: The local weights then: "keep" what was trained meanwhile, or their share α in α·w + (1 − α)·anchor.
+        fraction: C, the part of the ranks whose changes count in a round, in (0, 1]; drawn anew in each.
+        weights: n_k, how much each rank counts, such as its number of samples, in the order of ranks; None for equal
+            weights.
 
     Raises:
-        ValueError: `every` below 1, or an unknown `wire_dtype`.
+        ValueError: `every` below 1, an unknown `wire_dtype`, a fraction outside (0, 1], a weight that is not positive;
+            before the first step, not as many weights as ranks.
     """
 
     def __init__(
@@ -148,19 +155,13 @@ class federated_averaging(Method):
         fragments: int = 1,
         delay: int = 0,
         mix: Mix = "keep",
+        fraction: float = 1.0,
+        weights: Sequence[float] | None = None,
     ) -> None:
-        super().__init__(
-            [
-                DeltaSync(
-                    Channel(DenseAllReduce(wire_dtype)),
-                    every,
-                    buffers=buffers,
-                    fragments=fragments,
-                    delay=delay,
-                    mix=mix,
-                )
-            ]
-        )
+        alike = fraction == 1 and weights is None
+        exchange = DenseAllReduce(wire_dtype) if alike else ClientMean(fraction, weights, wire_dtype)
+        channel = Channel(exchange)
+        super().__init__([DeltaSync(channel, every, buffers=buffers, fragments=fragments, delay=delay, mix=mix)])
 
 
 class diloco(Method):

@@ -9,7 +9,7 @@ from lightning_sparsecomm.codecs import TopBlocks
 from lightning_sparsecomm.exchange import BlockReduce, DenseAllReduce, SketchedTopK
 from lightning_sparsecomm.exchange.block import SizedBy
 from lightning_sparsecomm.exchange.dense import WireDtype
-from lightning_sparsecomm.exchange.sketched import SketchDtype
+from lightning_sparsecomm.exchange.sketched import Recovery, SketchDtype
 from lightning_sparsecomm.methods.corrected import corrected
 from lightning_sparsecomm.sharing import BucketSync, GradientSync, Method
 
@@ -48,6 +48,8 @@ class sketched_sgd(Method):
 
     >>> sketched_sgd(density=0.001, candidates=390)
     sketched_sgd(density=0.001, candidates=390)
+    >>> sketched_sgd(recovery="heavymix", momentum_correction=False)  # algorithm 2
+    sketched_sgd(density=None, momentum_correction=False, recovery='heavymix')
 
     Args:
         density: Fraction of the weights' elements shared, in (0, 1], or a schedule of it. None is 0.001.
@@ -67,6 +69,8 @@ class sketched_sgd(Method):
         exclude: Patterns of more parameter names whose gradients are sent whole, such as "head.*".
         follow_rate: Whether the residual follows SGD's learning rate, as in algorithm 2, so that a gradient counts as
             much as in the step that computed it, and what still waits after the last step is applied.
+        recovery: How elements are found: "candidates", P times k of them, as in the paper's experiments; or
+            "heavymix", as in algorithms 1 and 2: all with large estimates, filled up to k with random ones.
 
     Raises:
         ValueError: A density outside (0, 1]; k, rows, columns or candidates below 1; k above the number of elements; a
@@ -88,6 +92,7 @@ class sketched_sgd(Method):
         momentum_masking: bool = False,
         exclude: Sequence[str] = (),
         follow_rate: bool = True,
+        recovery: Recovery = "candidates",
     ) -> None:
         check_booleans(
             always_sketch=always_sketch,
@@ -96,7 +101,7 @@ class sketched_sgd(Method):
             follow_rate=follow_rate,
         )
         with renamed(wire_dtype="sketch_dtype"):
-            sketched = SketchedTopK(density, k, rows, columns, candidates, sketch_dtype, always_sketch)
+            sketched = SketchedTopK(density, k, rows, columns, candidates, sketch_dtype, always_sketch, recovery)
         super().__init__(corrected(sketched, clip, momentum_correction, momentum_masking, exclude, follow_rate))
 
 

@@ -14,12 +14,14 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lightning_sparsecomm.basis.layout import Layout
 from lightning_sparsecomm.basis.ledger import Collective, link_bytes
 from lightning_sparsecomm.basis.mirror import MirrorWire
 from lightning_sparsecomm.basis.parts import parts_in
 from lightning_sparsecomm.basis.phases import PHASES
-from lightning_sparsecomm.basis.schedules import least_every
-from lightning_sparsecomm.exchange import PowerSGD
+from lightning_sparsecomm.basis.rounds import Round
+from lightning_sparsecomm.basis.schedules import Schedule, every_at
+from lightning_sparsecomm.exchange import PowerSGD, Staged
 from lightning_sparsecomm.planning.model_layout import ddp_buckets
 from lightning_sparsecomm.run.engine import Engine
 from lightning_sparsecomm.run.rehearsal import alike, own_randomness
@@ -38,6 +40,12 @@ _WARM_UP_STEPS, _STEPS = 2, 3
 
 # Finished steps and epochs at which methods are rehearsed: no warm-up takes so long.
 _LATE = 10**7
+
+# Steps of a run at which a schedule is asked.
+_SAMPLES = 1000
+
+# A step of the first stage, where the exchange of that is another one.
+_FIRST = 0
 
 
 Kinds = Sequence[tuple[Optimizer, NamedParameters]]
@@ -128,9 +136,10 @@ def _play(method: Method, kinds: Kinds, ranks: int, length: float, fraction: flo
     stage = _Stage(method, kinds, ranks, length, fraction)
     between = stage.play(0) if every > 1 else None
     due = stage.play(every - 1)
-    # A run whose last step is no exchange's ends with one more.
-    share = math.ceil(length / every) / length if 0 < length < math.inf else 1 / every
-    result = due if between is None else _mixed(between, due, share)
+    result = due if between is None else _mixed(between, due, _share_of_exchanges(method, every, length))
+    first = _first_steps(method, length)
+    if first:
+        result = _mixed(stage.play(0, _FIRST), result, 1 - min(first, length) / length)
     result = replace(result, held_bytes=stage.held_bytes())
     stage.close()
     return result, stage.elements
@@ -167,8 +176,8 @@ class _Stage:
         self.engine.length = length
         self._gradients = itertools.cycle([[_gradient_like(weight) for weight in self.weights] for _ in range(3)])
 
-    def play(self, local: int) -> Rehearsed:
-        """Some repetitions of a late step, so many steps after an exchange of weights."""
+    def play(self, local: int, step: int = _LATE) -> Rehearsed:
+        """Some repetitions of a late step, or of another one, so many steps after an exchange of weights."""
         times: list[dict[str, float]] = []
         for repetition in range(_WARM_UP_STEPS + _STEPS):
             clock = self.wire.ledger.clock
@@ -179,7 +188,7 @@ class _Stage:
                 weight.grad = gradient.clone()
             for optimizer in self.optimizers:
                 tracked = self.engine.register(optimizer)
-                tracked.steps = _LATE
+                tracked.steps = step
                 for share in tracked.shares.values():
                     if isinstance(share, DeltaShare):
                         share.steps = local
@@ -206,9 +215,30 @@ class _Stage:
 
 
 def _every(method: Method) -> int:
-    """Steps between two exchanges of weights; 1 where gradients are exchanged."""
-    periods = [least_every(sync.every) for sync in parts_in(method, DeltaSync)]
-    return max(periods, default=1)
+    """Steps between two exchanges of weights, late in a run; 1 where gradients are exchanged."""
+    return max((every_at(sync.every, _LATE, _LATE) for sync in parts_in(method, DeltaSync)), default=1)
+
+
+def _share_of_exchanges(method: Method, every: int, length: float) -> float:
+    """The part of a run's steps after which weights are exchanged."""
+    if not 0 < length < math.inf:
+        return 1 / every
+    # A run whose last step is no exchange's ends with one more.
+    share = math.ceil(length / every) / length
+    for sync in parts_in(method, DeltaSync):
+        if isinstance(sync.every, Schedule):
+            steps = (int(length * part / _SAMPLES) for part in range(_SAMPLES))
+            # Schedules by epochs count as in the first one.
+            share = max(share, statistics.fmean(1 / every_at(sync.every, step, 0.0) for step in steps))
+    return share
+
+
+def _first_steps(method: Method, length: float) -> int:
+    """How many steps of a run are exchanged in another way than all later ones; 0 where its length is not known."""
+    context = Round(Layout([]), length=length)
+    return (
+        max((context.steps(staged.steps) for staged in parts_in(method, Staged)), default=0) if length < math.inf else 0
+    )
 
 
 def _mixed(between: Rehearsed, due: Rehearsed, share: float) -> Rehearsed:

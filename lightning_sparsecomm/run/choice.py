@@ -6,7 +6,7 @@ from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 
 from lightning_sparsecomm.basis.parts import parts_in
-from lightning_sparsecomm.channel.adam import LocalAdam
+from lightning_sparsecomm.channel.adam_moments import AdamMoments
 from lightning_sparsecomm.channel.clipping import ClipLocalNorm
 from lightning_sparsecomm.channel.momentum import Momentum, Velocity
 from lightning_sparsecomm.sharing.adam import AdamTakeover
@@ -42,7 +42,7 @@ def takeover_for(optimizer: Optimizer, method: Method, held: NamedParameters, me
     Raises:
         ValueError: It does, and the momentum is outside [0, 1].
     """
-    if any(_has(sync, LocalAdam) for sync, _ in method.parts(held)):
+    if any(_has(sync, AdamMoments) for sync, _ in method.parts(held)):
         return AdamTakeover(optimizer)
     if not isinstance(optimizer, SGD) or not any(_has(sync, Velocity) for sync, _ in method.parts(held)):
         return None
@@ -52,7 +52,7 @@ def takeover_for(optimizer: Optimizer, method: Method, held: NamedParameters, me
 
 def directed(parts: Sequence[tuple[Sync, NamedParameters]]) -> list[Parameter]:
     """The parameters for which ranks share directions instead of gradients, in units of the learning rate."""
-    return [parameter for sync, piece in parts if _has(sync, LocalAdam) for _, parameter in piece]
+    return [parameter for sync, piece in parts if _has(sync, AdamMoments) for _, parameter in piece]
 
 
 def _joined(method: Method, optimizer: Optimizer, held: NamedParameters) -> Method:

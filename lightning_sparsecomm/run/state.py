@@ -10,6 +10,7 @@ from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.channel.adam import LocalAdam
 from lightning_sparsecomm.channel.momentum import Momentum, MomentumCorrection
 from lightning_sparsecomm.channel.saved import Saved, pop_named
+from lightning_sparsecomm.channel.shared_adam import SharedAdam
 from lightning_sparsecomm.exchange import Exchange
 from lightning_sparsecomm.run.chooser import Chooser
 from lightning_sparsecomm.run.contents import State, scaled
@@ -25,7 +26,7 @@ from lightning_sparsecomm.sharing.set_weights import NOTED
 _OPTIMIZER, _BEGUN, _OWED = "the optimizer's own state", "momentum begun", "owed to the next gradient"
 
 # What these memories hold belongs to the optimizer: one that takes its place begins anew, as under ddp.
-_OF_ITS_OPTIMIZER = {kind.__name__ for kind in (MomentumCorrection, Momentum, LocalAdam)}
+_OF_ITS_OPTIMIZER = {kind.__name__ for kind in (MomentumCorrection, Momentum, LocalAdam, SharedAdam)}
 
 
 class RunState:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
-from lightning_sparsecomm.channel.adam import LocalAdam
+from lightning_sparsecomm.channel.adam_moments import AdamMoments
 from lightning_sparsecomm.channel.contribution import AdamRule
 from lightning_sparsecomm.sharing.gradients import NamedParameters
 from lightning_sparsecomm.sharing.takeover import Takeover
@@ -41,7 +41,7 @@ def adam_rules(optimizer: Optimizer, parameters: NamedParameters) -> list[AdamRu
     return [rules[id(parameter)] for _, parameter in parameters]
 
 
-def show_moments(optimizer: Optimizer, parameters: NamedParameters, memory: LocalAdam) -> None:
+def show_moments(optimizer: Optimizer, parameters: NamedParameters, memory: AdamMoments) -> None:
     """Makes this rank's own moments the optimizer's state, as views: where torch keeps them, and ddp looks for them."""
     moments = memory.moments()
     groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}

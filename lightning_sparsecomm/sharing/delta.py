@@ -11,7 +11,7 @@ from lightning_sparsecomm.basis import Wire
 from lightning_sparsecomm.basis.arguments import check_booleans, check_one_of
 from lightning_sparsecomm.basis.schedules import Every, check_every, least_every
 from lightning_sparsecomm.basis.stream import Stream
-from lightning_sparsecomm.channel import Channel, ClipLocalNorm, LocalAdam
+from lightning_sparsecomm.channel import AdamMoments, Channel, ClipLocalNorm
 from lightning_sparsecomm.channel.momentum import Velocity
 from lightning_sparsecomm.sharing.delta_share import DeltaShare
 from lightning_sparsecomm.sharing.fragments import FragmentedShare, FragmentOrder, check_fragments, layer_of
@@ -108,7 +108,7 @@ class DeltaSync(Sync):
                 f"channel must be a Channel of an exchange and memories; got {channel!r}. Use"
                 " Channel(DenseAllReduce()), for example."
             )
-        if any(isinstance(memory, (Velocity, LocalAdam, ClipLocalNorm)) for memory in channel.memories):
+        if any(isinstance(memory, (Velocity, AdamMoments, ClipLocalNorm)) for memory in channel.memories):
             raise ValueError(
                 "channel must be without MomentumCorrection, Momentum, LocalAdam and ClipLocalNorm: weight changes hold"
                 f" momentum, and come from clipped gradients, already; got {channel!r}. Leave them out."

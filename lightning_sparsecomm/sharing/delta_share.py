@@ -62,6 +62,7 @@ class DeltaShare(PartShare):
         self.sync = sync
         self._fragment = fragment
         self.channel = sync.channel.fresh()
+        self.channel.exchange.check_ranks(wire.world_size)
         self.anchored = Anchored(sync.outer)
         self.anchors = self.anchored.anchors
         self.steps = 0

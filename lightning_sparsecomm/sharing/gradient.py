@@ -9,6 +9,7 @@ from lightning_sparsecomm.basis import Layout, Wire
 from lightning_sparsecomm.basis.arguments import check_booleans, check_one_of
 from lightning_sparsecomm.channel import (
     EF21,
+    AdamMoments,
     Channel,
     ClipLocalNorm,
     LocalAdam,
@@ -24,7 +25,7 @@ from lightning_sparsecomm.sharing.local_mode import LOCAL_MODES, SharedName
 from lightning_sparsecomm.sharing.sync import Sync
 
 # Memories after which what is shared is not the mean of what ranks have sent.
-_SHARING_OTHERS = (LocalAdam, EF21, SharedSign)
+_SHARING_OTHERS = (AdamMoments, EF21, SharedSign)
 
 
 class GradientSync(Sync):

@@ -9,7 +9,7 @@ from torch.optim import SGD, Optimizer
 
 from lightning_sparsecomm.basis import Wire
 from lightning_sparsecomm.basis.parts import parts_in
-from lightning_sparsecomm.channel import Channel, LocalAdam, StepSettings
+from lightning_sparsecomm.channel import AdamMoments, Channel, LocalAdam, StepSettings
 from lightning_sparsecomm.channel.momentum import Velocity
 from lightning_sparsecomm.channel.saved import Saved, add_prefix, strip_prefix
 from lightning_sparsecomm.exchange import Exchanged
@@ -47,10 +47,11 @@ class GradientShare(Share):
     def __init__(self, sync: SharesGradients, optimizer: Optimizer, parameters: NamedParameters, wire: Wire) -> None:
         self.sync = sync
         self.channel = sync.channel.fresh()
+        self.channel.exchange.check_ranks(wire.world_size)
         self._applies_momentum = any(isinstance(memory, Velocity) for memory in self.channel.memories)
-        self._adam = next(parts_in(self.channel, LocalAdam), None)
+        self._adam = next(parts_in(self.channel, AdamMoments), None)  # type: ignore[type-abstract]
         # Whether a step is the learning rate times what is shared.
-        self._proportional = isinstance(optimizer, SGD) or self._adam is not None
+        self._proportional = isinstance(optimizer, SGD) or isinstance(self._adam, LocalAdam)
         self._follows_rate = self._proportional and any(each.follow_rate for each in self.channel.residuals)
         self._gradients: list[Tensor | None] = []
         # What waits at the end, then its mean over ranks; None in all other turns.

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_sparsecomm.basis import Wire
-from lightning_sparsecomm.channel import Channel, LocalAdam, MomentumCorrection
+from lightning_sparsecomm.channel import Channel, LocalAdam, MomentumCorrection, SharedAdam
 from lightning_sparsecomm.channel.momentum import Velocity
 from lightning_sparsecomm.sharing.adam import adam_rules
 from lightning_sparsecomm.sharing.averaging import average_, averaged
@@ -20,13 +20,16 @@ def hand_back(optimizer: Optimizer, parameters: NamedParameters, channel: Channe
     - Velocities, averaged over ranks where each rank has its own, are added to `momentum_buffer`: the mean of local
       velocities is the velocity of the mean gradient.
     - First moments are averaged. Second moments become those of the mean gradient, by the estimate that `LocalAdam`
-      describes: v ← (v̄ − μ²)/W + μ², where μ² is what the averaged first moment says.
+      describes: v ← (v̄ − μ²)/W + μ², where μ² is what the averaged first moment says. Those of `SharedAdam` are equal
+      on all ranks already; what waits of the first moment is added to it.
     """
     for memory in channel.memories:
         if isinstance(memory, Velocity):
             _velocity(optimizer, parameters, memory, wire)
         elif isinstance(memory, LocalAdam):
             _moments(optimizer, parameters, memory, wire)
+        elif isinstance(memory, SharedAdam):
+            _shared_moments(optimizer, parameters, memory, averaged_residuals(parameters, channel, wire))
 
 
 def _velocity(optimizer: Optimizer, parameters: NamedParameters, memory: Velocity, wire: Wire) -> None:
@@ -56,6 +59,21 @@ def _moments(optimizer: Optimizer, parameters: NamedParameters, memory: LocalAda
         # The optimizer's state so far is a view of what the memory holds.
         state["exp_avg"] = first.to(parameter.dtype).view(parameter.shape)
         state["exp_avg_sq"] = second.to(parameter.dtype).view(parameter.shape)
+
+
+def _shared_moments(
+    optimizer: Optimizer, parameters: NamedParameters, memory: SharedAdam, waiting: dict[int, Tensor]
+) -> None:
+    moments = memory.moments()
+    named = [(name, parameter) for name, parameter in parameters if name in moments]
+    for (name, parameter), rule in zip(named, adam_rules(optimizer, named)):
+        _, first, second = moments[name]
+        if rule.fading and id(parameter) in waiting:
+            # As if it had entered the moment before that faded for the next step.
+            first = first.add(waiting[id(parameter)].view(first.shape), alpha=1 / rule.fading)
+        state: dict[str, Any] = optimizer.state[parameter]
+        state["exp_avg"] = first.to(parameter.dtype, copy=True).view(parameter.shape)
+        state["exp_avg_sq"] = second.to(parameter.dtype, copy=True).view(parameter.shape)
 
 
 def _of_mean_(first: Tensor, second: Tensor, steps: int, fading: tuple[float, float], ranks: int) -> None:

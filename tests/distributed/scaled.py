@@ -10,7 +10,8 @@ import torch
 from pytorch_lightning.plugins.precision.amp import MixedPrecision
 from torch import Tensor
 
-from lightning_sparsecomm.channel import Channel
+from lightning_sparsecomm.basis.parts import parts_in
+from lightning_sparsecomm.channel import AdamMoments, Channel
 from lightning_sparsecomm.methods import (
     RECIPES,
     adacomp,
@@ -29,7 +30,11 @@ from lightning_sparsecomm.methods import (
     muloco,
     natural,
     ok_topk,
+    omnireduce,
+    onebit_adam,
     onebit_sgd,
+    parallax,
+    post_local_sgd,
     powersgd,
     qsgd,
     quantized,
@@ -38,6 +43,7 @@ from lightning_sparsecomm.methods import (
     sbc,
     signsgd,
     sketched_sgd,
+    sparcml,
     sparse_loco,
     split,
     streaming_diloco,
@@ -90,8 +96,17 @@ METHODS: dict[str, Method] = {
     "strom": strom(threshold=0.001),
     "dryden": dryden(density=0.05),
     "adacomp": adacomp(bin_size=50),
+    "onebit_adam": onebit_adam(warmup_steps=3),
+    "parallax": parallax(tables=["*.weight"]),
+    "omnireduce": omnireduce(block_density=0.2, block_size=8),
+    "sparcml": sparcml(density=0.05, bucket=64),
+    "post_local_sgd": post_local_sgd(dense_steps=3, every=3),
 }
 assert METHODS.keys() >= RECIPES.keys()
+
+
+def needs_adam(method: Method) -> bool:
+    return any(parts_in(method, AdamMoments))  # type: ignore[type-abstract]
 
 
 def _remembers(method: Method) -> bool:

@@ -33,7 +33,11 @@ from lightning_sparsecomm.methods import (
     muloco,
     natural,
     ok_topk,
+    omnireduce,
+    onebit_adam,
     onebit_sgd,
+    parallax,
+    post_local_sgd,
     powersgd,
     qsgd,
     quantized,
@@ -42,6 +46,7 @@ from lightning_sparsecomm.methods import (
     sbc,
     signsgd,
     sketched_sgd,
+    sparcml,
     sparse_loco,
     streaming_diloco,
     strom,
@@ -89,6 +94,13 @@ METHODS: dict[str, Callable[[], Method]] = {
     "strom": strom,
     "dryden": lambda: dryden(0.05),
     "adacomp": lambda: adacomp(bin_size=20),
+    "onebit_adam": lambda: onebit_adam(warmup_steps=2),
+    "parallax": lambda: parallax(tables=["*.weight"]),
+    "omnireduce": omnireduce,
+    "sparcml": lambda: sparcml(density=0.3, bucket=16),
+    "post_local_sgd": lambda: post_local_sgd(dense_steps=2, every=2),
+    "heavymix": lambda: sketched_sgd(density=0.3, columns=20, recovery="heavymix"),
+    "clients": lambda: federated_averaging(every=2, fraction=0.5, weights=[1, 2]),
 }
 
 STOPS = ("PayloadError", "ReplicaError", "PeerError", "NonFiniteGradientError")
@@ -153,7 +165,7 @@ def _train(rank: int, world_size: int, name: str, altered: Altered) -> tuple[str
     """How a training ended, and a digest of its weights. Each rank draws gradients of its own."""
     torch.manual_seed(1)
     module = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
-    optimizer = (torch.optim.Adam if name in ("local_adam", "local_adam, summed", "des_loc") else torch.optim.SGD)(
+    optimizer = (torch.optim.Adam if "adam" in name or name == "des_loc" else torch.optim.SGD)(
         module.parameters(), lr=0.1
     )
     generator = torch.Generator().manual_seed(rank)

@@ -19,7 +19,7 @@ from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.run.engine import Engine
 from lightning_sparsecomm.sharing import Method
 from tests.distributed.launch import run_ranks
-from tests.distributed.scaled import METHODS
+from tests.distributed.scaled import METHODS, needs_adam
 from tests.distributed.test_laws import quick_and_slow
 from tests.distributed.test_reference import SIZES, Parameters, flat, gradients_of
 
@@ -98,7 +98,9 @@ def _train(rank: int, method: Method, adam: bool, is_far: bool) -> bytes:
 
 def _trained(tmp_path: Path, name: str, world_size: int, is_far: bool) -> list[bytes]:
     tmp_path.mkdir(exist_ok=True)
-    return run_ranks(tmp_path, world_size, _train, METHODS[name], name.startswith(("local_adam", "des_loc")), is_far)
+    return run_ranks(
+        tmp_path, world_size, _train, METHODS[name], needs_adam(METHODS[name]) or name == "des_loc", is_far
+    )
 
 
 # The two share gradients in DDP's hook, or parameters of other names.

@@ -1,6 +1,7 @@
 """16-mixed with its loss scaler: where one rank overflows, all skip the step. Memories see no scaled gradient."""
 
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tests.distributed.scaled import (
     Overflowing,
     diaries,
     finite,
+    needs_adam,
     same,
     scaled,
     scales,
@@ -47,7 +49,7 @@ def test_what_overflows_on_one_rank_is_skipped_by_all(tmp_path: Path, sharing: b
     """Where ranks share gradients. Where each steps by itself, the other ranks make their steps."""
     cases = {f"{name}-{at}": (name, at) for name, at in overflows if (name in SHARING) == sharing}
     trainings = {
-        case: training(name, lambda at=at, adam=name == "local_adam": Overflowing(at, False, adam), **scaled())
+        case: training(name, partial(Overflowing, at, False, needs_adam(METHODS[name])), **scaled())
         for case, (name, at) in cases.items()
     }
     for case, ranks in fit_several(tmp_path, 2, trainings).items():

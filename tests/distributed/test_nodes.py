@@ -202,6 +202,11 @@ METHODS: dict[str, tuple[Method, bool]] = {
     "strom": (methods.strom(0.1), False),
     "dryden": (methods.dryden(0.1), False),
     "adacomp": (methods.adacomp(bin_size=20), False),
+    "parallax": (methods.parallax(tables=["0"]), False),
+    "omnireduce": (methods.omnireduce(block_density=0.5, block_size=8), False),
+    "sparcml": (methods.sparcml(density=0.2, bucket=32), False),
+    "heavymix": (methods.sketched_sgd(0.1, columns=40, recovery="heavymix"), False),
+    "onebit_adam": (methods.onebit_adam(warmup_steps=3), True),
 }
 # Two nodes, adjacent or interleaved; three nodes; three ranks on a node; ranks in any order.
 NODES: list[Groups] = [

@@ -8,7 +8,7 @@ import torch
 
 from lightning_sparsecomm.methods import RECIPES
 from tests import laws
-from tests.distributed.scaled import METHODS, WITHOUT_MEMORY, diaries, finite, same, tensors, with_diary
+from tests.distributed.scaled import METHODS, WITHOUT_MEMORY, diaries, finite, needs_adam, same, tensors, with_diary
 from tests.distributed.scenarios import Classifier, Scenario, Training, fit_several
 
 # The dtype of weights, that of memories, and one that is too narrow for what memories hold.
@@ -40,7 +40,7 @@ COMPILED = ("dense", "gradient_dropping", "dgc", "federated_averaging")
 )
 def test_every_method_trains_with_memories_that_are_wide(tmp_path: Path, precision: Any, names: Any) -> None:
     of_weights, of_memories, narrower = DTYPES[precision]
-    models = {name: WithAdam if name.startswith("local_adam") else Classifier for name in names}
+    models = {name: WithAdam if needs_adam(METHODS[name]) else Classifier for name in names}
     trainings = {
         name: Training(Scenario(model, steps=7), METHODS[name], with_diary, {"precision": precision})
         for name, model in models.items()

@@ -16,7 +16,7 @@ from lightning_sparsecomm import ReplicaError
 from lightning_sparsecomm.basis.ledger import COMPARISON, OURS
 from lightning_sparsecomm.basis.parts import parts_in
 from lightning_sparsecomm.basis.wire import Wire
-from lightning_sparsecomm.channel import LocalAdam
+from lightning_sparsecomm.channel import AdamMoments
 from lightning_sparsecomm.methods import RECIPES, dense, dgc, federated_averaging, gradient_dropping, sbc, split
 from lightning_sparsecomm.run.agreement import CHECK_REPLICAS_EVERY
 from lightning_sparsecomm.run.engine import Engine
@@ -51,7 +51,7 @@ class Run:
         self.engine = Engine(copy.deepcopy(method), Wire(), check_replicas_every=every)
         self.engine.registry.add_module(self.module)
         self.engine.agreement.on_setup()
-        kind = torch.optim.Adam if any(parts_in(method, LocalAdam)) else torch.optim.SGD
+        kind = torch.optim.Adam if any(parts_in(method, AdamMoments)) else torch.optim.SGD
         self.optimizer = kind(self.module.parameters(), lr=0.1)
         self.engine.register(self.optimizer)
         self.generator = torch.Generator().manual_seed(rank)

@@ -9,7 +9,17 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_sparsecomm.basis.wire import Wire
-from lightning_sparsecomm.methods import auto, default, dense, dgc, gradient_dropping, local_adam, sbc, sketched_sgd
+from lightning_sparsecomm.methods import (
+    auto,
+    default,
+    dense,
+    dgc,
+    gradient_dropping,
+    local_adam,
+    onebit_adam,
+    sbc,
+    sketched_sgd,
+)
 from lightning_sparsecomm.run.engine import Engine
 from lightning_sparsecomm.run.switching import switch
 from lightning_sparsecomm.sharing import Method
@@ -117,6 +127,30 @@ def test_adam_goes_on_as_it_was(wire: Wire, kind: type[torch.optim.Adam], decay:
             other.step()
     for mine, torchs in zip(ours.parameters(), theirs.parameters()):
         torch.testing.assert_close(mine, torchs)
+    engine.close()
+
+
+def test_what_waits_of_a_shared_moment_enters_it(wire: Wire) -> None:
+    module = chain()
+    engine = Engine(auto(), wire)
+    engine.registry.add_module(module)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+    engine.register(optimizer)
+    switch(engine, onebit_adam(warmup_steps=2))
+    for _ in range(5):
+        optimizer.zero_grad()
+        backward(engine, module)
+        step(engine, optimizer)
+    share = next(iter(engine.registry.optimizers[0].shares.values()))
+    _, moments, residual = share.channel.memories
+    held = [moments.held["exp_avg"], moments.held["exp_avg_sq"], residual.held["residual"]]
+    before = [[part.clone() for part in each.parts] for each in held]
+    weights = [weight for _, weight in share.parameters]
+    switch(engine, dense())
+    assert any(bool(part.any()) for part in before[2])
+    for weight, first, second, waiting in zip(weights, *before, strict=True):
+        torch.testing.assert_close(optimizer.state[weight]["exp_avg"], first + waiting / 0.9)
+        torch.testing.assert_close(optimizer.state[weight]["exp_avg_sq"], second, rtol=0, atol=0)
     engine.close()
 
 

@@ -52,6 +52,7 @@ def test_names(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (methods.dense(), "not in DDP's buckets"),
         (methods.auto(), "not in DDP's buckets"),
+        (methods.ef21(), "must not keep a mean estimate"),
         (methods.gradient_dropping(local="sum"), "gradients that are equal on all replicas"),
         (methods.diloco(every=9, delay=3), "delay must be 0"),
         (methods.default(delay=1), "delay must be 0"),

@@ -59,6 +59,13 @@ def test_weights_exchanged_every_few_steps_count_by_the_step() -> None:
     assert rehearsed(methods.federated_averaging(every=100)).link_bytes == pytest.approx(each / 100, rel=0.01)
 
 
+def test_a_schedule_of_exchanges_counts_by_its_steps() -> None:
+    often, seldom = (rehearsed(methods.post_local_sgd(500, every=10), length=length) for length in (500, 1_000_000))
+    half = rehearsed(methods.post_local_sgd(500, every=10), length=1000)
+    assert seldom.link_bytes == pytest.approx(often.link_bytes / 10, rel=0.01)
+    assert half.link_bytes == pytest.approx(0.55 * often.link_bytes, rel=0.01)
+
+
 def test_a_warm_up_is_over() -> None:
     assert rehearsed(methods.dgc(0.001)).link_bytes < rehearsed(methods.dgc(0.01, warmup_steps=0)).link_bytes
 
@@ -70,7 +77,7 @@ def test_densities_follow_the_length() -> None:
 
 @pytest.mark.parametrize("make", methods.RECIPES.values(), ids=methods.RECIPES)
 def test_every_recipe_can_be_rehearsed(make: Callable[[], Method]) -> None:
-    optimizer = "adamw" if make is methods.local_adam else "sgd"
+    optimizer = "adamw" if make in (methods.local_adam, methods.onebit_adam) else "sgd"
     seen = rehearsed(make(), 20_000, optimizer)
     assert seen.link_bytes > 0
     assert seen.computing >= 0
@@ -96,3 +103,13 @@ def test_it_leaves_no_trace() -> None:
     weight.grad = torch.ones(2)
     torch.optim.SGD([weight], lr=1.0).step()
     assert torch.equal(weight.detach(), torch.zeros(2))
+
+
+def test_the_first_steps_of_a_staged_exchange_count_by_their_part_of_the_run() -> None:
+    half, later = (
+        rehearsed(methods.onebit_adam(warmup_steps=steps), optimizer="adam", length=length)
+        for steps, length in ((500, 1000), (1, 1_000_000))
+    )
+    whole = rehearsed(methods.dense())
+    assert later.link_bytes < whole.link_bytes / 20
+    assert half.link_bytes == pytest.approx((later.link_bytes + whole.link_bytes) / 2, rel=0.02)

@@ -82,7 +82,7 @@ def retreat_(moments: Moments, gradient: Tensor) -> None:
 def direction(moments: Moments) -> Tensor:
     """x for the moments as they are now, in new memory."""
     mean, square = moments.first * moments.unbias, moments.second * moments.unbias_squares
-    return mean.div_(_root(square).add_(moments.epsilon))
+    return mean.div_(root(square).add_(moments.epsilon))
 
 
 def _entering(moments: Moments, gradient: Tensor) -> Tensor:
@@ -90,7 +90,8 @@ def _entering(moments: Moments, gradient: Tensor) -> Tensor:
     return (gradient * gradient).mul_(moments.coherence).mul_(1 - moments.fading_squares)
 
 
-def _root(x: Tensor) -> Tensor:
+def root(x: Tensor) -> Tensor:
+    """√x, rounded to the nearest number; it may change x."""
     # On the CPU, torch's square root is not always the nearest number.
     return torch.from_numpy(np.sqrt(x.numpy())) if x.device.type == "cpu" else x.sqrt_()
 
