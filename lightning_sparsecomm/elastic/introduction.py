@@ -9,6 +9,7 @@ import torch
 from lightning_sparsecomm.basis.digests import digest_of
 from lightning_sparsecomm.basis.ledger import MEMBERSHIP
 from lightning_sparsecomm.elastic.members import Member, Offer, Plan
+from lightning_sparsecomm.elastic.membership import short
 from lightning_sparsecomm.elastic.quorum import Quorum
 from lightning_sparsecomm.elastic.settings import settings_of
 from lightning_sparsecomm.elastic.units import units_of
@@ -48,7 +49,15 @@ def check_place(plan: Plan, members: Sequence[Member], rank: int) -> None:
     if rank in plan.refused:
         raise ValueError(
             f"{plan.refused[rank]} must be equal on all replicas; that of {members[plan.leader].name} differs."
-            " Start this replica with the same versions, model, method and arguments."
+            " Start this replica with the same versions, model, method and arguments; if parameters are frozen or"
+            " unfrozen during training, start it before that."
+        )
+    alike = [member.name for member in members if short(member.name) == short(members[rank].name)]
+    if len(alike) > 1 and (plan.round == 0 or rank in plan.joining):
+        warnings.warn(
+            f"{len(alike)} replicas are named {short(members[rank].name)!r}: messages cannot tell them apart, and they"
+            " read samples in the same order. Give each a name of its own: replica=...",
+            stacklevel=2,
         )
     if rank in plan.differing:
         warnings.warn(

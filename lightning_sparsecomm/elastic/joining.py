@@ -14,6 +14,7 @@ from lightning_sparsecomm.elastic.units import units_of
 from lightning_sparsecomm.elastic.wire import LostPeerError
 from lightning_sparsecomm.run.contents import State
 from lightning_sparsecomm.run.engine import Engine
+from lightning_sparsecomm.sharing.gradient_share import GradientShare
 
 # What shares keep under these kinds is a replica's own. All else, such as anchors, is equal on all replicas.
 _OWN = ("set by the user", "weights as noted")
@@ -69,6 +70,7 @@ class Joining:
                     "members": [name for name, _ in tracked.parameters],
                     "held": held | self._engine.state.in_common(tracked),
                     "since": [unit.steps for unit in units_of(tracked)],
+                    "unfinished": [isinstance(unit, GradientShare) and unit.unfinished for unit in units_of(tracked)],
                 }
             )
         state["untrained"] = self._untrained()
@@ -98,10 +100,13 @@ class Joining:
         if unknown:
             warnings.warn(f"of the state of others, this replica has no place for {'; '.join(unknown)}.", stacklevel=2)
         for tracked, saved in zip(engine.registry.optimizers, state["optimizers"]):
-            for unit, since in zip(units_of(tracked), saved["since"]):
+            for unit, since, unfinished in zip(units_of(tracked), saved["since"], saved["unfinished"]):
                 # Sets the weights to the anchors.
                 unit.abort()
-                unit.steps = since
+                if isinstance(unit, GradientShare):
+                    unit.unfinished = unfinished
+                else:
+                    unit.steps = since
             tracked.steps = saved["steps"] - (tracked.number == current)
         leading, optimizers = state["leading"], engine.registry.optimizers
         engine.registry.leading = None if leading is None else optimizers[leading]

@@ -151,8 +151,7 @@ def plan_of(members: Sequence[Member], meeting: int) -> Plan:
     offers = {rank: offer for rank in ready if rank not in differing and (offer := members[rank].offer) is not None}
     offer, apart = _leading(offers)
     healthy = [rank for rank in healthy if rank not in (*differing, *apart)]
-    by_gradients = offer is not None and offer.moment == "gradients"
-    exchanging = [rank for rank in healthy if rank in offers or not by_gradients]
+    exchanging = [rank for rank in healthy if rank in offers or not _by_gradients(members[rank].offer or offer)]
     joining = [rank for rank in range(len(members)) if rank not in healthy and rank not in refused]
     ends = any(each.last for rank, each in offers.items() if rank in healthy)
     return Plan(state, round_, healthy, exchanging, joining, differing, refused, offer, ends)
@@ -169,10 +168,14 @@ def _leading(offers: Mapping[int, Offer]) -> tuple[Offer | None, list[int]]:
     if first is None or all(offer.moment != "gradients" for offer in offers.values()):
         return first, []
     kinds = [(offer.moment, offer.optimizer) for offer in offers.values()]
-    usual = max(kinds, key=kinds.count)
+    usual = max(kinds, key=lambda kind: (kinds.count(kind), kind[0] == "gradients"))
     alike = {rank: offer for rank, offer in offers.items() if (offer.moment, offer.optimizer) == usual}
     chosen = max(alike.values(), key=lambda offer: (offer.trained, offer.epoch))
     return chosen, [rank for rank in offers if rank not in alike]
+
+
+def _by_gradients(offer: Offer | None) -> bool:
+    return offer is not None and offer.moment == "gradients"
 
 
 def _differing(members: Sequence[Member], ranks: Sequence[int]) -> list[int]:
@@ -193,7 +196,8 @@ def weights_of(members: Sequence[Member], plan: Plan) -> dict[int, float]:
         # One that commits only now has trained nothing since.
         trained[rank] = 0 if offer is None or counted else offer.trained
     mean = sum(trained.values()) / len(trained)
-    return {rank: steps / mean if mean else 1.0 for rank, steps in trained.items()}
+    unknown = 0.0 if _by_gradients(plan.offer) else 1.0
+    return {rank: steps / mean if mean else unknown for rank, steps in trained.items()}
 
 
 def pace_of(rank: int, members: Sequence[Member], plan: Plan) -> float:

@@ -14,6 +14,7 @@ from lightning_sparsecomm.elastic.settings import follow_settings
 from lightning_sparsecomm.elastic.units import Unit, closings_of, units_of
 from lightning_sparsecomm.elastic.wire import ElasticWire, LostPeerError
 from lightning_sparsecomm.exchange import Exchange
+from lightning_sparsecomm.exchange.status import NonFiniteGradientError
 from lightning_sparsecomm.run.optimizers import TrackedOptimizer
 from lightning_sparsecomm.run.registry import Registry
 from lightning_sparsecomm.run.replicas import Replicas
@@ -99,6 +100,12 @@ class Rounds:
                 for unit in units:
                     unit.exchange()
                 means = self._means(tracked, offer)
+            except NonFiniteGradientError as error:
+                _take_back(units, renewed)
+                if error.rank is None or error.rank == self._wire.rank:
+                    raise
+                # That one ends, and the others repeat the round without it.
+                raise LostPeerError(f"{names[error.rank]}: {error}") from error
             except BaseException:
                 _take_back(units, renewed)
                 raise

@@ -13,12 +13,11 @@ from lightning_sparsecomm.elastic.membership import Change, Membership
 from lightning_sparsecomm.elastic.pace import Pace
 from lightning_sparsecomm.elastic.quorum import Quorum
 from lightning_sparsecomm.elastic.rounds import Rounds
-from lightning_sparsecomm.elastic.units import units_of
+from lightning_sparsecomm.elastic.units import set_pace, units_of
 from lightning_sparsecomm.elastic.wire import ElasticWire, LostPeerError
 from lightning_sparsecomm.run.engine import Engine
 from lightning_sparsecomm.run.optimizers import TrackedOptimizer
 from lightning_sparsecomm.run.turn import Turns
-from lightning_sparsecomm.sharing.delta_share import DeltaShare
 from lightning_sparsecomm.sharing.share import Share, Turn
 
 
@@ -69,17 +68,15 @@ class ElasticTurns(Turns):
         super().__init__(engine.registry, engine.replicas)
         self.state, self.round, self.leads = NOTHING, 0, False
         self.membership = Membership()
-        self._wire = wire
-        self._quorum = quorum
-        self._joining = joining
-        self._setup = setup
-        self._tell = tell
-        self._stop = stop
+        self._wire, self._quorum, self._joining = wire, quorum, joining
+        self._setup, self._tell, self._stop = setup, tell, stop
         self._adapts, self._pace, self._compare_every = adapts, Pace(), compare_every
         engine.state.without_ddp = True
         self._rounds = Rounds(engine.registry, engine.replicas, wire, quorum)
         # The optimizer that is in a step, and whether that step is still to be counted.
         self._current: tuple[TrackedOptimizer, Turn] | None = None
+        # Whether the state that it has got is the last one.
+        self._over = False
 
     def begin(self) -> None:
         """Meets other replicas before the first step: gets the state from them, or begins one with them."""
@@ -100,6 +97,8 @@ class ElasticTurns(Turns):
                 joined, done = self._meet(offer_of(tracked, turn, wanted, stale=stale))
             if any((each.moment, each.optimizer) == (turn.moment, tracked.number) for each in done):
                 return
+            if joined and self._over:  # This step is part of the state.
+                return tracked.drop_gradients()
             if joined:
                 stale, turn = True, replace(turn, step=tracked.steps)
 
@@ -122,9 +121,10 @@ class ElasticTurns(Turns):
         self._pace.begin()
 
     def settle_buffers(self, tracked: TrackedOptimizer, turn: Turn) -> None:
-        """Averages buffers if forward passes have changed them since the last exchange; an offer without units."""
-        if not self._replicas.untrained.shared():
-            return
+        """Averages buffers that have changed since the last exchange; an offer without units.
+
+        It is a last meeting in any case: a replica that does not know whether the last exchange counts learns it.
+        """
         with self._within(tracked, turn):
             joined, done = False, list[Offer]()
             while not joined and all(each.units for each in done):
@@ -148,6 +148,9 @@ class ElasticTurns(Turns):
             self._note(plan, members)
             if quorum.rank in plan.joining:
                 self._receive(plan)
+                self._over = plan.ends
+                if plan.ends:
+                    self._stop()
                 return True, done
             self.state, self.round = plan.state, plan.round
             if plan.offer is not None and quorum.rank in plan.exchanging:
@@ -184,9 +187,7 @@ class ElasticTurns(Turns):
         made = self._rounds.make(plan, offer, names, self._current[1], weights_of(members, plan)[rank])
         self._rounds.commit()
         if self._adapts:
-            for unit in made.units:
-                assert isinstance(unit, DeltaShare)
-                unit.pace = pace_of(rank, members, plan)
+            set_pace(made.units, pace_of(rank, members, plan))
         self.state, self.round = made.state, plan.round + 1
         if plan.ends:
             self._stop()

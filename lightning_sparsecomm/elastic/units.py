@@ -35,6 +35,13 @@ def units_of(tracked: TrackedOptimizer, of: Sequence[Share] | None = None) -> li
     return units
 
 
+def set_pace(units: Sequence[Unit], pace: float) -> None:
+    """Lets shares of weights exchange after that part of their steps."""
+    for unit in units:
+        assert isinstance(unit, DeltaShare)
+        unit.pace = pace
+
+
 def closings_of(tracked: TrackedOptimizer) -> list[Closing]:
     """For each share of an optimizer, the unit that closes its round."""
     closings, count = [], 0

@@ -26,16 +26,23 @@ class NonFiniteGradientError(RuntimeError):
     ...         return str(error).partition(".")[0]
     >>> run_ranks(2, exchange)[0]
     "rank 1 has a gradient that is not finite, for parameter 'weight' in step 0"
+
+    Attributes:
+        rank: Whose gradient it is; None where that is not known.
     """
+
+    rank: int | None = None
 
     @classmethod
     def of(cls, segment: int, context: Round, rank: int) -> "NonFiniteGradientError":
         """The error for the gradient of one segment on one rank."""
-        return cls(
+        error = cls(
             f"rank {rank} has a {context.quantity} that is not finite, for parameter"
             f" {context.layout.segments[segment].name!r} in step {context.step}."
             " Lower the learning rate, clip gradients, or look for a division by zero in the loss."
         )
+        error.rank = rank
+        return error
 
     @classmethod
     def somewhere(cls, x: Vector, context: Round, wire: Wire) -> "NonFiniteGradientError":

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
 """The variable of the environment that has the lighthouse's address where no argument gives it; torchft's own."""
 
+_AVERAGING = ("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging")
+
 
 class ElasticTrainerMixin(TrainerMixin):
     """Trains one replica of several, which may come and go at any time.
@@ -171,6 +173,7 @@ class ElasticTrainerMixin(TrainerMixin):
 
     def _join(self) -> None:
         engine, trainer = self.engine, self._trainer
+        _tell_of_averages(trainer)
         wire = engine.wire
         assert isinstance(wire, ElasticWire)
         address, timeout = self._lighthouse(), self.exchange_timeout
@@ -178,22 +181,13 @@ class ElasticTrainerMixin(TrainerMixin):
         wire.closing.append(quorum.close)
         joining = Joining(engine, lambda: progress_of(trainer), self._follow)
         self.turns = engine.turns = ElasticTurns(
-            *(engine, wire, quorum, joining, self._facts(), self._tell, self._stop),
+            *(engine, wire, quorum, joining, _facts(engine, self.seed), self._tell, self._stop),
             self.adapt_steps,
             self.check_replicas_every,
         )
         self._beginning = True
         self.turns.begin()
         self._beginning = False
-
-    def _facts(self) -> dict[str, str]:
-        """By topic, a digest of what must be equal on all replicas."""
-        engine, topics = self.engine, dict[str, str]()
-        scales = engine.scaling is not None
-        for fact in facts_of_run(engine.registry.methods[0], engine.registry.named, self.seed, None, scales):
-            topic = "the model" if fact.topic.startswith("parameter ") else fact.topic
-            topics[topic] = topics.get(topic, "") + f"{fact.topic} {fact.value};"
-        return {topic: hashlib.sha256(text.encode()).hexdigest()[:8] for topic, text in topics.items()}
 
     def _follow(self, state: State) -> None:
         # A Trainer that is amid its training goes on by its own count.
@@ -233,6 +227,26 @@ class ElasticTrainerMixin(TrainerMixin):
     @property
     def _leads(self) -> bool:
         return self.turns is None or self.turns.leads
+
+
+def _facts(engine: Engine, seed: int) -> dict[str, str]:
+    """By topic, a digest of what must be equal on all replicas."""
+    topics, scales = dict[str, str](), engine.scaling is not None
+    for fact in facts_of_run(engine.registry.methods[0], engine.registry.named, seed, None, scales):
+        topic = "the model" if fact.topic.startswith("parameter ") else fact.topic
+        topics[topic] = topics.get(topic, "") + f"{fact.topic} {fact.value};"
+    return {topic: hashlib.sha256(text.encode()).hexdigest()[:8] for topic, text in topics.items()}
+
+
+def _tell_of_averages(trainer: "pl.Trainer") -> None:
+    callbacks: list[object] = getattr(trainer, "callbacks", [])
+    averaging = [name for each in callbacks if (name := type(each).__name__) in _AVERAGING]
+    if averaging:
+        say(
+            f"sparsecomm: {averaging[0]} keeps averages of its own, which a replica that joins amid the run lacks:"
+            " in the end, its model differs from that of others",
+            trainer,
+        )
 
 
 def _check_syncs(method: Method) -> None:

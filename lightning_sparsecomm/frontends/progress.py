@@ -51,6 +51,9 @@ def follow(trainer: "pl.Trainer", state: State) -> None:
     else:
         # The epoch has begun elsewhere. By this, Lightning goes on amid an epoch, as when it resumes.
         loop._restarting = True
+        # Of a checkpoint that this replica had begun from, which the other's progress replaces.
+        if hasattr(loop, "reset_restart_stage"):
+            loop.reset_restart_stage()
         warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch")
 
 

@@ -116,6 +116,11 @@ class TrackedOptimizer:
         """Whether some of its gradients are exchanged in each step, between all ranks or between nodes."""
         return any(sync.shares_gradients for sync, _ in self.parts)
 
+    def drop_gradients(self) -> None:
+        """Leaves the optimizer's next step without any."""
+        for _, parameter in self.parameters:
+            parameter.grad = None
+
     @property
     def drifts(self) -> bool:
         """Whether replicas of its parameters drift apart."""

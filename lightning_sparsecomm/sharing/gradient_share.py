@@ -39,10 +39,12 @@ class GradientShare(Share):
     Attributes:
         weight: Factor on this rank's gradients in the mean; 0 leaves them out. For replicas that come and go.
         steps: Always 0: nothing is trained between exchanges.
+        unfinished: Whether something may wait that is to be applied when training ends.
     """
 
     weight = 1.0
     steps = 0
+    unfinished = False
 
     def __init__(self, sync: SharesGradients, optimizer: Optimizer, parameters: NamedParameters, wire: Wire) -> None:
         self.sync = sync
@@ -57,11 +59,10 @@ class GradientShare(Share):
         # What waits at the end, then its mean over ranks; None in all other turns.
         self._waiting: Tensor | None = None
         self._finishes = sync.finish and self._follows_rate and not sync.drifts
-        self._unfinished = False
         super().__init__(optimizer, parameters, wire)
 
     def due(self, turn: Turn) -> bool:
-        return turn.moment == "gradients" or (turn.moment == "end" and self._unfinished)
+        return turn.moment == "gradients" or (turn.moment == "end" and self.unfinished)
 
     def skip(self) -> None:
         # ddp sends gradients before it finds that they are not finite.
@@ -104,7 +105,7 @@ class GradientShare(Share):
             exchanged = self.channel.commit()
         if self._adam is not None:
             show_moments(self.optimizer, self.parameters, self._adam)
-        self._unfinished = self._finishes
+        self.unfinished = self._finishes
         self._count_ddp()
         self._count_sent(exchanged)
         self._write(exchanged)
@@ -129,7 +130,7 @@ class GradientShare(Share):
         for residual in self.channel.residuals:
             residual.forget()
         self._waiting = None
-        self._unfinished = False
+        self.unfinished = False
 
     def _move(self, change: Tensor) -> None:
         """Moves the weights by a change over the layout that is equal on all ranks, as SGD would by its step."""
@@ -160,6 +161,10 @@ class GradientShare(Share):
 
     def _write(self, exchanged: Exchanged) -> None:
         sync = self.sync
+        if self.weight == 0:
+            # Those of this rank count for nothing, so where no other has one there is none.
+            for here, (_, parameter) in zip(exchanged.present, self.parameters):
+                parameter.grad = parameter.grad if here else None
         if sync.mask_momentum:
             # Replicas that stay equal mask where any rank has sent; those that drift, where this one has.
             sent = exchanged.sent if sync.drifts else exchanged.shared
@@ -189,7 +194,7 @@ class GradientShare(Share):
     def load_state_dict(self, saved: Saved) -> None:
         saved = strip_prefix(type(self.sync).__name__, saved)
         self.channel.load_state_dict(saved, [name for name, _ in self.parameters])
-        self._unfinished = self._finishes
+        self.unfinished = self._finishes
 
 
 def _times(gradients: list[Tensor | None], weight: float) -> list[Tensor | None]:

@@ -66,7 +66,7 @@ class LateShare(InFlightShare[None], GradientShare):
 
     def due(self, turn: Turn) -> bool:
         if turn.moment == "end":
-            return self._unfinished or self._anchors.apart or self._arrived is not None or bool(self._left)
+            return self.unfinished or self._anchors.apart or self._arrived is not None or bool(self._left)
         return super().due(turn)
 
     def prepare(self, turn: Turn) -> None:
@@ -100,7 +100,7 @@ class LateShare(InFlightShare[None], GradientShare):
         if self._ending:
             self._settle()
             return
-        self._unfinished = self._finishes
+        self.unfinished = self._finishes
         self._count_ddp()
         self._use()
 

@@ -16,12 +16,14 @@ from tests.elastic.training import (
     die_in_round,
     doubt_in_round,
     equal,
+    nan_in,
     refuse_round,
     spoil,
     stop_at,
     train,
     wait_for_the_start,
     watch_the_law,
+    without_the_branch,
 )
 
 pytestmark = [needs_torchft, pytest.mark.timeout(300)]
@@ -162,3 +164,80 @@ def test_two_optimizers_that_the_module_steps_itself() -> None:
     for result in results:
         del result["weights"]["network.1.num_batches_tracked"]
     assert equal([result | {"steps": 0} for result in results])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [DROPPING, methods.sparse_loco(every=5)], ids=["gradients", "weights"])
+def test_replicas_resume_amid_an_epoch(method: Any, tmp_path: Path) -> None:
+    """The one that does not lead makes as many steps as the one that does."""
+    save = str(tmp_path / "checkpoints" / "{step}")
+    with lighthouse() as address, replicas() as start:
+        (a,) = together(start, address, method, {}, "a", save=save, save_every=7, max_epochs=1)
+        assert a.hear()["steps"] == 10
+    with lighthouse() as address, replicas() as start:
+        options: dict[str, Any] = {"ckpt_path": save.format(step="step=7") + ".ckpt", "max_epochs": 3}
+        results = [
+            each.hear() for each in together(start, address, method, {}, "ab", save=save, save_every=7, **options)
+        ]
+    assert [each["steps"] for each in results] == [30, 30]
+    assert equal(results)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("two", [False, True], ids=["adamw", "sgd and adam"])
+def test_one_is_back_in_the_last_exchange(two: bool) -> None:
+    """It ends with the others, and with their weights, though it was away for most of the run."""
+    last = 118 if two else 59
+    with lighthouse() as address, replicas() as start:
+        stops = {"a": stop_at(last), "b": stop_at(last), "c": stop_at(12)}
+        a, b, c = together(start, address, methods.default(), stops, two=two)
+        assert c.hear() == 12
+        os.kill(c.process.pid, signal.SIGSTOP)
+        assert [a.hear(), b.hear()] == [last, last]
+        os.kill(c.process.pid, signal.SIGCONT)
+        c.say("go on")
+        for replica in (a, b):
+            replica.say("go on")
+        results = [replica.hear() for replica in (a, b, c)]
+    for result in results:
+        del result["weights"]["network.1.num_batches_tracked"]
+    assert equal([result | {"steps": 0} for result in results])
+
+
+@pytest.mark.slow
+def test_a_gradient_of_old_weights_that_no_other_replica_has_counts_for_nothing() -> None:
+    with lighthouse() as address, replicas() as start:
+        alterations = {name: altered(without_the_branch, stop_at(40)) for name in "ab"}
+        a, b, c = together(start, address, DROPPING, {**alterations, "c": stop_at(12)})
+        assert c.hear() == 12
+        os.kill(c.process.pid, signal.SIGSTOP)
+        assert [a.hear(), b.hear()] == [40, 40]
+        os.kill(c.process.pid, signal.SIGCONT)
+        for replica in (a, b, c):
+            replica.say("go on")
+        results = [replica.hear() for replica in (a, b, c)]
+    for result in results:
+        del result["weights"]["network.1.num_batches_tracked"]
+    assert equal([result | {"steps": 0} for result in results])
+
+
+@pytest.mark.slow
+def test_one_that_does_not_know_whether_the_last_exchange_counts_learns_it() -> None:
+    with lighthouse() as address, replicas() as start:
+        started = together(start, address, DROPPING, {"a": doubt_in_round(60)})
+        results = [replica.hear() for replica in started]
+    assert equal(results)
+    assert results[0]["steps"] == 60
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [DROPPING, methods.sparse_loco(every=5)], ids=["gradients", "weights"])
+def test_a_gradient_that_is_not_finite_ends_its_replica_alone(method: Any) -> None:
+    with lighthouse() as address, replicas() as start:
+        a, b, c = together(start, address, method, {"b": nan_in(13)})
+        with pytest.raises(AssertionError, match="NonFiniteGradientError"):
+            b.hear()
+        b.kill()
+        results = [a.hear(), c.hear()]
+    assert equal(results)
+    assert results[0]["steps"] == 60

@@ -159,3 +159,21 @@ def test_weights_that_differ_are_replaced_by_those_of_most() -> None:
     members = [member("a", weights="x"), member("b", weights="y"), member("c", weights="y"), member("d")]
     plan = plan_of(members, 1)
     assert (plan.differing, plan.joining, plan.healthy) == ([0], [0], [1, 2, 3])
+
+
+def test_one_that_stops_early_does_not_take_the_meeting_over() -> None:
+    ending, training = OFFER._replace(moment="end"), OFFER._replace(moment="gradients", trained=1)
+    plan = plan_of([member("a", offer=ending), member("b", offer=training)], 1)
+    assert (plan.offer, plan.exchanging, plan.joining) == (training, [1], [0])
+
+
+def test_one_with_a_step_to_make_stays_out_of_the_last_exchange() -> None:
+    ending, training = OFFER._replace(moment="end"), OFFER._replace(moment="gradients", trained=1)
+    late = member("a", "s", 3, pending="t", offer=training)
+    plan = plan_of([late, member("b", "t", 4, offer=ending), member("c", "t", 4, offer=ending)], 1)
+    assert (plan.offer, plan.exchanging, plan.joining) == (ending, [1, 2], [])
+
+
+def test_gradients_of_old_weights_alone_count_for_nothing() -> None:
+    members = [member("a", offer=OFFER._replace(moment="gradients", trained=0))]
+    assert weights_of(members, plan_of(members, 1)) == {0: 0.0}

@@ -115,6 +115,7 @@ def train(
     adapt_steps: bool = False,
     check_replicas_every: int | None = 1000,
     membership_log: str | None = None,
+    save_every: int | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Trains, and returns what the replica ends with. `before` is called first, to alter what is to be altered."""
@@ -135,7 +136,8 @@ def train(
     )
     if save is not None:
         folder, _, filename = save.rpartition("/")
-        options["callbacks"] = [Recorder(written, folder, filename=filename, save_top_k=-1, every_n_epochs=1)]
+        when: dict[str, int] = {"every_n_train_steps": save_every} if save_every else {"every_n_epochs": 1}
+        options["callbacks"] = [Recorder(written, folder, filename=filename, save_top_k=-1, **when)]
     options = {"max_epochs": 6, "devices": 1, "enable_checkpointing": save is not None, **QUIET, **options}
     trainer = pl.Trainer(strategy=strategy, **options)
     trainer.fit(model, batches, ckpt_path=ckpt_path)
@@ -319,6 +321,32 @@ def refuse_round(number: int) -> Callable[[], None]:
         Rounds.take_back = taken_back  # type: ignore[method-assign]
 
     return before
+
+
+def nan_in(step: int) -> Callable[[], None]:
+    """Alters this process: the loss of a step, counted from 1, is not a number."""
+
+    def before() -> None:
+        training_step = Model.training_step
+
+        def stepping(self: Model, batch: Tensor, batch_idx: int) -> Tensor:
+            loss = training_step(self, batch, batch_idx)
+            return loss * (torch.nan if self.trainer.global_step == step - 1 else 1)
+
+        Model.training_step = stepping  # type: ignore[method-assign]
+
+    return before
+
+
+def without_the_branch() -> None:
+    """Alters this process: the bias of the last layer gets no gradient."""
+    backward = Model.on_after_backward
+
+    def after_backward(self: Model) -> None:
+        backward(self)
+        self.network[3].bias.grad = None  # type: ignore[union-attr]
+
+    Model.on_after_backward = after_backward  # type: ignore[method-assign]
 
 
 def spoil(step: int) -> Callable[[], None]:

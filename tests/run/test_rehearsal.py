@@ -116,7 +116,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.splitlines()[-1].startswith("all kernels were compiled already: ")
     with pytest.raises(SystemExit):
         main(["warm", "--methods", "dcg"])
-    assert "'dcg' is no method. Did you mean 'dgc'? Methods: aligned_topk, " in capsys.readouterr().err
+    assert "'dcg' is no method. Did you mean 'dgc'? Methods: adacomp, aligned_topk, " in capsys.readouterr().err
 
 
 _FIRST_STEP = """
