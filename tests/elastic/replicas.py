@@ -93,6 +93,7 @@ def _run(function: Callable[..., Any], pipe: Connection, args: tuple[Any, ...], 
         warnings.filterwarnings("ignore", message="The 'warn' (method|function) is deprecated")
         # Where runs resume.
         warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
+        warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch")
         # Where a test has changed them.
         warnings.filterwarnings("ignore", message=".*weights differ from those of most others")
         # A machine that is busy may take more than one attempt.
