@@ -54,6 +54,8 @@ class PowerSGD(Exchange):
         self._factors: dict[str, Tensor] = {}
         self._next: dict[str, Tensor] = {}
         self._started: list[FactorSums] | None = None
+        # Room for what a round returns. To ask for so much memory anew costs more than the products.
+        self._room = torch.empty(0)
 
     def prepare(self, x: Vector, context: Round, wire: Wire) -> None:
         self._started = self._start(x, context, wire)
@@ -67,7 +69,9 @@ class PowerSGD(Exchange):
         for group in groups[1:]:
             group.wait()
             group.start_second()
-        shared, sent = torch.empty_like(x.values), torch.empty_like(x.values)
+        if (self._room.numel(), self._room.dtype) != (2 * x.values.numel(), x.values.dtype):
+            self._room = x.values.new_empty(2 * x.values.numel())
+        shared, sent = self._room.view(2, -1)
         for group in groups:
             group.wait()
             group.write(shared, sent)
