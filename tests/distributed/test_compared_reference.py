@@ -118,7 +118,7 @@ def test_sparcml(tmp_path: Path) -> None:
             np.testing.assert_allclose(trained["residual"][step], residual, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("columns", [40, 400])
+@pytest.mark.parametrize("columns", [pytest.param(40, marks=pytest.mark.slow), 400])
 def test_algorithm_2_of_sketched_sgd(tmp_path: Path, columns: int) -> None:
     """With a learning rate that changes; the averaged iterate too."""
     method = sketched_sgd(0.1, rows=3, columns=columns, momentum_correction=False, recovery="heavymix")

@@ -80,6 +80,7 @@ def test_one_is_killed_amid_an_exchange(place: str, tmp_path: Path) -> None:
     assert all({"time", "round", "joined", "gone", "why"} < line.keys() for line in logged)
 
 
+@pytest.mark.slow
 def test_one_that_does_not_know_whether_others_have_committed_makes_its_step_and_joins_again() -> None:
     with lighthouse() as address, replicas() as start:
         started = together(start, address, DROPPING, {"a": doubt_in_round(9)})
