@@ -88,6 +88,7 @@ def test_one_is_killed_and_started_again(method: Any) -> None:
     assert results[2]["handed"]["weight updates"] < results[0]["handed"]["weight updates"]
 
 
+@pytest.mark.slow
 def test_a_slow_one_makes_fewer_steps_between_exchanges() -> None:
     with lighthouse() as address, replicas() as start:
         slow = {"a": slowed(0.1), "b": slowed(0.25), "c": slowed(0.1)}

@@ -132,6 +132,7 @@ def _ended_well(cluster: Cluster, world_size: int) -> None:
     assert sum(last) < 0.5 * sum(first)
 
 
+@pytest.mark.slow
 def test_who_is_left_goes_on_alone(cluster: Cluster) -> None:
     """One of two nodes is killed in the midst of a step; it is the one that hosts the ranks' store, and saves."""
     first = cluster.start("node", hold="2:12")
