@@ -21,6 +21,8 @@ class PowerSGD(Exchange):
     element of the other tensors, and for each tensor. There are two all-reduces for each group of layers. Those of one
     group are on the wire while another's factors are computed.
 
+    Memory: two vectors of the model's size, for what a round returns, which stay.
+
     State: Qᵀ of each matrix, `[rank, columns]` in the vector's dtype, by parameter name; equal on all ranks.
 
     Source: Vogels et al. 2019, PowerSGD, algorithms 1 and 2. There, a rank forgets what all share; here, its own part

@@ -1,8 +1,6 @@
 """Methods that exchange gradients, with replicas that come and go: real processes and a real lighthouse."""
 
 import json
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,7 @@ import pytest
 from lightning_sparsecomm import methods
 from tests.distributed.summed import in_regions
 from tests.elastic.replicas import lighthouse, needs_torchft, replicas
-from tests.elastic.test_elastic_training import altered, together
+from tests.elastic.test_elastic_training import altered, together, with_one_away
 from tests.elastic.training import (
     die_in_round,
     doubt_in_round,
@@ -19,7 +17,6 @@ from tests.elastic.training import (
     nan_in,
     refuse_round,
     spoil,
-    stop_at,
     train,
     wait_for_the_start,
     watch_the_law,
@@ -38,6 +35,14 @@ METHODS = {
     "quantized": methods.quantized(),
     "sketched": methods.random_k(0.1),
 }
+
+
+def equal_but_for_steps(results: list[dict[str, Any]]) -> bool:
+    """Whether all end with the same bits, though some have made fewer steps of their own."""
+    for result in results:
+        # Batch normalization counts each replica's own batches.
+        del result["weights"]["network.1.num_batches_tracked"]
+    return equal([result | {"steps": 0} for result in results])
 
 
 @pytest.mark.parametrize(
@@ -85,9 +90,7 @@ def test_one_that_does_not_know_whether_others_have_committed_makes_its_step_and
     with lighthouse() as address, replicas() as start:
         started = together(start, address, DROPPING, {"a": doubt_in_round(9)})
         results = [replica.hear() for replica in started]
-    for result in results:
-        del result["weights"]["network.1.num_batches_tracked"]
-    assert equal([result | {"steps": 0} for result in results])
+    assert equal_but_for_steps(results)
     # The others have made one step before it was back, and one while they sent it the state.
     assert [each["steps"] for each in results] == [58, 60, 60]
     assert "state for joining replicas" in {row for each in results[1:] for row in each["handed"]}
@@ -108,19 +111,8 @@ def test_a_round_that_one_replica_votes_against_is_taken_back_and_made_again() -
 @pytest.mark.slow
 def test_one_that_was_stopped_for_long_joins_again() -> None:
     """Its schedule is behind, and the learning rate is that of the others."""
-    with lighthouse() as address, replicas() as start:
-        stops = {"a": stop_at(50), "b": stop_at(50), "c": stop_at(12)}
-        a, b, c = together(start, address, methods.default(), stops)
-        assert c.hear() == 12
-        os.kill(c.process.pid, signal.SIGSTOP)
-        assert [a.hear(), b.hear()] == [50, 50]
-        os.kill(c.process.pid, signal.SIGCONT)
-        for replica in (a, b, c):
-            replica.say("go on")
-        results = [replica.hear() for replica in (a, b, c)]
-    for result in results:
-        del result["weights"]["network.1.num_batches_tracked"]
-    assert equal([result | {"steps": 0} for result in results])
+    results = with_one_away(methods.default(), 50)
+    assert equal_but_for_steps(results)
     assert len(results[0]["changes"][-1]["members"]) == 3
     assert results[0]["steps"] == 60 > results[2]["steps"]
 
@@ -131,9 +123,7 @@ def test_weights_that_other_code_has_changed_on_one_replica_are_replaced() -> No
         alterations = {"b": spoil(15)}
         started = together(start, address, DROPPING, alterations, check_replicas_every=10)
         results = [replica.hear() for replica in started]
-    for result in results:
-        del result["weights"]["network.1.num_batches_tracked"]
-    assert equal([result | {"steps": 0} for result in results])
+    assert equal_but_for_steps(results)
 
 
 @pytest.mark.slow
@@ -162,9 +152,7 @@ def test_two_optimizers_that_the_module_steps_itself() -> None:
         assert c.hear() == "ready"
         c.say("go on")
         results = [replica.hear() for replica in (a, b, c)]
-    for result in results:
-        del result["weights"]["network.1.num_batches_tracked"]
-    assert equal([result | {"steps": 0} for result in results])
+    assert equal_but_for_steps(results)
 
 
 @pytest.mark.slow
@@ -188,38 +176,12 @@ def test_replicas_resume_amid_an_epoch(method: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("two", [False, True], ids=["adamw", "sgd and adam"])
 def test_one_is_back_in_the_last_exchange(two: bool) -> None:
     """It ends with the others, and with their weights, though it was away for most of the run."""
-    last = 118 if two else 59
-    with lighthouse() as address, replicas() as start:
-        stops = {"a": stop_at(last), "b": stop_at(last), "c": stop_at(12)}
-        a, b, c = together(start, address, methods.default(), stops, two=two)
-        assert c.hear() == 12
-        os.kill(c.process.pid, signal.SIGSTOP)
-        assert [a.hear(), b.hear()] == [last, last]
-        os.kill(c.process.pid, signal.SIGCONT)
-        c.say("go on")
-        for replica in (a, b):
-            replica.say("go on")
-        results = [replica.hear() for replica in (a, b, c)]
-    for result in results:
-        del result["weights"]["network.1.num_batches_tracked"]
-    assert equal([result | {"steps": 0} for result in results])
+    assert equal_but_for_steps(with_one_away(methods.default(), 118 if two else 59, two=two))
 
 
 @pytest.mark.slow
 def test_a_gradient_of_old_weights_that_no_other_replica_has_counts_for_nothing() -> None:
-    with lighthouse() as address, replicas() as start:
-        alterations = {name: altered(without_the_branch, stop_at(40)) for name in "ab"}
-        a, b, c = together(start, address, DROPPING, {**alterations, "c": stop_at(12)})
-        assert c.hear() == 12
-        os.kill(c.process.pid, signal.SIGSTOP)
-        assert [a.hear(), b.hear()] == [40, 40]
-        os.kill(c.process.pid, signal.SIGCONT)
-        for replica in (a, b, c):
-            replica.say("go on")
-        results = [replica.hear() for replica in (a, b, c)]
-    for result in results:
-        del result["weights"]["network.1.num_batches_tracked"]
-    assert equal([result | {"steps": 0} for result in results])
+    assert equal_but_for_steps(with_one_away(DROPPING, 40, dict.fromkeys("ab", without_the_branch)))
 
 
 @pytest.mark.slow

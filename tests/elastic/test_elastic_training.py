@@ -69,6 +69,28 @@ def together(
     return started
 
 
+def with_one_away(
+    method: Any, until: int, alterations: dict[str, Callable[[], None]] | None = None, **options: Any
+) -> list[dict[str, Any]]:
+    """What three replicas end with, of which the last is stopped (SIGSTOP) from step 12 until the others' step `until`.
+
+    All begin with their `alterations`, by name.
+    """
+    stops = {"a": stop_at(until), "b": stop_at(until), "c": stop_at(12)}
+    more = alterations or {}
+    each = {name: altered(stop, *([more[name]] if name in more else [])) for name, stop in stops.items()}
+    with lighthouse() as address, replicas() as start:
+        a, b, c = together(start, address, method, each, **options)
+        assert c.hear() == 12
+        os.kill(c.process.pid, signal.SIGSTOP)
+        # The others go on without it.
+        assert [a.hear(), b.hear()] == [until, until]
+        os.kill(c.process.pid, signal.SIGCONT)
+        for replica in (c, a, b):
+            replica.say("go on")
+        return [replica.hear() for replica in (a, b, c)]
+
+
 @pytest.mark.parametrize("method", [pytest.param(DILOCO, marks=pytest.mark.slow), LOCO], ids=["diloco", "sparse_loco"])
 def test_one_is_killed_and_started_again(method: Any) -> None:
     with lighthouse() as address, replicas() as start:
@@ -222,16 +244,7 @@ def test_the_replica_that_a_joining_one_copies_from_is_killed() -> None:
 
 @pytest.mark.slow
 def test_one_that_was_stopped_for_long_joins_again() -> None:
-    with lighthouse() as address, replicas() as start:
-        a, b, c = together(start, address, DILOCO, {"a": stop_at(50), "b": stop_at(50), "c": stop_at(12)})
-        assert c.hear() == 12
-        os.kill(c.process.pid, signal.SIGSTOP)
-        # The others have gone on without it.
-        assert [a.hear(), b.hear()] == [50, 50]
-        os.kill(c.process.pid, signal.SIGCONT)
-        for replica in (a, b, c):
-            replica.say("go on")
-        results = [replica.hear() for replica in (a, b, c)]
+    results = with_one_away(DILOCO, 50)
     gone = [change for change in results[0]["changes"] if change["gone"]]
     assert [len(change["members"]) for change in gone] == [2]
     assert len(results[0]["changes"][-1]["members"]) == 3
