@@ -13,7 +13,6 @@ from lightning_sparsecomm.elastic.quorum import Quorum
 from lightning_sparsecomm.elastic.settings import follow_settings
 from lightning_sparsecomm.elastic.units import Unit, closings_of, units_of
 from lightning_sparsecomm.elastic.wire import ElasticWire, LostPeerError
-from lightning_sparsecomm.exchange import Exchange
 from lightning_sparsecomm.exchange.status import NonFiniteGradientError
 from lightning_sparsecomm.run.optimizers import TrackedOptimizer
 from lightning_sparsecomm.run.registry import Registry
@@ -29,16 +28,12 @@ class Made(NamedTuple):
         offer: What was exchanged.
         units: What has exchanged.
         means: By name, the means of buffers.
-        names: Of the replicas that exchange.
-        renewed: Exchanges that have begun anew with these replicas, and what they held before.
     """
 
     state: str
     offer: Offer
     units: list[Unit]
     means: dict[str, Tensor]
-    names: Sequence[str]
-    renewed: list[tuple[Exchange, dict[str, Tensor]]]
 
 
 class Rounds:
@@ -52,12 +47,10 @@ class Rounds:
 
     Attributes:
         made: An exchange of which this replica cannot know whether others have committed it; None for none.
-        names: By optimizer and unit, who took part in the last exchange that counts; equal on all that share the state.
     """
 
     def __init__(self, registry: Registry, replicas: Replicas, wire: ElasticWire, quorum: Quorum) -> None:
         self.made: Made | None = None
-        self.names: dict[str, list[str]] = {}
         self._registry = registry
         self._replicas = replicas
         self._wire = wire
@@ -91,7 +84,6 @@ class Rounds:
             group = self._quorum.group_of(plan.exchanging, plan.state)
         except RuntimeError as error:
             raise LostPeerError(f"replicas could not connect for round {plan.round + 1}") from error
-        renewed = self._renewed(offer, units, names)
         with self._wire.among(group, plan.exchanging, self._quorum.rank), torch.no_grad():
             try:
                 for unit in units:
@@ -101,16 +93,15 @@ class Rounds:
                     unit.exchange()
                 means = self._means(tracked, offer)
             except NonFiniteGradientError as error:
-                _take_back(units, renewed)
+                _take_back(units)
                 if error.rank is None or error.rank == self._wire.rank:
                     raise
                 # That one ends, and the others repeat the round without it.
                 raise LostPeerError(f"{names[error.rank]}: {error}") from error
             except BaseException:
-                _take_back(units, renewed)
+                _take_back(units)
                 raise
-            state = successor(plan.state, names, self._quorum.number)
-            made = self.made = Made(state, offer, units, means, names, renewed)
+            made = self.made = Made(successor(plan.state, names, self._quorum.number), offer, units, means)
             votes = self._wire.all_gather(torch.tensor([self._quorum.vote()], dtype=torch.uint8), MEMBERSHIP)
         if not bool(votes.all()):
             self.take_back()
@@ -136,26 +127,13 @@ class Rounds:
                 for unit in made.units:
                     unit.commit()
             self._replicas.untrained.take(made.means)
-            self.names |= {f"{made.offer.optimizer}.{number}": list(made.names) for number in made.offer.units}
         return made
 
     def take_back(self) -> None:
         """Takes back what was made: memories and weights are as before it, to round-off."""
         made, self.made = self.made, None
         if made is not None:
-            _take_back(made.units, made.renewed)
-
-    def _renewed(
-        self, offer: Offer, units: Sequence[Unit], names: Sequence[str]
-    ) -> list[tuple[Exchange, dict[str, Tensor]]]:
-        """Lets exchanges begin anew whose state is of other replicas than these; they, and what they held before."""
-        renewed = []
-        for number, unit in zip(offer.units, units):
-            exchange = unit.channel.exchange
-            if exchange.renewable and self.names.get(f"{offer.optimizer}.{number}") != list(names):
-                renewed.append((exchange, exchange.state_dict()))
-                exchange.renew()
-        return renewed
+            _take_back(made.units)
 
     def _means(self, tracked: TrackedOptimizer, offer: Offer) -> dict[str, Tensor]:
         """The means of buffers, if these units close a round after which they are averaged. A collective then."""
@@ -168,10 +146,7 @@ class Rounds:
         return self._replicas.untrained.means() if self._registry.leading is tracked else {}
 
 
-def _take_back(units: Sequence[Unit], renewed: Sequence[tuple[Exchange, dict[str, Tensor]]]) -> None:
+def _take_back(units: Sequence[Unit]) -> None:
     with torch.no_grad():
         for unit in reversed(units):
             unit.take_back()
-    for exchange, held in renewed:
-        exchange.renew()
-        exchange.load_state_dict(held)

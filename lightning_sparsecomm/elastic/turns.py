@@ -199,7 +199,7 @@ class ElasticTurns(Turns):
         """
         if self._joining.waiting:
             steps = {} if self._current is None else {self._current[0].number: self._current[1].step + ahead}
-            shared = {"state": self.state, "round": self.round, "names": self._rounds.names}
+            shared = {"state": self.state, "round": self.round}
             self._wire.ledger.record(JOINING, "send", self._joining.send(shared, steps, self._quorum))
 
     def _receive(self, plan: Plan) -> None:
@@ -207,7 +207,7 @@ class ElasticTurns(Turns):
         counted = self._current is None or self._current[1].moment != "weights"
         number = None if self._current is None or counted else self._current[0].number
         state = self._joining.receive(self._quorum, plan.leader, number)
-        self.state, self.round, self._rounds.names = state["state"], state["round"], state["names"]
+        self.state, self.round = state["state"], state["round"]
 
     @contextmanager
     def _within(self, *current: Any) -> Iterator[None]:

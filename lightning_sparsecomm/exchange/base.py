@@ -96,9 +96,6 @@ class Exchange(Part, ABC):
     def abort(self) -> None:
         """The round does not count, on all ranks: drops what it has started, and keeps the state from before."""
 
-    def renew(self) -> None:
-        """Begins anew on other ranks, where it is `renewable`."""
-
     def state_dict(self) -> dict[str, Tensor]:
         """Tensors that are kept from round to round, by any names; nothing, in most exchanges."""
         return {}

@@ -211,9 +211,6 @@ class RegionSum(Exchange):
     def commit(self) -> None:
         self._regions = self._next
 
-    def renew(self) -> None:
-        self._regions = self._next = None
-
     def state_dict(self) -> dict[str, Tensor]:
         if self._regions is None:
             return {}

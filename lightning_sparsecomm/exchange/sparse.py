@@ -99,10 +99,6 @@ class Sparse(Exchange):
     def abort(self) -> None:
         self._last.abort()
 
-    def renew(self) -> None:
-        self._spread = self._next = None
-        self._ways["regions"].renew()
-
     def state_dict(self) -> dict[str, Tensor]:
         state = {} if self._spread is None else {"positions": torch.tensor(self._spread, dtype=torch.float64)}
         return state | self._ways["regions"].state_dict()
