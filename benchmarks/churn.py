@@ -1,111 +1,81 @@
 """Replicas that are killed and started again while they train, beside the same training left alone.
 
-    python benchmarks/churn.py --data-dir DIR --minutes 30 --kill-every 60
+    python benchmarks/churn.py --data-dir DIR --minutes 30
 
-Each method trains with so many replicas on this machine, twice: first undisturbed, for as many steps as fit into
-`--minutes`; then as many steps again, while a replica, in turn, is killed by SIGKILL every so many seconds, and started
-again at once. A lighthouse of `sparsecomm lighthouse` serves both. Prints, for each run, the time, the rounds that were
-repeated for each kill, whether replicas end with equal bits, and the loss on held-out data.
+Each method trains with `--replicas` on this machine. Every `--kill-every` seconds one of them, in turn, is killed by
+SIGKILL and started again at once; none in the last minute. A lighthouse of `sparsecomm lighthouse` serves it. Then the
+same training, with as many steps, is left alone, with `--seeds` seeds. Replicas share this machine's cores, so each
+step sleeps until it has taken `--step-ms`, as if an accelerator computed it; one that is started again is then in
+nobody's way. Trainings that nobody kills do not sleep. Each training has a network of its own, whose kernel counts
+bytes: `--at-once` runs those of all methods together.
 
-"Pace" is the undisturbed run's time by the disturbed one's. All replicas share this machine: what a killed one leaves
-of it, the others have, and what it needs to start, Python and its imports, they lack.
+Prints for each method
+
+- made: optimizer steps of all replicas, killed ones included, by those that they could have made in the time from when
+  they had the weights to when they were killed. What a step takes is measured before the first kill.
+- counted: the same, without steps that are in no weights: those of a killed replica since its last exchange.
+- repeated: exchanges that failed, the most of a kill, and all by all kills.
+- back: seconds from a kill until the same replica takes steps from weights of the others: starting Python, imports and
+  reading the data included.
+- equal bits: comparisons of the weights of all replicas after a round, and how many of them differed.
+- bytes: what crossed the network, headers and connections included, by replica and step.
+- loss: on held-out data, beside the mean and the standard deviation of trainings that are left alone.
+
+`torchft` is torchft's own DiLoCo in the same harness.
 """
 
 import argparse
-import hashlib
 import itertools
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import pytorch_lightning as pl
-import torch
-from defaults import Learner, method_of
-from runs import versions
-from tasks import RATES, TASKS
-from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, TensorDataset
+from namespaces import FORK, make, run_commands
+from network import Counters
+from runs import COMMIT, made_with, save, versions
 
-from lightning_sparsecomm.strategies.pytorch_lightning import ElasticSparseCommStrategy
-
-METHODS = ["sparse_loco(every=30)", "diloco(every=30)", "gradient_dropping(density=0.01)"]
+METHODS = ["sparse_loco(every=30)", "diloco(every=30)", "gradient_dropping(density=0.01)", "torchft"]
 HEARTBEAT = "2s"
+LAST_SECONDS = 60.0
+"""No replica is killed in what remains of a run by then: one that comes too late would begin a run of its own."""
+
+Line = dict[str, Any]
 
 
-def replica(options: argparse.Namespace) -> None:
-    """One replica's training; prints a line of JSON when it ends."""
-    torch.set_num_threads(1)
-    data = TASKS[options.task].read(options.data_dir, False)
-    pl.seed_everything(options.seed, verbose=False)
-    learner = Learner(
-        TASKS[options.task].network(data.classes),
-        options.optimizer,
-        RATES[options.optimizer][options.task],
-        options.steps,
-    )
-    strategy = ElasticSparseCommStrategy(
-        method_of(options.methods[0]), lighthouse=options.lighthouse, replica=options.replica
-    )
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=strategy,
-        max_steps=options.steps,
-        callbacks=[Begun()],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(learner, DataLoader(TensorDataset(*data.train), options.batch_size, shuffle=True))
-    inputs, targets = data.held_out
-    learner.eval()
-    with torch.no_grad():
-        logits = torch.cat([learner.network(some) for some in inputs.split(1000)]).flatten(0, -2)
-    weights = b"".join(parameter.detach().numpy().tobytes() for parameter in learner.parameters())
-    assert strategy.turns is not None
-    print(
-        json.dumps(
-            {
-                "end": time.time(),
-                "steps": trainer.global_step,
-                "rounds": strategy.turns.round,
-                "repeated": strategy.turns.membership.failures,
-                "digest": hashlib.sha256(weights).hexdigest()[:16],
-                "loss": float(cross_entropy(logits, targets.flatten())),
-                "accuracy": float((logits.argmax(1) == targets.flatten()).double().mean() * 100),
-            }
-        ),
-        flush=True,
-    )
+class Process(NamedTuple):
+    """A replica's process, from its start to its end.
 
+    Attributes:
+        name: Of the replica.
+        running: The process.
+        path: What it prints.
+    """
 
-class Begun(pl.Callback):
-    """Says when a replica takes its first step."""
+    name: str
+    running: "subprocess.Popen[bytes]"
+    path: Path
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Prints a line before the first batch."""
-        if not getattr(self, "told", False):
-            self.told = True
-            print(json.dumps({"begin": time.time(), "at": trainer.global_step}), flush=True)
+    @property
+    def lines(self) -> list[Line]:
+        """What it has printed so far; one that was killed may have left half a line."""
+        return [json.loads(line) for line in self.path.read_text().splitlines() if line[:1] == "{" and line[-1:] == "}"]
 
 
 @contextmanager
 def lighthouse() -> Iterator[str]:
     """The address of one that serves until the context ends."""
     command = [sys.executable, "-m", "lightning_sparsecomm", "lighthouse", "--bind", "127.0.0.1:0"]
-    process = subprocess.Popen(
-        [*command, "--heartbeat-timeout", HEARTBEAT], stdout=subprocess.PIPE, text=True, env=os.environ
-    )
+    process = subprocess.Popen([*command, "--heartbeat-timeout", HEARTBEAT], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         yield process.stdout.readline().split()[2].rstrip(",")
@@ -115,111 +85,215 @@ def lighthouse() -> Iterator[str]:
 
 
 class Fleet:
-    """Replicas of one run, each a process of its own, which may be killed and started again."""
+    """The replicas of one run.
 
-    def __init__(self, options: argparse.Namespace, method: str, seed: int, steps: int, address: str) -> None:
+    Args:
+        options: Of the command.
+        method: What they exchange by.
+        seed: Of the run.
+        step_ms: What a step takes at least.
+        address: Of the lighthouse.
+    """
+
+    def __init__(self, options: argparse.Namespace, method: str, seed: int, step_ms: float, address: str) -> None:
         self._options, self._method, self._seed = options, method, seed
-        self._steps, self._address = steps, address
-        self._numbers = itertools.count()
-        self._outputs: list[Path] = []
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        self.folder = Path(options.output).with_suffix("") / f"{method.partition('(')[0]}-{seed}-{int(time.time())}"
+        self._step_ms, self._address = step_ms, address
+        self.all: list[Process] = []
+        self.now: dict[str, Process] = {}
+        name = f"{method.partition('(')[0]}-{seed}-{int(time.time())}"
+        self.folder = Path(options.output).with_suffix("") / name
         self.folder.mkdir(parents=True)
 
     def start(self, name: str) -> None:
         """Starts a replica, or starts it again."""
-        number, options = next(self._numbers), self._options
-        path = self.folder / f"{name}-{number}.jsonl"
-        self._outputs.append(path)
-        command = [
-            sys.executable,
-            __file__,
-            "--replica",
-            name,
-            "--lighthouse",
-            self._address,
-            "--methods",
-            self._method,
-        ]
-        command += ["--seed", str(1000 * self._seed + number), "--steps", str(self._steps), "--task", options.task]
-        command += ["--optimizer", options.optimizer, "--batch-size", str(options.batch_size)]
+        options, path = self._options, self.folder / f"{name}-{len(self.all)}.jsonl"
+        said = {"replica": name, "lighthouse": self._address, "method": self._method, "task": options.task}
+        said |= {"seed": 1000 * self._seed + len(self.all), "steps": options.steps, "optimizer": options.optimizer}
+        said |= {"batch-size": options.batch_size, "step-ms": self._step_ms, "data-dir": options.data_dir}
+        said |= {"compare-every": 1 if "every" in self._method or self._method == "torchft" else 10}
+        command = [sys.executable, __file__, *(f"--{key}={value}" for key, value in said.items())]
+        # Replicas share the cores: more threads than one would wait for each other.
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "RUST_LOG": "error"}
         with path.open("wb") as out, path.with_suffix(".log").open("wb") as log:
-            self.processes[name] = subprocess.Popen(
-                [*command, "--data-dir", str(options.data_dir)], stdout=out, stderr=log
-            )
+            process = subprocess.Popen(command, stdout=out, stderr=log, env=environment)
+        self.now[name] = Process(name, process, path)
+        self.all.append(self.now[name])
 
     def kill(self, name: str) -> None:
         """Kills a replica, without a word to the others."""
-        os.kill(self.processes[name].pid, signal.SIGKILL)
-        self.processes[name].wait()
-
-    def said(self) -> list[dict[str, Any]]:
-        """All lines so far."""
-        return [json.loads(line) for path in self._outputs for line in path.read_text().splitlines() if line[:1] == "{"]
+        self.now[name].running.send_signal(signal.SIGKILL)
+        self.now[name].running.wait()
 
     @property
-    def begun(self) -> int:
-        return sum("begin" in line for line in self.said())
+    def begun(self) -> bool:
+        """Whether all take steps."""
+        return all(any("made" in line for line in process.lines) for process in self.now.values())
 
     @property
     def ended(self) -> bool:
-        return any(process.poll() is not None for process in self.processes.values())
+        return any(process.running.poll() is not None for process in self.now.values())
+
+    def finish(self, timeout: float) -> None:
+        """Waits until all have ended. Raises `RuntimeError` if one failed, or hangs."""
+        try:
+            for process in self.now.values():
+                if process.running.wait(timeout) != 0:
+                    raise RuntimeError(f"{process.name} has failed; see {process.path.with_suffix('.log')}")
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"a replica hangs; see {self.folder}") from None
+        finally:
+            for process in self.all:
+                process.running.kill()
 
 
-def train(options: argparse.Namespace, method: str, seed: int, steps: int, kill_every: float | None) -> dict[str, Any]:
-    """One run of all replicas, from the first step of the last one that begins."""
+def train(options: argparse.Namespace, method: str, seed: int, kill_every: float | None) -> Line:
+    """One run of all replicas."""
     names = [f"replica-{number}" for number in range(options.replicas)]
+    kills: list[tuple[float, str]] = []
+    before = Counters.read("lo")
     with lighthouse() as address:
-        fleet = Fleet(options, method, seed, steps, address)
+        fleet = Fleet(options, method, seed, 0 if kill_every is None else options.step_ms, address)
         for name in names:
             fleet.start(name)
-        while fleet.begun < len(names) and not fleet.ended:
+        while not fleet.begun and not fleet.ended:
             time.sleep(0.2)
-        begin, kills = time.time(), 0
+        begin = time.time()
         victims = itertools.cycle(names)
+        last = begin + 60 * options.minutes - LAST_SECONDS
         while not fleet.ended:
             time.sleep(0.2)
-            if kill_every is not None and time.time() - begin > kill_every * (kills + 1) and not fleet.ended:
+            if kill_every is not None and begin + kill_every * (len(kills) + 1) <= min(time.time(), last):
                 victim = next(victims)
+                kills.append((time.time(), victim))
                 fleet.kill(victim)
                 fleet.start(victim)
-                kills += 1
-        for name, process in fleet.processes.items():
-            if process.wait(options.hang) != 0:
-                raise RuntimeError(f"{name} has failed; see {fleet.folder}")
-    ends = [line for line in fleet.said() if "end" in line]
-    first = ends[0]
+        fleet.finish(options.hang)
+    sent = Counters.read("lo").since(before).sent_bytes
+    measured = {"method": method, "seed": seed, "steps": options.steps, "kills": len(kills), "commit": COMMIT}
+    return measured | summary(fleet.all, kills, begin, sent)
+
+
+def summary(processes: Sequence[Process], kills: Sequence[tuple[float, str]], begin: float, sent: float) -> Line:
+    """What is told of a run."""
+    lines = [process.lines for process in processes]
+    steps = [[line for line in some if "made" in line] for some in lines]
+    made, counted = (sum(some[-1][name] for some in steps if some) for name in ("made", "counted"))
+    ends = [line for some in lines for line in some if "loss" in line]
+    found = {
+        "seconds": round(max(some[-1]["time"] for some in steps if some) - begin, 1),
+        "made": made,
+        "counted": counted,
+        "bytes": sent,
+        "rounds": max(line["round"] for some in steps for line in some),
+        **compared(line for some in steps for line in some),
+        "ended": len(ends),
+        "losses": [line["loss"] for line in ends],
+        "accuracies": [line["accuracy"] for line in ends],
+    }
+    return found | (of_kills(processes, kills, begin) if kills else {})
+
+
+def compared(steps: Iterator[Line]) -> Line:
+    """How often two replicas or more told their weights after the same round, and how often these differed."""
+    weights = defaultdict(list)
+    for line in steps:
+        if "digest" in line:
+            weights[line["round"]].append(line["digest"])
+    several = [digests for digests in weights.values() if len(digests) > 1]
+    return {"compared": len(several), "differed": sum(len(set(digests)) > 1 for digests in several)}
+
+
+def of_kills(processes: Sequence[Process], kills: Sequence[tuple[float, str]], begin: float) -> Line:
+    """What the kills have cost."""
+    all_steps = [[line for line in process.lines if "made" in line] for process in processes]
+    first = kills[0][0]
+    quiet = [line["time"] for some in all_steps for line in some if begin < line["time"] < first]
+    rate = len(quiet) / (first - begin) / len({process.name for process in processes})
+    possible = 0.0
+    for process, some in zip(processes, all_steps):
+        # With weights from others: a replica may begin with its own, and get theirs later.
+        starts = [line["time"] for line in process.lines if "begin" in line]
+        if starts and some:
+            possible += rate * (some[-1]["time"] - starts[-1]) + sum(line["time"] < starts[-1] for line in some)
+    repeated = [
+        max((failures(some, at, until) for some in all_steps), default=0)
+        for (at, _), (until, _) in itertools.pairwise([*kills, (float("inf"), "")])
+    ]
+    back = []
+    for at, name in kills:
+        again = next((p for p in processes if p.name == name and p.lines and p.lines[0]["time"] > at), None)
+        starts = [] if again is None else [line["time"] for line in again.lines if "begin" in line]
+        back += [starts[-1] - at] if starts else []
     return {
-        "method": method,
-        "seed": seed,
-        "steps": steps,
-        "kill_every": kill_every,
-        "kills": kills,
-        "seconds": max(line["end"] for line in ends) - begin,
-        "rounds": max(line["rounds"] for line in ends),
-        "repeated": max(line["repeated"] for line in ends),
-        "equal": len({line["digest"] for line in ends}) == 1 and len(ends) == len(names),
-        "loss": first["loss"],
-        "accuracy": first["accuracy"],
+        "step_ms": 1000 / rate,
+        "possible": round(possible),
+        "repeated": repeated,
+        "back": [round(each, 1) for each in back],
     }
 
 
-def table(runs: list[dict[str, Any]]) -> str:
-    """Each disturbed run beside the undisturbed one of its method and seed."""
-    alone = {(run["method"], run["seed"]): run for run in runs if run["kill_every"] is None}
+def failures(steps: Sequence[Line], after: float, until: float) -> int:
+    """Exchanges that failed on a replica from a time to another."""
+    before = [line["repeated"] for line in steps if line["time"] <= after]
+    within = [line["repeated"] for line in steps if after < line["time"] <= until]
+    return within[-1] - (before[-1] if before else 0) if within else 0
+
+
+def in_a_network(options: argparse.Namespace, pipe: Connection, *run: Any) -> None:
+    """Runs `train` in a network of its own, and sends what it returns."""
+    spaces = make(1, loopback)
+    spaces.enter(0)
+    try:
+        pipe.send(train(options, *run))
+    except Exception as error:
+        pipe.send(error)
+
+
+def loopback(networks: list[int]) -> list[int]:
+    """Sets up a network that has nothing else."""
+    run_commands(["ip link set lo up"])
+    return []
+
+
+def trained(
+    options: argparse.Namespace, runs: Sequence[tuple[str, int, float | None]], together: bool
+) -> Iterator[Line]:
+    """Each run's outcome as it ends, in their order."""
+    waiting = list(runs)
+    while waiting:
+        now, waiting = (waiting, []) if together else (waiting[:1], waiting[1:])
+        pipes = []
+        for each in now:
+            here, there = FORK.Pipe()
+            FORK.Process(target=in_a_network, args=(options, there, *each)).start()
+            there.close()
+            pipes.append(here)
+        for here in pipes:
+            outcome = here.recv()
+            if isinstance(outcome, Exception):
+                raise outcome
+            yield outcome
+
+
+def table(runs: Sequence[Line]) -> str:
+    """Each disturbed run beside the undisturbed ones of its method."""
     lines = [
-        "| method | seed | steps | kills | s, undisturbed | s | pace | rounds repeated | equal bits | loss, undisturbed"
-        " | loss |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---|---:|---:|",
+        "| method | steps | kills | made | counted | repeated, most and all | back, s | compared, differed"
+        " | kB a replica's step | loss, left alone | loss |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for run in runs:
-        if run["kill_every"] is not None:
-            other = alone[run["method"], run["seed"]]
-            lines.append(
-                f"| `{run['method']}` | {run['seed']} | {run['steps']:,} | {run['kills']} | {other['seconds']:,.0f} |"
-                f" {run['seconds']:,.0f} | {other['seconds'] / run['seconds']:.2f} | {run['repeated']} |"
-                f" {'yes' if run['equal'] and other['equal'] else 'no'} | {other['loss']:.4f} | {run['loss']:.4f} |"
-            )
+        if not run["kills"]:
+            continue
+        alone = [each["losses"][0] for each in runs if each["method"] == run["method"] and not each["kills"]]
+        spread = f" ± {statistics.stdev(alone):.3f}" if len(alone) > 1 else ""
+        back = f"{statistics.median(run['back']):.1f} (to {max(run['back']):.1f})" if run["back"] else ""
+        lines.append(
+            f"| `{run['method']}` | {run['steps']:,} | {run['kills']} | {run['made'] / run['possible']:.1%}"
+            f" | {run['counted'] / run['possible']:.1%} | {max(run['repeated'])}, {sum(run['repeated'])} | {back}"
+            f" | {run['compared']:,}, {run['differed']} | {run['bytes'] / run['made'] / 1000:.1f}"
+            f" | {f'{statistics.mean(alone):.3f}{spread}' if alone else ''} | {run['losses'][0]:.3f} |"
+        )
     return "\n".join(lines)
 
 
@@ -228,36 +302,45 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--data-dir", type=Path, default=Path("data"), help="Fashion-MNIST and shakespeare.txt")
-    add("--methods", nargs="+", default=METHODS, help="as in Python")
+    add("--methods", nargs="+", default=METHODS, help="as in Python, or torchft")
     add("--replicas", type=int, default=4)
-    add("--seeds", type=int, default=1)
-    add("--minutes", type=float, default=30.0, help="of the undisturbed run, nearly")
+    add("--seeds", type=int, default=3, help="of trainings that are left alone")
+    add("--minutes", type=float, default=30.0, help="of those with kills")
     add("--kill-every", type=float, default=60.0, help="seconds between two kills")
-    add("--task", choices=TASKS, default="convolution")
+    add("--step-ms", type=float, default=400.0)
+    add("--task", default="gpt", help="a network of tasks.py")
     add("--optimizer", choices=["sgd", "adamw"], default="adamw")
     add("--batch-size", type=int, default=32, help="of each replica")
     add("--hang", type=float, default=300.0, help="seconds after which replicas that do not end count as hanging")
+    add("--at-once", action="store_true", help="runs with kills of all methods at once")
     add("--output", type=Path, default=Path("churn.json"))
     add("--only-print", action="store_true", help="print the table of --output")
-    for name in ("--replica", "--lighthouse"):
+    for name in ("--replica", "--lighthouse", "--method"):
         add(name, help=argparse.SUPPRESS)
-    for name in ("--steps", "--seed"):
+    for name in ("--steps", "--seed", "--compare-every"):
         add(name, type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.replica is not None:
-        return replica(options)
-    runs: list[dict[str, Any]] = []
+        # Only here, since a process with threads cannot enter a network.
+        import churn_replica
+
+        return churn_replica.main(options)
     if options.only_print:
-        runs = json.loads(options.output.read_text())["runs"]
-    else:
-        for method, seed in itertools.product(options.methods, range(options.seeds)):
-            trial = train(options, method, seed, 200, None)
-            steps = round(200 * 60 * options.minutes / trial["seconds"] / 100) * 100
-            for kill_every in (None, options.kill_every):
-                runs.append(train(options, method, seed, steps, kill_every))
-                print(json.dumps(runs[-1]), flush=True)
-                options.output.write_text(json.dumps({"settings": versions(), "runs": runs}, indent=1))
+        found = json.loads(options.output.read_text())
+        print(table(found["runs"]))
+        return None
+    options.steps = round(60_000 * options.minutes / options.step_ms / 30) * 30
+    settings = {"replicas": options.replicas, "minutes": options.minutes, "kill_every": options.kill_every}
+    settings |= {"step_ms": options.step_ms, "task": options.task, "optimizer": options.optimizer} | versions()
+    runs: list[Line] = []
+    disturbed = [(method, 0, options.kill_every) for method in options.methods]
+    alone = [(method, seed, None) for method in options.methods for seed in range(1, options.seeds + 1)]
+    for outcome in itertools.chain(trained(options, disturbed, options.at_once), trained(options, alone, False)):
+        runs.append(outcome)
+        save(runs, options.output, settings)
+        print(json.dumps(outcome), file=sys.stderr, flush=True)
     print(table(runs))
+    print(f"\n{made_with(each['commit'] for each in runs)}")
     return None
 
 

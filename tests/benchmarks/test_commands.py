@@ -14,6 +14,7 @@ import torch
 
 from benchmarks.network import Lab, LabError
 from benchmarks.runs import COMMIT
+from tests.elastic.replicas import needs_torchft
 
 # Each run imports Lightning anew, which is slow on a busy machine.
 pytestmark = pytest.mark.timeout(600)
@@ -306,3 +307,21 @@ def test_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert grows("dgc(0.01, exchange='gather')") > 3
     output = capsys.readouterr().out
     assert "| `dgc(0.01)` | 16x1 |" in output and "- `s2_reducer()` " in output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@needs_torchft
+def test_replicas_that_are_killed_lose_little(tmp_path: Path) -> None:
+    """Three minutes, with a kill in each half: none hangs, all have equal weights, and nobody else loses a step."""
+    ours = ["sparse_loco(every=30)", "diloco(every=30)", "gradient_dropping(density=0.01)"]
+    arguments = ["--minutes=3", "--kill-every=30", "--task=digits", "--data-dir=.", "--seeds=0", "--step-ms=300"]
+    run("churn.py", *arguments, "--at-once", "--methods", *ours, "--output=churn.json", folder=tmp_path)
+    runs = json.loads((tmp_path / "churn.json").read_text())["runs"]
+    assert [each["method"] for each in runs] == ours
+    for each in runs:
+        assert each["kills"] == 4 and each["ended"] == 4 and len(each["back"]) == 4
+        assert each["compared"] > 10 and each["differed"] == 0
+        assert max(each["repeated"]) <= 1
+        of_round = 30 if "every" in each["method"] else 1
+        assert each["made"] - each["counted"] <= each["kills"] * of_round
