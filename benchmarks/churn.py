@@ -42,7 +42,7 @@ from typing import Any, NamedTuple
 
 from namespaces import FORK, make, run_commands
 from network import Counters
-from runs import COMMIT, made_with, save, versions
+from runs import COMMIT, load, made_with, save, versions
 
 METHODS = ["sparse_loco(every=30)", "diloco(every=30)", "gradient_dropping(density=0.01)", "torchft"]
 HEARTBEAT = "2s"
@@ -314,6 +314,7 @@ def main() -> None:
     add("--hang", type=float, default=300.0, help="seconds after which replicas that do not end count as hanging")
     add("--at-once", action="store_true", help="runs with kills of all methods at once")
     add("--output", type=Path, default=Path("churn.json"))
+    add("--resume", action="store_true", help="keep the runs in --output")
     add("--only-print", action="store_true", help="print the table of --output")
     for name in ("--replica", "--lighthouse", "--method"):
         add(name, help=argparse.SUPPRESS)
@@ -325,20 +326,20 @@ def main() -> None:
         import churn_replica
 
         return churn_replica.main(options)
-    if options.only_print:
-        found = json.loads(options.output.read_text())
-        print(table(found["runs"]))
-        return None
     options.steps = round(60_000 * options.minutes / options.step_ms / 30) * 30
     settings = {"replicas": options.replicas, "minutes": options.minutes, "kill_every": options.kill_every}
     settings |= {"step_ms": options.step_ms, "task": options.task, "optimizer": options.optimizer} | versions()
-    runs: list[Line] = []
-    disturbed = [(method, 0, options.kill_every) for method in options.methods]
-    alone = [(method, seed, None) for method in options.methods for seed in range(1, options.seeds + 1)]
-    for outcome in itertools.chain(trained(options, disturbed, options.at_once), trained(options, alone, False)):
-        runs.append(outcome)
-        save(runs, options.output, settings)
-        print(json.dumps(outcome), file=sys.stderr, flush=True)
+    runs: list[Line] = load(options.output, settings, options.resume or options.only_print)
+    there = {(run["method"], run["seed"]) for run in runs}
+    # The seed 0 is that of the run with kills.
+    disturbed = [(method, 0, options.kill_every) for method in options.methods if (method, 0) not in there]
+    alone = [(method, seed, None) for seed in range(1, options.seeds + 1) for method in options.methods]
+    alone = [run for run in alone if run[:2] not in there]
+    if not options.only_print:
+        for outcome in itertools.chain(trained(options, disturbed, options.at_once), trained(options, alone, False)):
+            runs.append(outcome)
+            save(runs, options.output, settings)
+            print(json.dumps(outcome), file=sys.stderr, flush=True)
     print(table(runs))
     print(f"\n{made_with(each['commit'] for each in runs)}")
     return None

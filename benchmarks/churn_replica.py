@@ -2,32 +2,26 @@
 
 import argparse
 import hashlib
-import itertools
 import json
 import time
-from datetime import timedelta
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
+import torchft_diloco
 from defaults import Learner, method_of
 from tasks import RATES, TASKS, Data
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_sparsecomm.elastic.quorum import address_towards
 from lightning_sparsecomm.strategies.pytorch_lightning import ElasticSparseCommStrategy
 
 TORCHFT = "torchft"
-"""The row that is not ours: torchft's own `DiLoCo`, with the outer optimizer of its paper."""
+"""The row that is not ours: torchft's own `DiLoCo`."""
 
 EVERY = 30
 """Its steps between two exchanges."""
-
-OUTER: dict[str, Any] = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
-
-LONGEST = timedelta(minutes=5)
 
 
 def say(**line: Any) -> None:
@@ -124,61 +118,22 @@ def ours(options: argparse.Namespace, learner: PacedLearner, data: Data) -> None
 
 
 def torchft(options: argparse.Namespace, learner: PacedLearner, data: Data) -> None:
-    """Trains with torchft's `DiLoCo`, in a loop of its own: nothing of ours takes part."""
-    from torch._C._distributed_c10d import TCPStore
-    from torchft import Manager, ProcessGroupGloo
-    from torchft.local_sgd import DiLoCo
-
-    network = learner.network
-    configured = learner.configure_optimizers()
-    inner, schedule = configured["optimizer"], configured["lr_scheduler"]["scheduler"]
-    outer = torch.optim.SGD(network.parameters(), **OUTER)
-
-    def load(state: dict[str, Any]) -> None:
-        network.load_state_dict(state["network"])
-        inner.load_state_dict(state["inner"])
-        schedule.load_state_dict(state["schedule"])
-
-    host = address_towards(options.lighthouse)
-    store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
-    manager = Manager(
-        pg=ProcessGroupGloo(timeout=LONGEST),
-        load_state_dict=load,
-        state_dict=lambda: {
-            "network": network.state_dict(), "inner": inner.state_dict(), "schedule": schedule.state_dict()
-        },
-        min_replica_size=1,
-        use_async_quorum=False,
-        timeout=LONGEST,
-        quorum_timeout=LONGEST,
-        rank=0,
-        world_size=1,
-        store_addr=host,
-        store_port=store.port,
-        lighthouse_addr=options.lighthouse,
-        replica_id=options.replica,
-        hostname=host,
-    )  # fmt: skip
+    """Trains with torchft's `DiLoCo`."""
     loader = DataLoader(TensorDataset(*data.train), options.batch_size, shuffle=True)
-    batches = itertools.chain.from_iterable(itertools.repeat(loader))
-    progress = Progress(network, options.compare_every)
-    failed, local, before = 0, 0, manager.current_step()
+    progress = Progress(learner.network, options.compare_every)
+    failed, local, before = 0, 0, 0
     progress.begin(before)
-    with DiLoCo(manager, [network], inner, outer, sync_every=EVERY):
-        while manager.current_step() * EVERY < options.steps:
-            inner.zero_grad()
-            learner.training_step(next(batches)).backward()
-            inner.step()
-            schedule.step()
-            local, now = local + 1, manager.current_step()
-            # One that is behind gets weights in its first exchange: its steps before it are in nothing.
-            if now > before + 1:
-                progress.begin(now)
-            exchanged = local == EVERY
-            failed += exchanged and now == before
-            progress.step(now, failed, EVERY if now == before + 1 else 0)
-            local, before = 0 if exchanged else local, now
-    manager.shutdown(wait=False)
+    for now in torchft_diloco.steps(learner, loader, options.lighthouse, options.replica, EVERY):
+        local += 1
+        # One that is behind gets weights in its first exchange: its steps before it are in nothing.
+        if now > before + 1:
+            progress.begin(now)
+        exchanged = local == EVERY
+        failed += exchanged and now == before
+        progress.step(now, failed, EVERY if now == before + 1 else 0)
+        local, before = 0 if exchanged else local, now
+        if now * EVERY >= options.steps:
+            break
 
 
 def held_out(network: nn.Module, data: Data) -> dict[str, float]:

@@ -19,9 +19,6 @@ from lightning_sparsecomm.sharing.gradient_share import GradientShare
 # What shares keep under these kinds is a replica's own. All else, such as anchors, is equal on all replicas.
 _OWN = ("set by the user", "weights as noted")
 
-# Of the two messages for a replica that joins: the length of the state, and the state.
-_LENGTH, _STATE = 1, 2
-
 # Room for names, counts and schedules in a state.
 _NAMES_BYTES = 2**24
 
@@ -118,13 +115,10 @@ class Joining:
         """Starts to send the state to those that wait, in the background; arguments as for `pack`. Returns bytes."""
         ranks, self.waiting = self.waiting, ()
         packed, sent = self.pack(shared, steps), 0
-        length = torch.tensor([packed.numel()])
         for rank in ranks:
             # One that is gone already comes again.
             with suppress(RuntimeError):
-                quorum.send(length, rank, _LENGTH)
-                quorum.send(packed, rank, _STATE)
-                sent += length.nbytes + packed.nbytes
+                sent += quorum.send(packed, rank)
         return sent
 
     def _check_length(self, length: int) -> None:
@@ -139,13 +133,9 @@ class Joining:
 
     def receive(self, quorum: Quorum, rank: int, current: int | None) -> State:
         """Gets the state from a member, and takes it over; see `take`. Raises `LostPeerError` if that is gone."""
-        length = torch.zeros(1, dtype=torch.int64)
         try:
-            quorum.receive(length, rank, _LENGTH)
-            self._check_length(int(length))
-            packed = torch.empty(int(length), dtype=torch.uint8)
-            quorum.receive(packed, rank, _STATE)
-        except RuntimeError as error:
+            packed = quorum.receive(rank, self._check_length)
+        except (RuntimeError, ConnectionError) as error:
             raise LostPeerError("the replica that sent its state is gone") from error
         return self.take(packed, current)
 

@@ -18,6 +18,7 @@ from torch.torch_version import TorchVersion
 
 from lightning_sparsecomm.basis.wire import PeerError
 from lightning_sparsecomm.elastic.spare_parts import DaemonExecutor, NoTransport
+from lightning_sparsecomm.elastic.streams import PLACE_BYTES, Place, Sending, fetch
 
 EXTRA = "pip install 'lightning-sparsecomm[elastic]'"
 
@@ -28,6 +29,9 @@ OLDEST_TORCH = "2.8"
 _CONNECTING = timedelta(seconds=20)
 
 _PAUSE_SECONDS = 1.0
+
+# The tag of the message that says where a state is.
+_PLACE = 1
 
 # After which a replica says that it waits.
 _LONG_SECONDS = 30.0
@@ -104,7 +108,7 @@ class Quorum:
         self, name: str, lighthouse: str, timeout: timedelta, patience: timedelta, tell: Callable[[str], None]
     ) -> None:
         module = load_torchft()
-        host = address_towards(lighthouse)
+        self._host = host = address_towards(lighthouse)
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         self._timeout = timeout
         self._tell = tell
@@ -116,8 +120,9 @@ class Quorum:
         self._others: list[Any] = []
         # Whether a quorum was asked for and has not formed, perhaps because of an interrupt.
         self._forming = False
-        # Sends in the background, with what they send.
-        self._sending: list[tuple[Work, torch.Tensor]] = []
+        # In the background: announcements, and what they announce.
+        self._announcing: list[tuple[Work, torch.Tensor]] = []
+        self._sending: list[Sending] = []
         self._manager = module.Manager(
             pg=self._wrapped,
             min_replica_size=1,
@@ -175,7 +180,11 @@ class Quorum:
                 )
             time.sleep(_PAUSE_SECONDS)
         self._others.clear()
-        self._sending.clear()
+        self._announcing.clear()
+        self._sending = [sending for sending in self._sending if not sending.over]
+        for sending in self._sending:
+            # Whoever has not begun to fetch is gone, or comes again.
+            sending.turn_away()
         self.rank, self.size, self.number = self.group.rank(), self.group.size(), self._wrapped.quorum
 
     @contextmanager
@@ -234,20 +243,35 @@ class Quorum:
         with suppress(RuntimeError, TimeoutError):
             self._manager.should_commit()
 
-    def send(self, tensor: torch.Tensor, rank: int, tag: int) -> None:
-        """Starts to send to a member, in the background. The tensor must not change any more."""
-        self._sending.append((self.group.send([tensor], rank, tag), tensor))
+    def send(self, content: torch.Tensor, rank: int) -> int:
+        """Starts to send to a member, in the background: `[n]` uint8 that must not change any more. Returns bytes."""
+        sending = Sending(content, self._host, _CONNECTING.total_seconds(), self._timeout.total_seconds())
+        self._sending.append(sending)
+        place = sending.place.to_tensor()
+        self._announcing.append((self.group.send([place], rank, _PLACE), place))
+        return content.nbytes + place.nbytes
 
-    def receive(self, tensor: torch.Tensor, rank: int, tag: int) -> None:
-        """Receives from a member, in place. Raises `RuntimeError` if that is gone."""
-        self.group.recv([tensor], rank, tag).wait()
+    def receive(self, rank: int, check: Callable[[int], None]) -> torch.Tensor:
+        """Receives what a member sends: `[n]` uint8. `check` raises if n cannot be.
+
+        Raises:
+            RuntimeError, ConnectionError: The member is gone.
+        """
+        announced = torch.zeros(PLACE_BYTES, dtype=torch.uint8)
+        self.group.recv([announced], rank, _PLACE).wait()
+        place = Place.from_tensor(announced)
+        check(place.bytes)
+        content = torch.empty(place.bytes, dtype=torch.uint8)
+        fetch(place, content, self._timeout.total_seconds())
+        return content
 
     def close(self) -> None:
         """Leaves, once what is being sent has arrived."""
-        for work, _ in self._sending:
+        for work, _ in self._announcing:
             with suppress(RuntimeError):
                 work.wait()
-        self._sending.clear()
+        for sending in self._sending:
+            sending.wait()
         for group in (self._wrapped, *self._others):
             with suppress(RuntimeError):
                 group.abort()

@@ -19,6 +19,7 @@ from tests.elastic.training import (
     refuse_round,
     slowed,
     stop_at,
+    stop_at_and_tell_what_follows,
     train,
     wait_for_the_start,
     watch_the_law,
@@ -76,7 +77,7 @@ def with_one_away(
 
     All begin with their `alterations`, by name.
     """
-    stops = {"a": stop_at(until), "b": stop_at(until), "c": stop_at(12)}
+    stops = {"a": stop_at(until), "b": stop_at(until), "c": stop_at_and_tell_what_follows(12)}
     more = alterations or {}
     each = {name: altered(stop, *([more[name]] if name in more else [])) for name, stop in stops.items()}
     with lighthouse() as address, replicas() as start:
@@ -86,7 +87,10 @@ def with_one_away(
         # The others go on without it.
         assert [a.hear(), b.hear()] == [until, until]
         os.kill(c.process.pid, signal.SIGCONT)
-        for replica in (c, a, b):
+        c.say("go on")
+        # Otherwise the others might be at the end before it has said anything.
+        assert c.hear() == "meets"
+        for replica in (a, b):
             replica.say("go on")
         return [replica.hear() for replica in (a, b, c)]
 

@@ -3,7 +3,7 @@
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_sparsecomm.channel import Channel
+from lightning_sparsecomm.elastic import streams
 from lightning_sparsecomm.elastic.quorum import Quorum
 from lightning_sparsecomm.elastic.rounds import Rounds
+from lightning_sparsecomm.elastic.streams import Sending
 from lightning_sparsecomm.elastic.turns import ElasticTurns
 from lightning_sparsecomm.elastic.wire import ElasticWire, LostPeerError
 from lightning_sparsecomm.sharing.delta_share import DeltaShare
@@ -59,6 +61,7 @@ class Model(pl.LightningModule):
         if self.trainer.global_step in (*self.stops, *STOPS):
             self.pipe.send(("told", self.trainer.global_step))
             self.pipe.recv()
+            PASSED.append(self.trainer.global_step)
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
@@ -262,16 +265,21 @@ def die_in_round(number: int, place: str) -> Callable[[], None]:
 
 def die_while_sending() -> None:
     """Alters this process: it is killed when it has sent a part of the state to another that joins."""
-    send, done = Quorum.send, {"sent": 0}
+    send, begins, done = Quorum.send, Sending._next, {"late": False}
+    streams._PIECE_BYTES = 100
 
-    def sending(quorum: Quorum, tensor: Tensor, rank: int, tag: int) -> None:
+    def sending(quorum: Quorum, content: Tensor, rank: int) -> int:
         # At the beginning, others get the state of the first one.
-        done["sent"] += quorum.number > 1
-        if done["sent"] == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        send(quorum, tensor, rank, tag)
+        done["late"] = quorum.number > 1
+        return send(quorum, content, rank)
 
-    Quorum.send = sending  # type: ignore[method-assign]
+    def some(self: Sending) -> Iterator[int]:
+        for number, begin in enumerate(begins(self)):
+            if done["late"] and number == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield begin
+
+    Quorum.send, Sending._next = sending, some  # type: ignore[method-assign]
 
 
 def doubt_in_round(number: int) -> Callable[[], None]:
@@ -391,5 +399,24 @@ def stop_at(step: int) -> Callable[[], None]:
     return before
 
 
+def stop_at_and_tell_what_follows(step: int) -> Callable[[], None]:
+    """As `stop_at`; after the word it says so, too, when it comes to its next meeting."""
+
+    def before() -> None:
+        STOPS.append(step)
+        form, told = Quorum.form, list[int]()
+
+        def forming(quorum: Quorum) -> None:
+            if step in PASSED and not told:
+                told.append(step)
+                PIPE[0].send(("told", "meets"))
+            form(quorum)
+
+        Quorum.form = forming  # type: ignore[method-assign]
+
+    return before
+
+
 PIPE: list[Connection] = []
 STOPS: list[int] = []
+PASSED: list[int] = []
