@@ -27,6 +27,7 @@ from lightning_sparsecomm.strategies import registration
 
 if TYPE_CHECKING:
     from lightning_sparsecomm.strategies.typed import ElasticSparseCommStrategy as ElasticSparseCommStrategy
+    from lightning_sparsecomm.strategies.typed import RaySparseCommStrategy as RaySparseCommStrategy
     from lightning_sparsecomm.strategies.typed import SparseCommStrategy as SparseCommStrategy
 
 __version__ = "0.2.0"
@@ -55,9 +56,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name in (registration.PLAIN, registration.ELASTIC):
+    strategies = registration.PLAIN, registration.ELASTIC, registration.RAY
+    if name in strategies:
         return registration.trainer_strategy(name)
-    known = *__all__, registration.PLAIN, registration.ELASTIC
+    known = *__all__, *strategies
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}.{did_you_mean(name, known)}")
 
 

@@ -84,7 +84,7 @@ class SavingMixin:
                 "state": state,
             }
         ranks = self._ranks() if together else None
-        files = self._files(path if ranks is None else ranks.path(path))
+        files = self._files(path) if ranks is None else self._files_of_all(path, ranks)
         if ranks is None:
             save_alone(files, file, content, write, self._files, storage_options)
         else:
@@ -95,6 +95,10 @@ class SavingMixin:
         """Removes a checkpoint by `remove`, and its files. A collective if all ranks do so `together`."""
         load, ranks = self.checkpoint_io.load_checkpoint, self._ranks() if together else None
         self._saves.remove(self._files(path), self._own_file(0), remove, load, ranks)
+
+    def _files_of_all(self, path: Any, ranks: Ranks) -> RankFiles:
+        """Those beside a checkpoint that all ranks save, each by its own path. A collective."""
+        return self._files(ranks.path(path))
 
     def _files(self, path: Any) -> RankFiles:
         return RankFiles(path, self.checkpoint_io)

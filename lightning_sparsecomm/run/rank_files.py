@@ -56,15 +56,26 @@ class RankFiles:
 
     Reading follows a path that is a link. Saving does not, since the new checkpoint replaces the link; nor does
     removing, which leaves the link's target.
+
+    Args:
+        path: Of the checkpoint.
+        io: Reads and writes files.
+        follow: Whether to follow a link.
+        common: What all ranks call the checkpoint, where each writes into a folder of its own; None for `path`.
+
+    Attributes:
+        folder: Where the files are.
+        key: Equal on all ranks: the folder beside what all ranks call the checkpoint.
     """
 
-    def __init__(self, path: Any, io: CheckpointIO, follow: bool = False) -> None:
+    def __init__(self, path: Any, io: CheckpointIO, follow: bool = False, common: Any = None) -> None:
         self.folder = f"{os.fspath(path)}{SUFFIX}"
         self._io = io
         self._fs, self._root = fsspec.core.url_to_fs(self.folder)
         # Lightning's save_last="link" makes a link to a checkpoint; the folder is beside the link's target.
         if follow and isinstance(self._fs, LocalFileSystem) and os.path.islink(self._checkpoint):
             self.folder = self._root = os.path.realpath(self._checkpoint) + SUFFIX
+        self.key = self.folder if common is None else f"{os.fspath(common)}{SUFFIX}"
 
     @property
     def _checkpoint(self) -> str:

@@ -67,7 +67,7 @@ class Saves:
 
     def __init__(self) -> None:
         self._count = 0
-        # By folder, oldest first; equal on all ranks.
+        # By `RankFiles.key`, oldest first; equal on all ranks.
         self._made: dict[str, list[int]] = {}
 
     def number(self, run: int) -> int:
@@ -77,7 +77,7 @@ class Saves:
 
     def resumed(self, files: RankFiles, save: int) -> None:
         """Notes which save a checkpoint is of, so that its files go when it is replaced."""
-        self._made[files.folder] = [save]
+        self._made[files.key] = [save]
 
     def replace(
         self,
@@ -136,17 +136,17 @@ class Saves:
         """
         if ranks is not None:
             self._known(files, load, ranks)
-        gone = self._made.pop(files.folder, [])
+        gone = self._made.pop(files.key, [])
         remove()
         _remove(files, file, gone)
 
     def _known(self, files: RankFiles, load: Load, ranks: Ranks) -> list[int]:
         """The saves that have files beside a checkpoint and belong to it. One of another run is looked for once."""
-        if files.folder not in self._made:
+        if files.key not in self._made:
             save = _save_of(files, load) if ranks.wire.rank == 0 else 0
             save = ranks.numbers(save)[0][0]
-            self._made[files.folder] = [save] if save else []
-        return self._made[files.folder]
+            self._made[files.key] = [save] if save else []
+        return self._made[files.key]
 
 
 def save_alone(

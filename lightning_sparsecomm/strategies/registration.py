@@ -15,7 +15,7 @@ START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "
 """Suffixes of strategy names, and how each starts its processes: those of Lightning's `ddp`."""
 
 
-PLAIN, ELASTIC = "SparseCommStrategy", "ElasticSparseCommStrategy"
+PLAIN, ELASTIC, RAY = "SparseCommStrategy", "ElasticSparseCommStrategy", "RaySparseCommStrategy"
 """The classes of strategies; a Fabric has only the first."""
 
 
@@ -39,8 +39,10 @@ def trainer_strategy(kind: str = PLAIN) -> type:
     """A strategy for the top level: that of the one package in use, or one that any Trainer or Fabric accepts.
 
     LightningCLI needs a class of its own package. Which package that is, its module `cli` tells, which we never import;
-    if both are imported, the one that calls us.
+    if both are imported, the one that calls us. On Ray's workers, Ray has decided it.
     """
+    if kind == RAY:
+        return strategy_in("ray", kind)
     imported = [name for name in TRAINERS if f"{name}.cli" in sys.modules]
     calling = [name for name in TRAINERS if f"{name}.cli" in _callers()] if len(imported) > 1 else imported
     candidates = TRAINERS if len(TRAINERS) == 1 else calling

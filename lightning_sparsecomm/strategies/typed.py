@@ -2,7 +2,7 @@
 
 from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_sparsecomm.strategies import pytorch_lightning
+from lightning_sparsecomm.strategies import pytorch_lightning, ray
 
 
 class SparseCommStrategy(pytorch_lightning.SparseCommStrategy, DDPStrategy):  # type: ignore[misc]
@@ -11,3 +11,7 @@ class SparseCommStrategy(pytorch_lightning.SparseCommStrategy, DDPStrategy):  # 
 
 class ElasticSparseCommStrategy(pytorch_lightning.ElasticSparseCommStrategy, DDPStrategy):  # type: ignore[misc]
     """See the class of the same name in lightning_sparsecomm.strategies.pytorch_lightning."""
+
+
+class RaySparseCommStrategy(ray.RaySparseCommStrategy, DDPStrategy):  # type: ignore[misc]
+    """See the class of the same name in lightning_sparsecomm.strategies.ray."""

@@ -3,7 +3,14 @@
 import lightning as L
 import pytorch_lightning as pl
 
-from lightning_sparsecomm import CompressionMonitor, ParameterAveraging, SparseCommStrategy, SparsityWarmup, methods
+from lightning_sparsecomm import (
+    CompressionMonitor,
+    ParameterAveraging,
+    RaySparseCommStrategy,
+    SparseCommStrategy,
+    SparsityWarmup,
+    methods,
+)
 
 L.Trainer(
     strategy=SparseCommStrategy(methods.dgc()),
@@ -13,3 +20,5 @@ pl.Trainer(
     strategy=SparseCommStrategy(methods.dgc()),
     callbacks=[CompressionMonitor(), SparsityWarmup(steps=10), ParameterAveraging()],
 )
+L.Trainer(strategy=RaySparseCommStrategy(methods.dgc(), nodes="auto"))
+pl.Trainer(strategy=RaySparseCommStrategy(methods.dgc(), nodes="auto"))
