@@ -17,6 +17,7 @@ from lightning_sparsecomm.elastic.wire import ElasticWire
 from lightning_sparsecomm.run.gathered import gather_texts
 from lightning_sparsecomm.run.optimizers import TrackedOptimizer
 from lightning_sparsecomm.run.registry import Registry
+from lightning_sparsecomm.sharing.delta_share import DeltaShare
 from lightning_sparsecomm.sharing.share import Turn
 
 _CPU = torch.device("cpu")
@@ -80,11 +81,14 @@ def offer_of(
         stale: Whether its gradients are of other weights than those that it shares.
     """
     units, gradients = units_of(tracked), turn.moment == "gradients"
-    trained = int(not stale) if gradients else max((units[number].steps for number in wanted), default=0)
     settings = settings_of(tracked.optimizer) if gradients else ()
-    return Offer(
-        tracked.number, wanted, turn.moment, turn.step, turn.epoch, turn.length, trained, step_seconds, settings
-    )
+    trained, since = int(not stale), 0
+    if not gradients:
+        weights = [unit for number in wanted if isinstance(unit := units[number], DeltaShare)]
+        trained = max((unit.trained for unit in weights), default=0)
+        since = max((unit.steps for unit in weights if unit.trained > unit.steps), default=0)
+    numbers = (trained, step_seconds)
+    return Offer(tracked.number, wanted, turn.moment, turn.step, turn.epoch, turn.length, *numbers, settings, since)
 
 
 def _trained_by(registry: Registry) -> dict[str, str]:

@@ -28,6 +28,7 @@ class Offer(NamedTuple):
             are of weights from before it joined, and count for nothing.
         step_seconds: Seconds that it takes for one; 0 where unknown.
         settings: Of each group of the optimizer, for gradients, as in `elastic.settings`.
+        since: Of `trained`, steps since the start of an exchange in flight that others may have committed.
     """
 
     optimizer: int
@@ -39,6 +40,7 @@ class Offer(NamedTuple):
     trained: int = 0
     step_seconds: float = 0.0
     settings: Sequence[dict[str, Any]] = ()
+    since: int = 0
 
     @property
     def last(self) -> bool:
@@ -85,7 +87,8 @@ class Member(NamedTuple):
 
 
 def _offer_from(fields: list[Any]) -> Offer:
-    return Offer(*fields)._replace(settings=tuple(fields[-1]))
+    offer = Offer(*fields)
+    return offer._replace(settings=tuple(offer.settings))
 
 
 class Plan(NamedTuple):
@@ -193,8 +196,8 @@ def weights_of(members: Sequence[Member], plan: Plan) -> dict[int, float]:
         return dict.fromkeys(plan.exchanging, 1.0)
     for rank in plan.exchanging:
         offer, counted = members[rank].offer, members[rank].pending == plan.state
-        # One that commits only now has trained nothing since.
-        trained[rank] = 0 if offer is None or counted else offer.trained
+        # One that commits only now has trained nothing since, or what it has while its exchange was in flight.
+        trained[rank] = 0 if offer is None else offer.since if counted else offer.trained
     mean = sum(trained.values()) / len(trained)
     unknown = 0.0 if _by_gradients(plan.offer) else 1.0
     return {rank: steps / mean if mean else unknown for rank, steps in trained.items()}

@@ -230,13 +230,17 @@ class Quorum:
 
     def fail(self, error: BaseException) -> None:
         """Closes all connections, so that no member waits for this one, and asks for a quorum with new ones."""
-        for group in (self._wrapped, *self._others):
-            with suppress(RuntimeError):
-                group.abort()
+        self.disconnect()
         self._others.clear()
         # A vote waits for the quorum.
         if not self._forming:
             self._vote_against(error)
+
+    def disconnect(self) -> None:
+        """Closes all connections that nothing else holds. May be called in any thread."""
+        for group in (self._wrapped, *self._others):
+            with suppress(RuntimeError):
+                group.abort()
 
     def _vote_against(self, error: BaseException) -> None:
         self._manager.report_error(error if isinstance(error, Exception) else RuntimeError(repr(error)))
@@ -272,9 +276,7 @@ class Quorum:
                 work.wait()
         for sending in self._sending:
             sending.wait()
-        for group in (self._wrapped, *self._others):
-            with suppress(RuntimeError):
-                group.abort()
+        self.disconnect()
         self._manager.shutdown(wait=False)
 
 

@@ -1,6 +1,7 @@
-"""One exchange between replicas: made, confirmed, and then committed or taken back."""
+"""One exchange between replicas: made or in flight, confirmed, and then committed or taken back."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -8,32 +9,38 @@ import torch
 from torch import Tensor
 
 from lightning_sparsecomm.basis.ledger import MEMBERSHIP
+from lightning_sparsecomm.elastic.flight import RoundInFlight
 from lightning_sparsecomm.elastic.members import NOTHING, Offer, Plan, successor
 from lightning_sparsecomm.elastic.quorum import Quorum
 from lightning_sparsecomm.elastic.settings import follow_settings
-from lightning_sparsecomm.elastic.units import Unit, closings_of, units_of
+from lightning_sparsecomm.elastic.units import Unit, closings_of, under_way_in, units_of
 from lightning_sparsecomm.elastic.wire import ElasticWire, LostPeerError
 from lightning_sparsecomm.exchange.status import NonFiniteGradientError
 from lightning_sparsecomm.run.optimizers import TrackedOptimizer
 from lightning_sparsecomm.run.registry import Registry
 from lightning_sparsecomm.run.replicas import Replicas
 from lightning_sparsecomm.sharing.share import Turn
+from lightning_sparsecomm.sharing.streamed import StreamedShare
 
 
 class Made(NamedTuple):
-    """An exchange that is made, and neither committed nor taken back yet.
+    """An exchange that is made or in flight, and neither committed nor taken back yet.
 
     Attributes:
         state: The name of the state that it leads to.
-        offer: What was exchanged.
-        units: What has exchanged.
-        means: By name, the means of buffers.
+        offer: What is exchanged.
+        names: Of those that exchange.
+        units: What exchanges.
+        means: What returns the means of buffers, by name.
+        flight: Where it takes place; None where it was made at once.
     """
 
     state: str
     offer: Offer
+    names: Sequence[str]
     units: list[Unit]
-    means: dict[str, Tensor]
+    means: Callable[[], dict[str, Tensor]]
+    flight: RoundInFlight | None = None
 
 
 class Rounds:
@@ -46,7 +53,8 @@ class Rounds:
         quorum: Of this replica.
 
     Attributes:
-        made: An exchange of which this replica cannot know whether others have committed it; None for none.
+        made: An exchange in flight, or one of which this replica cannot know whether others have committed it; None for
+            none.
     """
 
     def __init__(self, registry: Registry, replicas: Replicas, wire: ElasticWire, quorum: Quorum) -> None:
@@ -61,10 +69,17 @@ class Rounds:
         """The name of the state that `made` leads to; `NOTHING` for none."""
         return NOTHING if self.made is None else self.made.state
 
+    @property
+    def flight(self) -> RoundInFlight | None:
+        """What is in flight, and has to land before the next meeting; None for nothing."""
+        flight = None if self.made is None else self.made.flight
+        return None if flight is None or flight.landed else flight
+
     def make(self, plan: Plan, offer: Offer, names: Sequence[str], turn: Turn, weight: float = 1.0) -> Made:
         """Exchanges, and confirms that all have the result. A collective of those that share the state of the plan.
 
-        If an exchange fails, it is taken back; if confirming fails, it stays in `made`.
+        If an exchange fails, it is taken back; if confirming fails, it stays in `made`. Where units have a delay, all
+        this takes place in flight, until `land`.
 
         Args:
             plan: Of this meeting.
@@ -84,29 +99,81 @@ class Rounds:
             group = self._quorum.group_of(plan.exchanging, plan.state)
         except RuntimeError as error:
             raise LostPeerError(f"replicas could not connect for round {plan.round + 1}") from error
+        state = successor(plan.state, names, self._quorum.number)
         with self._wire.among(group, plan.exchanging, self._quorum.rank), torch.no_grad():
+            if turn.moment == "weights" and any(isinstance(unit, StreamedShare) for unit in units):
+                return self._depart(Made(state, offer, names, units, dict), tracked, turn, weight)
             try:
                 for unit in units:
                     unit.weight = weight
                     unit.prepare(turn)
                 for unit in units:
                     unit.exchange()
-                means = self._means(tracked, offer)
+                means = self._replicas.untrained.means() if self._averages(tracked, offer) else {}
             except NonFiniteGradientError as error:
                 _take_back(units)
-                if error.rank is None or error.rank == self._wire.rank:
+                if (loss := _loss_of(error, names, self._wire.rank)) is None:
                     raise
-                # That one ends, and the others repeat the round without it.
-                raise LostPeerError(f"{names[error.rank]}: {error}") from error
+                raise loss from error
             except BaseException:
                 _take_back(units)
                 raise
-            made = self.made = Made(successor(plan.state, names, self._quorum.number), offer, units, means)
+            made = self.made = Made(state, offer, names, units, lambda: means)
             votes = self._wire.all_gather(torch.tensor([self._quorum.vote()], dtype=torch.uint8), MEMBERSHIP)
         if not bool(votes.all()):
             self.take_back()
             raise LostPeerError(f"a replica could not finish round {plan.round + 1}")
         return made
+
+    def _depart(self, made: Made, tracked: TrackedOptimizer, turn: Turn, weight: float) -> Made:
+        """Starts an exchange in flight. Nothing that this replica shares changes until it lands."""
+        flight = RoundInFlight(self._wire, self._quorum.vote, self._quorum.disconnect)
+        means = made.means
+        try:
+            for unit in made.units:
+                assert isinstance(unit, StreamedShare)
+                unit.weight, unit.stream = weight, flight
+                unit.prepare(turn)
+            if self._averages(tracked, made.offer):
+                means = flight.start(self._replicas.untrained.noted()).wait
+        except BaseException as error:
+            flight.call_off(error)
+            _take_back(made.units)
+            raise
+        self.made = made._replace(means=means, flight=flight)
+        flight.depart()
+        return self.made
+
+    def land(self) -> Made:
+        """Waits for what is in flight, and commits to it.
+
+        If it has failed, it is taken back. If others may have committed to it nevertheless, it stays in `made`.
+
+        Raises:
+            LostPeerError: A replica is gone, or could not finish.
+        """
+        made, flight = self.made, self.flight
+        assert made is not None and flight is not None
+        try:
+            flight.wait()
+        except Exception as error:
+            flight.landed = True
+            if not flight.in_doubt:
+                self.take_back()
+            if (loss := _loss_of(error, made.names, flight.rank)) is None:
+                raise
+            raise loss from error
+        flight.landed = True
+        self.commit()
+        return made
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether this replica cannot commit to what it has made any more, and does not know whether others have.
+
+        A save, or a parameter that was added, had to close the exchange before others could tell.
+        """
+        return self.made is not None and any(unit.failure is not None for unit in self._units(self.made))
 
     def settle(self, plan: Plan) -> list[Offer]:
         """Commits to an exchange that was made before this meeting if others have, or takes it back.
@@ -123,27 +190,48 @@ class Rounds:
         """Commits to what was made: memories forget what was sent, and weights move. Returns it."""
         made, self.made = self.made, None
         if made is not None:
+            if made.flight is not None:
+                made.flight.counts = True
             with torch.no_grad():
-                for unit in made.units:
-                    unit.commit()
-            self._replicas.untrained.take(made.means)
+                for unit in self._units(made):
+                    unit.land() if isinstance(unit, StreamedShare) and made.flight is not None else unit.commit()
+            self._replicas.untrained.take(made.means())
         return made
 
     def take_back(self) -> None:
         """Takes back what was made: memories and weights are as before it, to round-off."""
         made, self.made = self.made, None
         if made is not None:
-            _take_back(made.units)
+            _take_back(self._units(made))
 
-    def _means(self, tracked: TrackedOptimizer, offer: Offer) -> dict[str, Tensor]:
-        """The means of buffers, if these units close a round after which they are averaged. A collective then."""
+    def drop(self) -> None:
+        """Forgets what was made, after an error that ends this replica's part in it."""
+        if self.flight is not None:
+            with suppress(Exception):
+                self.flight.wait()
+            self.take_back()
+        self.made = None
+
+    def _units(self, made: Made) -> Sequence[Unit]:
+        """What was made: in flight, parameters that were added may have moved others to another fragment."""
+        return made.units if made.flight is None else under_way_in(self._registry.optimizers[made.offer.optimizer])
+
+    def _averages(self, tracked: TrackedOptimizer, offer: Offer) -> bool:
+        """Whether buffers are averaged with these units: they close a round, or are none."""
         if not offer.units:
-            return self._replicas.untrained.means()
+            return True
         if not any(closing.averages and closing.unit in offer.units for closing in closings_of(tracked)):
-            return {}
+            return False
         # Of several optimizers, the first that exchanges weights averages the buffers.
         self._registry.leading = self._registry.leading or tracked
-        return self._replicas.untrained.means() if self._registry.leading is tracked else {}
+        return self._registry.leading is tracked
+
+
+def _loss_of(error: Exception, names: Sequence[str], rank: int) -> LostPeerError | None:
+    """The loss of another replica whose gradient is not finite: that one ends with the error; None for other errors."""
+    if isinstance(error, NonFiniteGradientError) and error.rank is not None and error.rank != rank:
+        return LostPeerError(f"{names[error.rank]}: {error}")
+    return None
 
 
 def _take_back(units: Sequence[Unit]) -> None:

@@ -1,27 +1,19 @@
 """Exchanges between replicas that come and go."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
-from lightning_sparsecomm.basis.ledger import JOINING
-from lightning_sparsecomm.elastic.introduction import check_place, introduced, offer_of
-from lightning_sparsecomm.elastic.joining import Joining
-from lightning_sparsecomm.elastic.members import NOTHING, Member, Offer, Plan, pace_of, plan_of, weights_of
-from lightning_sparsecomm.elastic.membership import Change, Membership
-from lightning_sparsecomm.elastic.pace import Pace
-from lightning_sparsecomm.elastic.quorum import Quorum
-from lightning_sparsecomm.elastic.rounds import Rounds
-from lightning_sparsecomm.elastic.units import set_pace, units_of
-from lightning_sparsecomm.elastic.wire import ElasticWire, LostPeerError
-from lightning_sparsecomm.run.engine import Engine
+import torch
+
+from lightning_sparsecomm.elastic.introduction import offer_of
+from lightning_sparsecomm.elastic.meetings import Meetings
+from lightning_sparsecomm.elastic.members import NOTHING, Offer
+from lightning_sparsecomm.elastic.units import under_way_in, units_of
 from lightning_sparsecomm.run.optimizers import TrackedOptimizer
-from lightning_sparsecomm.run.turn import Turns
 from lightning_sparsecomm.sharing.share import Share, Turn
 
 
-class ElasticTurns(Turns):
+class ElasticTurns(Meetings):
     """Turns among the replicas that are there: each begins with a quorum, and is repeated if a replica is lost in it.
 
         meet       a quorum forms; each member says what it shares, and what it has to exchange (`members`)
@@ -31,56 +23,22 @@ class ElasticTurns(Turns):
         send       the one that leads sends the state to those that join, in the background; once it has made the step,
                    where gradients were exchanged
 
+    Units with a delay exchange and confirm in flight, in a thread, while training goes on (`flight`). They commit, or
+    take it back, some steps later: in the replica's own time, but before its next meeting, and before the end.
+
     If confirming fails, a replica cannot know whether others have committed. It keeps the result, and the next meeting
     tells: if any member shares the state that this leads to, it commits too; otherwise all take it back, and repeat it.
-
-    Args:
-        engine: The run, whose wire is `wire`.
-        wire: Of this replica.
-        quorum: Meets other replicas.
-        joining: Packs and takes over what a replica that joins needs.
-        setup: By topic, a digest of what must be equal on all replicas.
-        tell: Called with each change of members, and whether this replica leads.
-        stop: Called after the last exchange of a replica's run, with which all end.
-        adapts: Whether a slow replica makes fewer steps between exchanges than the fastest one.
-        compare_every: Rounds between two comparisons of weights that are to be equal after each step; None for none. A
-            replica that differs from most gets the state anew.
-
-    Attributes:
-        state: The name of what this replica shares with others; `NOTHING` before it has met any.
-        round: Rounds that led to it.
-        leads: Whether this replica has led the last round.
-        membership: Who takes part.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        wire: ElasticWire,
-        quorum: Quorum,
-        joining: Joining,
-        setup: dict[str, str],
-        tell: Callable[[Change, bool], None],
-        stop: Callable[[], None],
-        adapts: bool = False,
-        compare_every: int | None = None,
-    ) -> None:
-        super().__init__(engine.registry, engine.replicas)
-        self.state, self.round, self.leads = NOTHING, 0, False
-        self.membership = Membership()
-        self._wire, self._quorum, self._joining = wire, quorum, joining
-        self._setup, self._tell, self._stop = setup, tell, stop
-        self._adapts, self._pace, self._compare_every = adapts, Pace(), compare_every
-        engine.state.without_ddp = True
-        self._rounds = Rounds(engine.registry, engine.replicas, wire, quorum)
-        # The optimizer that is in a step, and whether that step is still to be counted.
-        self._current: tuple[TrackedOptimizer, Turn] | None = None
-        # Whether the state that it has got is the last one.
-        self._over = False
-
     def begin(self) -> None:
-        """Meets other replicas before the first step: gets the state from them, or begins one with them."""
+        """Meets other replicas before the first step: gets the state from them, or begins one with them.
+
+        What was in flight when the run was saved has arrived since: it is used first.
+        """
         with self._within():
+            with torch.no_grad():
+                for unit in [unit for tracked in self._registry.optimizers for unit in under_way_in(tracked)]:
+                    unit.land()
             while self.state == NOTHING:
                 self._meet(None)
         self._pace.begin()
@@ -103,11 +61,17 @@ class ElasticTurns(Turns):
                 stale, turn = True, replace(turn, step=tracked.steps)
 
     def take(self, tracked: TrackedOptimizer, due: Sequence[Share], turn: Turn) -> None:
+        """Lands what is in flight if it is time, and meets others until all that is due is exchanged or in flight."""
+        units = units_of(tracked)
         with self._within(tracked, turn):
+            if self._lands(tracked, turn):
+                self._land()
             self._send_waiting(1)
-        units, of_due = units_of(tracked), units_of(tracked, due)
-        wanted = [number for number, unit in enumerate(units) if unit in of_due and unit.due(turn)]
-        if not wanted:
+        # After landing: what was taken back is due again. What others may have committed, the next meeting tells.
+        doubtful = self._rounds.made.offer if self._rounds.made is not None and self._rounds.flight is None else None
+        again = doubtful.units if doubtful is not None and doubtful.optimizer == tracked.number else ()
+        wanted = [number for number, unit in enumerate(units) if number in again or unit.due(turn)]
+        if not wanted or self._rounds.flight is not None:
             return
         self._pace.end(max(units[number].steps for number in wanted))
         with self._within(tracked, turn):
@@ -119,6 +83,18 @@ class ElasticTurns(Turns):
                     if each.optimizer == tracked.number:
                         wanted = [number for number in wanted if number not in each.units]
         self._pace.begin()
+
+    def _lands(self, tracked: TrackedOptimizer, turn: Turn) -> bool:
+        """Whether what is in flight is to be used now: it is time, another exchange is due, or one waits to join."""
+        flight = self._rounds.flight
+        if flight is None:
+            return False
+        if turn.moment == "end" or (self._joining.waiting and flight.ended):
+            return True
+        flying = under_way_in(tracked)
+        return any(unit.steps >= unit.delay for unit in flying) or any(
+            unit.due(turn) for unit in units_of(tracked) if unit not in flying
+        )
 
     def settle_buffers(self, tracked: TrackedOptimizer, turn: Turn) -> None:
         """Averages buffers that have changed since the last exchange; an offer without units.
@@ -132,92 +108,3 @@ class ElasticTurns(Turns):
 
     def average_buffers(self, tracked: TrackedOptimizer, due: Sequence[Share], turn: Turn) -> None:
         """Does nothing: `take` has averaged them, before it committed."""
-
-    def _meet(self, offer: Offer | None) -> tuple[bool, list[Offer]]:
-        """One meeting: whether this replica has got the state from another, and what it has exchanged.
-
-        Nothing of either where a replica was lost, after which another meeting is due.
-        """
-        quorum = self._quorum
-        self._send_waiting(0)
-        try:
-            quorum.form()
-            members = self._introduced(offer)
-            plan = plan_of(members, quorum.number)
-            done = self._rounds.settle(plan)
-            self._note(plan, members)
-            if quorum.rank in plan.joining:
-                self._receive(plan)
-                self._over = plan.ends
-                if plan.ends:
-                    self._stop()
-                return True, done
-            self.state, self.round = plan.state, plan.round
-            if plan.offer is not None and quorum.rank in plan.exchanging:
-                self._exchange(plan, plan.offer, members)
-                done.append(plan.offer)
-            if self.leads and plan.joining:
-                self._joining.waiting = plan.joining
-                if plan.offer is None or plan.offer.moment != "gradients":
-                    self._send_waiting(1)
-            return False, done
-        except LostPeerError as error:
-            self.membership.fail()
-            quorum.fail(error)
-            return False, []
-
-    def _introduced(self, offer: Offer | None) -> list[Member]:
-        """What all members say of themselves. A collective."""
-        mine = Member(self._quorum.name, self.state, self.round, self._rounds.pending, 0, self._setup, offer)
-        return introduced(mine, self._registry, self._compare_every, self._quorum, self._wire)
-
-    def _note(self, plan: Plan, members: Sequence[Member]) -> None:
-        rank = self._quorum.rank
-        check_place(plan, members, rank)
-        self.leads = rank == plan.leader
-        names = [members[each].name for each in sorted((*plan.healthy, *plan.joining))]
-        change = self.membership.meet(names, plan.round)
-        if change is not None:
-            self._tell(change, self.leads)
-
-    def _exchange(self, plan: Plan, offer: Offer, members: Sequence[Member]) -> None:
-        """Makes an exchange with all that share the same state, and commits to it. A collective of these."""
-        assert self._current is not None
-        rank, names = self._quorum.rank, [members[each].name for each in plan.exchanging]
-        made = self._rounds.make(plan, offer, names, self._current[1], weights_of(members, plan)[rank])
-        self._rounds.commit()
-        if self._adapts:
-            set_pace(made.units, pace_of(rank, members, plan))
-        self.state, self.round = made.state, plan.round + 1
-        if plan.ends:
-            self._stop()
-
-    def _send_waiting(self, ahead: int) -> None:
-        """Starts to send the state to those that wait for it; training goes on meanwhile.
-
-        `ahead` is 1 where the optimizer in whose turn this is has made a step that is not counted yet.
-        """
-        if self._joining.waiting:
-            steps = {} if self._current is None else {self._current[0].number: self._current[1].step + ahead}
-            shared = {"state": self.state, "round": self.round}
-            self._wire.ledger.record(JOINING, "send", self._joining.send(shared, steps, self._quorum))
-
-    def _receive(self, plan: Plan) -> None:
-        """Gets the state from the replica that leads, once that has exchanged."""
-        counted = self._current is None or self._current[1].moment != "weights"
-        number = None if self._current is None or counted else self._current[0].number
-        state = self._joining.receive(self._quorum, plan.leader, number)
-        self.state, self.round = state["state"], state["round"]
-
-    @contextmanager
-    def _within(self, *current: Any) -> Iterator[None]:
-        """A context of meetings in an optimizer's turn, if given. Whatever ends it by an error lets others go on."""
-        self._current = current or None
-        try:
-            yield
-        except BaseException as error:
-            self._rounds.made = None
-            self._quorum.fail(error)
-            raise
-        finally:
-            self._current = None

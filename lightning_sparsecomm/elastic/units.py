@@ -8,6 +8,7 @@ from lightning_sparsecomm.sharing.delta_share import DeltaShare
 from lightning_sparsecomm.sharing.fragments import FragmentedShare
 from lightning_sparsecomm.sharing.gradient_share import GradientShare
 from lightning_sparsecomm.sharing.share import Share
+from lightning_sparsecomm.sharing.streamed import StreamedShare
 
 Unit = DeltaShare | GradientShare
 
@@ -33,6 +34,11 @@ def units_of(tracked: TrackedOptimizer, of: Sequence[Share] | None = None) -> li
             assert isinstance(part, Unit)
             units.append(part)
     return units
+
+
+def under_way_in(tracked: TrackedOptimizer) -> list[StreamedShare]:
+    """Those units of an optimizer whose exchange is in flight."""
+    return [unit for unit in units_of(tracked) if isinstance(unit, StreamedShare) and unit.under_way]
 
 
 def set_pace(units: Sequence[Unit], pace: float) -> None:

@@ -6,7 +6,7 @@ from types import TracebackType
 
 from torch._C._distributed_c10d import ProcessGroup
 
-from lightning_sparsecomm.basis.ledger import Collective
+from lightning_sparsecomm.basis.ledger import Collective, Ledger
 from lightning_sparsecomm.basis.wire import PeerError, Waiting, Wire
 
 
@@ -65,5 +65,29 @@ class ElasticWire(Wire):
         finally:
             self.group, self.rank, self.world_size = None, 0, 1
 
-    def beside(self) -> Wire:
-        raise ValueError("delay must be 0 with replicas that come and go: an exchange in flight has no quorum.")
+    def beside(self) -> "RoundWire":
+        """A wire over the round that is open, for a thread. It stays open until it is closed."""
+        return RoundWire(self)
+
+
+class RoundWire(ElasticWire):
+    """A wire over one round, with a ledger of its own. Copies of it, such as `under` makes, share its group.
+
+    Connections last as long as anything holds the group. So `close` lets go of it in all copies: replicas that still
+    wait for this one then fail at once.
+    """
+
+    def __init__(self, wire: ElasticWire) -> None:
+        self._holder = [wire.group]
+        vars(self).update({name: value for name, value in vars(wire).items() if name != "group"})
+        self.ledger, self.closing = Ledger(wire.world_size), []
+
+    # Copies share the list.
+    @property
+    def group(self) -> ProcessGroup | None:  # type: ignore[override]
+        if not self._holder:
+            raise LostPeerError("the round is over")
+        return self._holder[0]
+
+    def close(self) -> None:
+        self._holder.clear()

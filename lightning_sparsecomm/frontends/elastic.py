@@ -46,8 +46,9 @@ class ElasticTrainerMixin(TrainerMixin):
     a quorum. If one is lost in an exchange, the others repeat it without it. A replica that is new, or was started
     again, gets weights, optimizers' common state, counts and schedules from another.
 
-    It takes methods that exchange weights every some steps (sbc, federated_averaging, diloco, sparse_loco), and those
-    that exchange gradients in each step and keep replicas equal (dgc, gradient_dropping, `methods.default()`).
+    It takes methods that exchange weights every some steps (sbc, federated_averaging, diloco, sparse_loco), also in
+    fragments and in flight, and those that exchange gradients in each step and keep replicas equal (dgc,
+    gradient_dropping, `methods.default()`).
 
     Attributes:
         turns: The exchanges of the current fit, with `turns.membership`; None before the first.
@@ -90,9 +91,10 @@ class ElasticTrainerMixin(TrainerMixin):
         Raises:
             ModuleNotFoundError: torchft is not installed.
             ImportError: torch is older than 2.8.
-            ValueError: The method exchanges in flight (`delay`), lets gradients differ between replicas, or averages
-                in DDP's buckets (`dense`, `auto`); no lighthouse is known; or `uneven_inputs` or `nodes` is given,
-                which replicas that come and go have no use for.
+            ValueError: The method exchanges gradients in flight (`delay`), lets gradients differ between replicas, or
+                averages in DDP's buckets (`dense`, `auto`); `adapt_steps` is given with `delay` or `fragments`; no
+                lighthouse is known; or `uneven_inputs` or `nodes` is given, which replicas that come and go have no
+                use for.
         """
         with plain_for_command_lines():
             load_torchft()
@@ -103,6 +105,12 @@ class ElasticTrainerMixin(TrainerMixin):
                 raise ValueError(
                     "adapt_steps must be False with fragments: each is exchanged at steps of its own, which all"
                     " replicas must make. Leave fragments out."
+                )
+            delay = max((sync.delay for sync in parts_in(method, DeltaSync)), default=0)
+            if adapt_steps and delay:
+                raise ValueError(
+                    "adapt_steps must be False with delay, which counts steps that all replicas make; got"
+                    f" delay={delay}. Leave one of the two out."
                 )
             if adapt_steps and not any(parts_in(method, DeltaSync)):
                 raise ValueError(
@@ -250,7 +258,7 @@ def _tell_of_averages(trainer: "pl.Trainer") -> None:
 
 
 def _check_syncs(method: Method) -> None:
-    """Refuses methods that need the same ranks all the time, or exchange while training goes on."""
+    """Refuses methods that need the same ranks all the time, or exchange gradients while the next step is made."""
     chain: list[Method] = []
     each: Method | None = method
     while each is not None:
@@ -258,10 +266,11 @@ def _check_syncs(method: Method) -> None:
         each = each.fallback
     for one in chain:
         for sync in one.syncs:
-            if getattr(sync, "delay", 0):
+            if getattr(sync, "delay", 0) and not isinstance(sync, DeltaSync):
                 raise ValueError(
-                    "delay must be 0 with replicas that come and go, for which an exchange in flight has no quorum; got"
-                    f" {sync!r}. Leave delay out; with changes of weights, fragments=4 makes each exchange shorter."
+                    "delay must be 0 for gradients with replicas that come and go: the next step's meeting would wait"
+                    f" for what is in flight. Got {sync!r}. Leave delay out, or use a method that exchanges weights,"
+                    " such as methods.sparse_loco(every=30, delay=5)."
                 )
             if any(parts_in(sync, EF21)):
                 raise ValueError(
@@ -278,6 +287,12 @@ def _check_syncs(method: Method) -> None:
             raise ValueError(
                 "method must exchange either weights or gradients with replicas that come and go, not some of each; got"
                 f" {method!r}. Use one kind of sync for all parameters."
+            )
+        delays = sorted({sync.delay for sync in one.syncs if isinstance(sync, DeltaSync)})
+        if len(delays) > 1:
+            raise ValueError(
+                "delay must be the same for all parameters with replicas that come and go, as one meeting serves all"
+                f" that are due; got {delays}. Use delay={delays[-1]} for all."
             )
         if one.averaging is not None:
             raise ValueError("averaging must be None with replicas that come and go. Leave it out.")

@@ -1,6 +1,6 @@
 """Tensors that ranks may change on their own: finds those that some rank has changed, and averages them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -62,14 +62,20 @@ class SharedTensors:
     def means(self) -> dict[str, Tensor]:
         """By name, the means of the tensors that some rank has changed, in float32 or wider. A collective."""
         current = self._tensors()
-        if not current:
-            return {}
-        device = next(iter(current.values())).device
-        flags = torch.tensor([float(self._changed(*item)) for item in current.items()], device=device)
-        changed = self._wire.all_reduce_(flags, PARAMETERS).tolist()
-        several = {name: tensor for (name, tensor), flag in zip(current.items(), changed) if flag}
-        with torch.no_grad():
-            return dict(zip(several, averaged(list(several.values()), self._wire)))
+        return _means(current, [self._changed(*item) for item in current.items()], self._wire)
+
+    def noted(self) -> Callable[[Wire], dict[str, Tensor]]:
+        """What makes the `means` of the tensors as they are now, over a wire, perhaps in another thread.
+
+        Those that this rank has changed are copied. The others must not change before it is done.
+        """
+        current = self._tensors()
+        changed = [self._changed(*item) for item in current.items()]
+        now = {
+            name: tensor.detach().clone() if flag else tensor.detach()
+            for (name, tensor), flag in zip(current.items(), changed)
+        }
+        return lambda wire: _means(now, changed, wire)
 
     def take(self, means: Mapping[str, Tensor]) -> None:
         """Writes means into the tensors, which are equal on all ranks then."""
@@ -98,3 +104,14 @@ class SharedTensors:
             or mark.version != tensor._version
             or not torch.equal(_sample(tensor), mark.sample)
         )
+
+
+def _means(tensors: Mapping[str, Tensor], changed: Sequence[bool], wire: Wire) -> dict[str, Tensor]:
+    """By name, the means of those tensors that any rank has changed; `changed` tells which this one has."""
+    if not tensors:
+        return {}
+    flags = torch.tensor([float(flag) for flag in changed], device=next(iter(tensors.values())).device)
+    anyone = wire.all_reduce_(flags, PARAMETERS).tolist()
+    several = {name: tensor for (name, tensor), flag in zip(tensors.items(), anyone) if flag}
+    with torch.no_grad():
+        return dict(zip(several, averaged(list(several.values()), wire)))

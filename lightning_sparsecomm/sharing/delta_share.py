@@ -1,6 +1,6 @@
 """What runs an exchange of changes of weights for one optimizer."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -76,6 +76,11 @@ class DeltaShare(PartShare):
         self._changed: list[tuple[Tensor, Tensor]] = []  # weights that hold their changes in a turn, with anchors
         super().__init__(optimizer, parameters, wire, own)
 
+    @property
+    def trained(self) -> int:
+        """Optimizer steps since the last exchange that counts for certain."""
+        return self.steps
+
     def due(self, turn: Turn) -> bool:
         if turn.moment == "weights":
             every, count = every_at(self.sync.every, turn.step, turn.epoch), self.sync.fragments
@@ -123,8 +128,8 @@ class DeltaShare(PartShare):
             anchored = self.anchored.pairs(self.parameters)
             changes = [None if name in left_out else change_in(*pair) for name, pair in zip(names, anchored)]
             self._changed = [pair for pair, change in zip(anchored, changes) if change is pair[0]]
-            changes = _times(changes, self.weight)
-            self.channel.prepare(changes, self._context(turn, "weight update"), self.wire.under(UPDATES))
+            context = self._context(turn, "weight update")
+            self.channel.prepare(times(changes, self.weight), context, self.wire.under(UPDATES))
 
     def exchange(self) -> None:
         if not self.parameters:
@@ -240,6 +245,6 @@ def change_in(weight: Tensor, anchor: Tensor) -> Tensor:
     return weight.to(anchor.dtype) - anchor.to(weight.dtype).to(anchor.dtype)
 
 
-def _times(changes: list[Tensor | None], weight: float) -> list[Tensor | None]:
+def times(changes: Sequence[Tensor | None], weight: float) -> Sequence[Tensor | None]:
     """The changes times a factor. Not in place: `take_back` needs them as they were."""
     return changes if weight == 1 else [None if change is None else change * weight for change in changes]

@@ -1,29 +1,27 @@
 """Exchanges of weight changes that take place while training goes on."""
 
 import copy
-from collections.abc import Mapping
-from typing import Literal, NamedTuple, Protocol
+from functools import partial
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_sparsecomm.basis import UPDATES, Layout, Round, SparseVector, Wire
+from lightning_sparsecomm.basis import UPDATES, Wire
 from lightning_sparsecomm.basis.arguments import check_whole_number, is_number
 from lightning_sparsecomm.basis.stream import Stream
 from lightning_sparsecomm.channel.saved import Saved, add_prefix, pop_named, strip_prefix
-from lightning_sparsecomm.sharing.averaging import averaged
-from lightning_sparsecomm.sharing.delta_share import Delayed, DeltaShare, change_in
+from lightning_sparsecomm.sharing.delta_share import Delayed, DeltaShare, change_in, times
+from lightning_sparsecomm.sharing.flown import Arrived, by_name, fly, load_arrived, mix_, saved_arrived
+from lightning_sparsecomm.sharing.flown import Mix as Mix
 from lightning_sparsecomm.sharing.gradients import NamedParameters
 from lightning_sparsecomm.sharing.in_flight import InFlightShare
 from lightning_sparsecomm.sharing.others import Own, all_of
 from lightning_sparsecomm.sharing.set_weights import SetWeights
 from lightning_sparsecomm.sharing.share import Turn
 from lightning_sparsecomm.sharing.takeover import mask_momentum_
-
-Mix = float | Literal["keep"]
-"""The local weights where an exchange arrives: "keep" what was trained meanwhile, or a share of them."""
 
 
 def check_delay(delay: int, mix: Mix, least_every: int) -> None:
@@ -47,20 +45,6 @@ class Streamed(Delayed, Protocol):
     mix: Mix
 
 
-class Arrived(NamedTuple):
-    """The result of an exchange that has not been applied; tensors by parameter name.
-
-    Attributes:
-        mean: The mean change over ranks.
-        sent: What this rank has sent.
-        set: Means of weights that the user has set.
-    """
-
-    mean: dict[str, Tensor]
-    sent: dict[str, Tensor]
-    set: dict[str, Tensor]
-
-
 class StreamedShare(InFlightShare[dict[str, Tensor]], DeltaShare):
     """A `DeltaShare` whose exchange starts after one step and is applied `delay` steps later.
 
@@ -72,6 +56,9 @@ class StreamedShare(InFlightShare[dict[str, Tensor]], DeltaShare):
     and what was trained since is exchanged as without delay.
 
     Source: Douillard et al. 2025, Streaming DiLoCo, which mixes. To keep what was trained meanwhile is ours.
+
+    Attributes:
+        stream, delay: Where its exchanges take place, and steps between the start of one and its use.
     """
 
     def __init__(
@@ -84,12 +71,16 @@ class StreamedShare(InFlightShare[dict[str, Tensor]], DeltaShare):
         own: Own = all_of,
         stream: Stream | None = None,
     ) -> None:
-        self._delay, self._mix = sync.delay, sync.mix
-        self._stream = stream or Stream(wire)
+        self.delay, self._mix = sync.delay, sync.mix
+        self.stream = stream or Stream(wire)
         self._arrived: Arrived | None = None
         # The weights when the exchange in flight started, by name, and the step after which it is applied.
         self._began: dict[str, Tensor] = {}
         self._arrives = 0
+        # What taking it back needs: steps before its start, and what the user had set by then.
+        self._steps_before, self._noticed = 0, SetWeights()
+        # Whether an exchange was taken back, and is to be made again.
+        self._again = False
         # Whether weights may differ from the anchors.
         self._apart = False
         self._turn: Literal["start", "land", "end"] = "start"
@@ -103,19 +94,23 @@ class StreamedShare(InFlightShare[dict[str, Tensor]], DeltaShare):
     def closes_round(self) -> bool:
         return self._turn == "start"
 
+    @property
+    def trained(self) -> int:
+        return self.steps + (self._steps_before if self._flight is not None else 0)
+
     def due(self, turn: Turn) -> bool:
         if turn.moment == "end":
             return self._apart
-        if self._under_way:
+        if self.under_way:
             return turn.moment == "land" or (turn.moment == "weights" and turn.step >= self._arrives)
-        return super().due(turn)
+        return (self._again and turn.moment == "weights") or super().due(turn)
 
     def after_step(self) -> None:
         super().after_step()
         self._apart = True
 
     def prepare(self, turn: Turn) -> None:
-        self._turn = "end" if turn.moment == "end" else "land" if self._under_way else "start"
+        self._turn = "end" if turn.moment == "end" else "land" if self.under_way else "start"
         if self._turn == "end":
             self._finish()
             self._apply()
@@ -136,6 +131,12 @@ class StreamedShare(InFlightShare[dict[str, Tensor]], DeltaShare):
         elif self._turn == "land":
             self._apply()
 
+    def land(self) -> None:
+        """Uses what is in flight, once it has arrived."""
+        self._turn = "land"
+        self._finish()
+        self._apply()
+
     def to_hand_out(self) -> list[tuple[Parameter, Tensor]]:
         if self._turn == "start":
             return []
@@ -149,9 +150,20 @@ class StreamedShare(InFlightShare[dict[str, Tensor]], DeltaShare):
     def abort(self) -> None:
         """Sets the weights back to the anchors. What is in flight is waited for, and void."""
         self._void()
-        self._arrived, self._began = None, {}
+        self._arrived, self._began, self._again = None, {}, False
         super().abort()
         self._apart = False
+
+    def take_back(self) -> None:
+        """As if the exchange in flight had not begun; it is due again. Weights have gone on, and stay as they are."""
+        if self._turn == "end":
+            super().take_back()
+        elif self.under_way:
+            self._void()
+            self.channel.abort()
+            self._arrived, self._began, self._again = None, {}, True
+            self.steps += self._steps_before
+            self._set_weights.found = self._noticed.found | self._set_weights.found
 
     def shared_weights(self) -> list[tuple[Tensor, Tensor]]:
         return self.anchored.pairs(self.parameters) + self.others.pairs() if self._apart else []
@@ -162,40 +174,34 @@ class StreamedShare(InFlightShare[dict[str, Tensor]], DeltaShare):
         others = self.others.values
         ours: Saved = {"apart": dict.fromkeys((*self.anchors, *others), True) if self._apart else {}}
         if self._arrived is not None:
-            ours |= {f"in flight, {kind}": parts for kind, parts in self._arrived._asdict().items()}
-            ours["in flight, weights at its start"] = self._began
-        if self._under_way:
+            ours |= saved_arrived(self._arrived, self._began)
+        if self.under_way:
             # Also after an error, which ranks that exchange other parts of the model may not have met.
             ours["in flight, arrives"] = dict.fromkeys(self.all_names, self._arrives)
         return saved | add_prefix(type(self.sync).__name__, {kind: parts for kind, parts in ours.items() if parts})
 
     def load_state_dict(self, saved: Saved) -> None:
-        ours, names = strip_prefix(type(self.sync).__name__, saved), [name for name, _ in self.parameters]
+        ours = strip_prefix(type(self.sync).__name__, saved)
         devices = {name: weight.device for name, weight in self.parameters}
-
-        def taken(kind: str) -> dict[str, Tensor]:
-            held = pop_named(ours, f"in flight, {kind}", names)
-            return {name: each.to(devices[name], copy=True) for name, each in held.items()}
-
-        arrived = Arrived(*(taken(kind) for kind in Arrived._fields))
+        arrived, self._began = load_arrived(ours, devices)
         arrives = pop_named(ours, "in flight, arrives", self.all_names)
         self._arrived = arrived if arrives else None
-        self._began = taken("weights at its start")
         self._arrives = max(arrives.values(), default=0)
         self._apart = any(pop_named(ours, "apart", self.all_names).values())
         super().load_state_dict(saved)
 
     @property
-    def _under_way(self) -> bool:
+    def under_way(self) -> bool:
+        """Whether an exchange has started, and has not been used yet."""
         # An error that was found between turns is raised when the exchange would have landed.
         return self._flight is not None or self._arrived is not None or self.failure is not None
 
     def _start(self, turn: Turn) -> None:
         self._bind()
-        self._arrives = turn.step + self._delay
-        self.steps = 0
+        self._arrives, self._again = turn.step + self.delay, False
+        self._steps_before, self.steps = self.steps, 0
         # A collective of all ranks, where nodes have several.
-        beside = self._stream.wire(UPDATES)
+        beside = self.stream.wire(UPDATES)
         if not self.parameters:
             self._arrived = Arrived({}, {}, {})
             return
@@ -204,29 +210,12 @@ class StreamedShare(InFlightShare[dict[str, Tensor]], DeltaShare):
             changes = [change_in(weight.clone(), self.anchored.of(name)) for name, weight in weights.items()]
             self._began = weights if self._mix == "keep" else {}
             # What is set from now on belongs to the next exchange.
-            noticed, context = copy.copy(self._set_weights), self._context(turn, "weight update")
-            noticed.found = dict(self._set_weights.found)
+            self._noticed = copy.copy(self._set_weights)
+            self._noticed.found = dict(self._set_weights.found)
             self._set_weights.forget()
-            self._flight = self._stream.start(lambda wire: self._fly(changes, weights, noticed, context, wire), beside)
-
-    def _fly(
-        self,
-        changes: list[Tensor],
-        weights: Mapping[str, Tensor],
-        noticed: SetWeights,
-        context: Round,
-        wire: Wire,
-    ) -> dict[str, Tensor]:
-        """What the stream's thread does; returns the means of weights that the user has set."""
-        found = noticed.agree(list(weights), wire, next(iter(weights.values())).device)
-        # One that is not finite stays in the exchange, which refuses it on all ranks.
-        left_out = {name for name in found if bool(weights[name].isfinite().all())}
-        self.channel.prepare(
-            [None if name in left_out else change for name, change in zip(weights, changes)], context, wire
-        )
-        self.channel.run()
-        names = [name for name in weights if name in found]
-        return dict(zip(names, averaged([weights[name] for name in names], wire))) if names else {}
+            sent, context = times(changes, self.weight), self._context(turn, "weight update")
+            work = partial(fly, self.channel, sent, weights, self._noticed, context)
+            self._flight = self.stream.start(work, beside)
 
     def _finish(self) -> None:
         """Waits for what is in flight, and lets memories forget what was sent. Nothing is applied yet."""
@@ -237,8 +226,8 @@ class StreamedShare(InFlightShare[dict[str, Tensor]], DeltaShare):
             set_means, exchanged = landed
             if set_means and self.wire.rank == 0:
                 self._set_weights.warn(set_means)
-            sent = _by_name(exchanged.sent, self.layout) if self.sync.mask_momentum else {}
-            self._arrived = Arrived(_by_name(exchanged.shared, self.layout), sent, set_means)
+            sent = by_name(exchanged.sent, self.layout) if self.sync.mask_momentum else {}
+            self._arrived = Arrived(by_name(exchanged.shared, self.layout), sent, set_means)
 
     def _apply(self) -> None:
         """Moves the anchors by what has arrived, and the weights with them."""
@@ -249,20 +238,10 @@ class StreamedShare(InFlightShare[dict[str, Tensor]], DeltaShare):
             self.anchored.move_by({name: change for name, change in mean.items() if name not in set_means})
             for name, value in set_means.items():
                 self.anchored.of(name).copy_(value)
-            arrived = [(name, weight.detach()) for name, weight in self.parameters if name in mean]
-            for name, weight in arrived:
-                anchor = self.anchored.of(name)
-                if self._mix == "keep":
-                    weight.copy_(anchor + (weight.to(anchor.dtype) - self._began[name].to(anchor.dtype)))
-                else:
-                    weight.copy_(torch.lerp(anchor, weight.to(anchor.dtype), self._mix))
+            for name, weight in [named for named in self.parameters if named[0] in mean]:
+                mix_(weight.detach(), self.anchored.of(name), self._began.get(name), self._mix)
             self._began = {}
             self._set_weights.note(self.parameters)
             if sent:
                 whole = [sent.get(name, torch.zeros_like(weight)).flatten() for name, weight in self.parameters]
                 mask_momentum_(self.optimizer, self.parameters, torch.cat(whole), self.layout)
-
-
-def _by_name(vector: SparseVector | Tensor, layout: Layout) -> dict[str, Tensor]:
-    dense = vector.dense() if isinstance(vector, SparseVector) else vector
-    return dict(zip((segment.name for segment in layout.segments), layout.views(dense), strict=True))

@@ -96,6 +96,16 @@ def test_one_that_commits_only_now_has_trained_nothing_since() -> None:
     assert weights_of(members, plan_of(members, 1)) == {0: 0.0, 1: 2.0}
 
 
+def test_one_that_commits_only_now_counts_by_what_it_has_trained_in_flight() -> None:
+    in_doubt = member("a", pending="t", offer=OFFER._replace(trained=12, since=2))
+    plan = plan_of([in_doubt, _after(10, state="t", round_=4)], 1)
+    assert weights_of([in_doubt, _after(10, state="t", round_=4)], plan) == {0: 2 / 6, 1: 10 / 6}
+    # If nobody has committed to its exchange, all of it counts.
+    both = [in_doubt, _after(10)]
+    assert weights_of(both, plan_of(both, 1)) == {0: 12 / 11, 1: 10 / 11}
+    assert Member.from_json(in_doubt.to_json()) == in_doubt
+
+
 def test_the_pace_is_that_of_the_fastest() -> None:
     members = [_after(10, 0.1), _after(10, 0.4), _after(10, 0.105), _after(10)]
     plan = plan_of(members, 1)

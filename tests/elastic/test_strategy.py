@@ -54,8 +54,16 @@ def test_names(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
         (methods.auto(), "not in DDP's buckets"),
         (methods.ef21(), "must not keep a mean estimate"),
         (methods.gradient_dropping(local="sum"), "gradients that are equal on all replicas"),
-        (methods.diloco(every=9, delay=3), "delay must be 0"),
-        (methods.default(delay=1), "delay must be 0"),
+        (methods.default(delay=1), "delay must be 0 for gradients"),
+        (
+            Method(
+                [
+                    DeltaSync(Channel(DenseAllReduce()), every=9, delay=3, exclude=["*.bias"]),
+                    DeltaSync(Channel(DenseAllReduce()), every=9, parameters=["*.bias"]),
+                ]
+            ),
+            r"delay must be the same for all parameters .* got \[0, 3\]. Use delay=3",
+        ),
         (
             methods.dgc().with_fallback(methods.dgc().with_fallback(methods.gradient_dropping(local="sum"))),
             "gradients that are equal on all replicas",
@@ -73,10 +81,21 @@ def test_methods_that_need_all_ranks_are_refused(method: Method, words: str) -> 
 
 
 @needs_torchft
+def test_weights_may_be_exchanged_in_flight() -> None:
+    method = methods.sparse_loco(every=9, fragments=2, delay=3)
+    assert ElasticSparseCommStrategy(method).method is method
+
+
+@needs_torchft
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
         ({"method": methods.dgc(), "adapt_steps": True}, ValueError, "adapt_steps must be False where gradients"),
+        (
+            {"method": methods.diloco(every=9, delay=3), "adapt_steps": True},
+            ValueError,
+            "adapt_steps must be False with delay, .* got delay=3",
+        ),
         ({"membership_log": "nowhere/log.jsonl"}, ValueError, "membership_log must be a file in a folder that exists"),
         ({"uneven_inputs": True}, ValueError, "uneven_inputs must be False"),
         ({"exchange_timeout": timedelta(0)}, ValueError, "exchange_timeout must be a positive timedelta"),

@@ -25,6 +25,7 @@ from lightning_sparsecomm.sharing.delta_share import DeltaShare
 from lightning_sparsecomm.sharing.gradient_share import GradientShare
 from lightning_sparsecomm.strategies.pytorch_lightning import ElasticSparseCommStrategy
 from tests.distributed.launch import QUIET
+from tests.elastic.flying import BOOKS
 from tests.elastic.replicas import TIMEOUTS
 
 EXCHANGES = ("weight updates", "gradients")
@@ -156,6 +157,7 @@ def train(
         "written": written,
         "began_with": model.began_with,
         "law": LAW.error() if LAW.taken is not None else None,
+        "flights": BOOKS.report(),
     }
 
 
@@ -340,6 +342,22 @@ def nan_in(step: int) -> Callable[[], None]:
         def stepping(self: Model, batch: Tensor, batch_idx: int) -> Tensor:
             loss = training_step(self, batch, batch_idx)
             return loss * (torch.nan if self.trainer.global_step == step - 1 else 1)
+
+        Model.training_step = stepping  # type: ignore[method-assign]
+
+    return before
+
+
+def fail_in_step(step: int) -> Callable[[], None]:
+    """Alters this process: its training raises in a step, counted from 1."""
+
+    def before() -> None:
+        training_step = Model.training_step
+
+        def stepping(self: Model, batch: Tensor, batch_idx: int) -> Tensor:
+            if self.trainer.global_step == step - 1:
+                raise ArithmeticError("as the user's own code may")
+            return training_step(self, batch, batch_idx)
 
         Model.training_step = stepping  # type: ignore[method-assign]
 
