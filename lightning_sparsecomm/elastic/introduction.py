@@ -56,8 +56,8 @@ def check_place(plan: Plan, members: Sequence[Member], rank: int) -> None:
     alike = [member.name for member in members if short(member.name) == short(members[rank].name)]
     if len(alike) > 1 and (plan.round == 0 or rank in plan.joining):
         warnings.warn(
-            f"{len(alike)} replicas are named {short(members[rank].name)!r}: messages cannot tell them apart, and they"
-            " read samples in the same order. Give each a name of its own: replica=...",
+            f"{len(alike)} replicas are named {short(members[rank].name)!r}: messages cannot tell them apart. Give"
+            " each a name of its own: replica=...",
             stacklevel=2,
         )
     if rank in plan.differing:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_sparsecomm.channel.saved import Saved
 from lightning_sparsecomm.elastic.quorum import Quorum
+from lightning_sparsecomm.elastic.readers import Readers
 from lightning_sparsecomm.elastic.units import units_of
 from lightning_sparsecomm.elastic.wire import LostPeerError
 from lightning_sparsecomm.run.contents import State
@@ -34,15 +35,20 @@ class Joining:
         engine: The run.
         progress: What the front end adds, such as epochs and schedules: tensors, numbers, strings, lists, dictionaries.
         follow: Takes over what another replica's `progress` has returned.
+        samples: Which samples this replica reads.
 
     Attributes:
         waiting: Members of the quorum that wait for the state.
+        samples: As given.
     """
 
-    def __init__(self, engine: Engine, progress: Callable[[], State], follow: Callable[[State], None]) -> None:
+    def __init__(
+        self, engine: Engine, progress: Callable[[], State], follow: Callable[[State], None], samples: Readers
+    ) -> None:
         self._engine = engine
         self._progress = progress
         self._follow = follow
+        self.samples = samples
         self.waiting: Sequence[int] = ()
 
     def pack(self, shared: State, steps: dict[int, int]) -> Tensor:
@@ -71,6 +77,7 @@ class Joining:
                 }
             )
         state["untrained"] = self._untrained()
+        state["samples"] = self.samples.state_dict()
         leading = self._engine.registry.leading
         state["leading"] = None if leading is None else leading.number
         buffer = io.BytesIO()
@@ -109,6 +116,7 @@ class Joining:
         engine.registry.leading = None if leading is None else optimizers[leading]
         engine.begin()
         self._follow(state["progress"])
+        self.samples.take(state["samples"])
         return state
 
     def send(self, shared: State, steps: dict[int, int], quorum: Quorum) -> int:

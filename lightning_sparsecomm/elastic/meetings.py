@@ -82,10 +82,13 @@ class Meetings(Turns):
             self.state, self.round = NOTHING, 0
         try:
             quorum.form()
-            members = self._introduced(offer)
+            mine = Member(quorum.name, self.state, self.round, self._rounds.pending, 0, self._setup, offer)
+            mine = mine._replace(samples=self._joining.samples.needs())
+            members = introduced(mine, self._registry, self._compare_every, quorum, self._wire)
             plan = plan_of(members, quorum.number)
             done = self._rounds.settle(plan)
             self._note(plan, members)
+            self._joining.samples.meet(plan, members, quorum.rank, quorum.number)
             if quorum.rank in plan.joining:
                 self._receive(plan)
                 self._over = plan.ends
@@ -119,11 +122,7 @@ class Meetings(Turns):
             self._quorum.fail(error)
         else:
             self.state, self.round = made.state, self.round + 1
-
-    def _introduced(self, offer: Offer | None) -> list[Member]:
-        """What all members say of themselves. A collective."""
-        mine = Member(self._quorum.name, self.state, self.round, self._rounds.pending, 0, self._setup, offer)
-        return introduced(mine, self._registry, self._compare_every, self._quorum, self._wire)
+            self._joining.samples.settle(self.state)
 
     def _note(self, plan: Plan, members: Sequence[Member]) -> None:
         rank = self._quorum.rank
@@ -147,6 +146,7 @@ class Meetings(Turns):
             if self._adapts:
                 set_pace(made.units, pace_of(rank, members, plan))
             self.state, self.round = made.state, plan.round + 1
+            self._joining.samples.settle(self.state)
         if plan.ends:
             self._stop()
 

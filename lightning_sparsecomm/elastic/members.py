@@ -5,6 +5,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from lightning_sparsecomm.elastic.deal import Need
 from lightning_sparsecomm.sharing.share import Moment
 
 # Replicas whose steps differ by less make equally many: it may be chance.
@@ -61,6 +62,7 @@ class Member(NamedTuple):
         setup: By topic, a digest of what must be equal on all replicas.
         offer: What it has to exchange.
         weights: A digest of its weights, where replicas compare them in this round; else empty.
+        samples: For each dataloader whose samples are dealt out, what it has read, and what it wants.
     """
 
     name: str
@@ -71,6 +73,7 @@ class Member(NamedTuple):
     setup: dict[str, str]
     offer: Offer | None = None
     weights: str = ""
+    samples: Sequence[Need] = ()
 
     def to_json(self) -> str:
         return json.dumps(self._asdict())
@@ -81,7 +84,8 @@ class Member(NamedTuple):
         try:
             fields: dict[str, Any] = json.loads(text)
             offer = fields.pop("offer")
-            return cls(**fields, offer=None if offer is None else _offer_from(offer))
+            samples = tuple(map(Need.of, fields.pop("samples")))
+            return cls(**fields, offer=None if offer is None else _offer_from(offer), samples=samples)
         except (TypeError, KeyError, AttributeError, IndexError) as error:
             raise ValueError(f"a replica has introduced itself by {text[:200]!r}, which cannot be read") from error
 

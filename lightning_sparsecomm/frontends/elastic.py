@@ -10,23 +10,27 @@ from typing import TYPE_CHECKING, Any
 from lightning_sparsecomm.basis.arguments import check_booleans, plain_for_command_lines
 from lightning_sparsecomm.basis.groups import join_alone
 from lightning_sparsecomm.basis.parts import parts_in
+from lightning_sparsecomm.basis.schedules import every_at
 from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.channel import EF21
 from lightning_sparsecomm.elastic.joining import Joining
 from lightning_sparsecomm.elastic.membership import Change
 from lightning_sparsecomm.elastic.quorum import Quorum, load_torchft
+from lightning_sparsecomm.elastic.readers import Readers
 from lightning_sparsecomm.elastic.turns import ElasticTurns
+from lightning_sparsecomm.elastic.units import units_of
 from lightning_sparsecomm.elastic.wire import ElasticWire
+from lightning_sparsecomm.frontends.dealing import DealingMixin
 from lightning_sparsecomm.frontends.expected import expected
 from lightning_sparsecomm.frontends.progress import follow, progress_of
 from lightning_sparsecomm.frontends.reporting import get_ready, say
-from lightning_sparsecomm.frontends.trainer import TrainerMixin
 from lightning_sparsecomm.methods import sparse_loco
 from lightning_sparsecomm.run.agreement import CHECK_REPLICAS_EVERY, facts_of_run
 from lightning_sparsecomm.run.contents import State
 from lightning_sparsecomm.run.engine import Engine
 from lightning_sparsecomm.sharing.bucket import BucketSync
 from lightning_sparsecomm.sharing.delta import DeltaSync
+from lightning_sparsecomm.sharing.delta_share import DeltaShare
 from lightning_sparsecomm.sharing.method import Method
 
 if TYPE_CHECKING:
@@ -38,7 +42,7 @@ LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
 _AVERAGING = ("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging")
 
 
-class ElasticTrainerMixin(TrainerMixin):
+class ElasticTrainerMixin(DealingMixin):
     """Trains one replica of several, which may come and go at any time.
 
     Each replica is a Trainer of its own with `devices=1`, started by itself, on any machine that reaches the
@@ -151,12 +155,6 @@ class ElasticTrainerMixin(TrainerMixin):
         """Does nothing: others may come at any time."""
 
     @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Each replica reads all samples, in an order of its own."""
-        own = int.from_bytes(hashlib.blake2b(self.replica.encode(), digest_size=4).digest(), "big")
-        return {"num_replicas": 1, "rank": 0, "seed": own}
-
-    @property
     def _taking_part(self) -> int:
         changes = [] if self.turns is None else self.turns.membership.changes
         return len(changes[-1].members) if changes else 1
@@ -187,15 +185,20 @@ class ElasticTrainerMixin(TrainerMixin):
         address, timeout = self._lighthouse(), self.exchange_timeout
         quorum = Quorum(self.replica, address, timeout, self.patience, lambda words: say(words, trainer))
         wire.closing.append(quorum.close)
-        joining = Joining(engine, lambda: progress_of(trainer), self._follow)
+        readers = self._read_as(quorum.name)
+        samples = Readers(readers, lambda: _batches_until_exchange(engine, trainer), self._note_length)
+        joining = Joining(engine, lambda: progress_of(trainer), self._follow, samples)
+        facts = _facts(engine, self.seed)
+        facts["the number of training samples"] = str([reader.loading.size for reader in readers])
         self.turns = engine.turns = ElasticTurns(
-            *(engine, wire, quorum, joining, _facts(engine, self.seed), self._tell, self._stop),
+            *(engine, wire, quorum, joining, facts, self._tell, self._stop),
             self.adapt_steps,
             self.check_replicas_every,
         )
         self._beginning = True
         self.turns.begin()
         self._beginning = False
+        self._begin_reading()
 
     def _follow(self, state: State) -> None:
         # A Trainer that is amid its training goes on by its own count.
@@ -211,7 +214,8 @@ class ElasticTrainerMixin(TrainerMixin):
 
     def _stop(self) -> None:
         # The current step is not counted yet.
-        if expected(self._trainer).left > 1:
+        done = max((tracked.steps for tracked in self.engine.registry.optimizers), default=0)
+        if (self.engine.length - done if self.readers else expected(self._trainer).left) > 1:
             self._trainer.should_stop = True
 
     def _lighthouse(self) -> str:
@@ -222,15 +226,6 @@ class ElasticTrainerMixin(TrainerMixin):
                 f" lighthouse='http://host:29510', or set {LIGHTHOUSE} in the environment."
             )
         return address
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Saves on the replica that leads; does nothing on others, as on ranks other than 0."""
-        if self._leads:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    def remove_checkpoint(self, filepath: Any) -> None:
-        if self._leads:
-            super().remove_checkpoint(filepath)
 
     @property
     def _leads(self) -> bool:
@@ -244,6 +239,16 @@ def _facts(engine: Engine, seed: int) -> dict[str, str]:
         topic = "the model" if fact.topic.startswith("parameter ") else fact.topic
         topics[topic] = topics.get(topic, "") + f"{fact.topic} {fact.value};"
     return {topic: hashlib.sha256(text.encode()).hexdigest()[:8] for topic, text in topics.items()}
+
+
+def _batches_until_exchange(engine: Engine, trainer: "pl.Trainer") -> int:
+    """How many batches this replica reads from one exchange to the end of the next, with a step for each."""
+    steps = max((tracked.steps for tracked in engine.registry.optimizers), default=0)
+    syncs = parts_in(engine.registry.methods[0], DeltaSync)
+    every = [every_at(sync.every, steps, engine.epoch) + sync.delay for sync in syncs]
+    units = [unit for tracked in engine.registry.optimizers for unit in units_of(tracked)]
+    pace = max((unit.pace for unit in units if isinstance(unit, DeltaShare)), default=1.0)
+    return max(1, round(max(every, default=1) * pace)) * trainer.accumulate_grad_batches
 
 
 def _tell_of_averages(trainer: "pl.Trainer") -> None:

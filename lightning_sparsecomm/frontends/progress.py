@@ -29,7 +29,7 @@ def progress_of(trainer: "pl.Trainer") -> State:
 def follow(trainer: "pl.Trainer", state: State) -> None:
     """Lets a Trainer that has not trained yet go on where another one is, from its `progress_of`.
 
-    Its dataloader begins anew: batches are drawn from the beginning of its own order.
+    Which samples it reads is no part of this: see `elastic.deal`.
     """
     fit, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
     for counter, steps in zip(_counters(trainer), state["steps"]):

@@ -142,7 +142,9 @@ def train(
         folder, _, filename = save.rpartition("/")
         when: dict[str, int] = {"every_n_train_steps": save_every} if save_every else {"every_n_epochs": 1}
         options["callbacks"] = [Recorder(written, folder, filename=filename, save_top_k=-1, **when)]
-    options = {"max_epochs": 6, "devices": 1, "enable_checkpointing": save is not None, **QUIET, **options}
+    # By default, an epoch of each replica has all samples: so tests know how many steps it makes.
+    alone = {"max_epochs": 6, "use_distributed_sampler": False}
+    options = {**alone, "devices": 1, "enable_checkpointing": save is not None, **QUIET, **options}
     trainer = pl.Trainer(strategy=strategy, **options)
     trainer.fit(model, batches, ckpt_path=ckpt_path)
     assert strategy.turns is not None and strategy.ledger is not None
