@@ -87,7 +87,7 @@ class Meetings(Turns):
             members = introduced(mine, self._registry, self._compare_every, quorum, self._wire)
             plan = plan_of(members, quorum.number)
             done = self._rounds.settle(plan)
-            self._note(plan, members)
+            self._note(plan, members, 0 if offer is None else offer.trained)
             self._joining.samples.meet(plan, members, quorum.rank, quorum.number)
             if quorum.rank in plan.joining:
                 self._receive(plan)
@@ -124,12 +124,12 @@ class Meetings(Turns):
             self.state, self.round = made.state, self.round + 1
             self._joining.samples.settle(self.state)
 
-    def _note(self, plan: Plan, members: Sequence[Member]) -> None:
+    def _note(self, plan: Plan, members: Sequence[Member], steps: int) -> None:
         rank = self._quorum.rank
         check_place(plan, members, rank)
         self.leads = rank == plan.leader
         names = [members[each].name for each in sorted((*plan.healthy, *plan.joining))]
-        change = self.membership.meet(names, plan.round)
+        change = self.membership.meet(names, plan.round, steps)
         if change is not None:
             self._tell(change, self.leads)
 

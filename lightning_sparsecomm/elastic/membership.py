@@ -16,6 +16,8 @@ class Change(NamedTuple):
         joined: Names of those that are new.
         gone: Names of those that are there no more.
         why: What is known of the cause.
+        lost_steps: Of those that are gone, about how many steps each has trained since the last exchange, which nobody
+            else has: as many as this replica has made since.
     """
 
     time: float
@@ -24,10 +26,13 @@ class Change(NamedTuple):
     joined: tuple[str, ...]
     gone: tuple[str, ...]
     why: str
+    lost_steps: int = 0
 
     def __str__(self) -> str:
         parts = [f"{', '.join(map(short, self.joined))} joined"] if self.joined else []
-        parts += [f"{', '.join(map(short, self.gone))} left ({self.why})"] if self.gone else []
+        if self.gone:
+            lost = f", with about {self.lost_steps} steps since the last exchange" if self.lost_steps > 1 else ""
+            parts.append(f"{', '.join(map(short, self.gone))} left ({self.why}){lost}")
         there = "1 replica" if len(self.members) == 1 else f"{len(self.members)} replicas"
         return f"sparsecomm: after round {self.round}, {' and '.join(parts)}; {there} from now on"
 
@@ -55,8 +60,14 @@ class Membership:
         self._failed = True
         self.failures += 1
 
-    def meet(self, members: Sequence[str], finished_rounds: int) -> Change | None:
-        """Notes who takes part from now on; the change, if there is one."""
+    def meet(self, members: Sequence[str], finished_rounds: int, steps: int = 0) -> Change | None:
+        """Notes who takes part from now on; the change, if there is one.
+
+        Args:
+            members: Names of those that take part.
+            finished_rounds: Rounds finished before.
+            steps: Steps that this replica has made since the last exchange.
+        """
         why, self._failed = "lost in an exchange" if self._failed else "did not come to the next round", False
         former, now = set(self._members), set(members)
         if former == now:
@@ -64,7 +75,8 @@ class Membership:
         joined = tuple(name for name in members if name not in former)
         gone = tuple(name for name in self._members if name not in now)
         self._members = tuple(members)
-        self.changes.append(Change(time.time(), finished_rounds, self._members, joined, gone, why if gone else ""))
+        lost, why = (steps, why) if gone else (0, "")
+        self.changes.append(Change(time.time(), finished_rounds, self._members, joined, gone, why, lost))
         return self.changes[-1]
 
 

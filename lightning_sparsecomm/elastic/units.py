@@ -3,7 +3,11 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from lightning_sparsecomm.basis.parts import parts_in
+from lightning_sparsecomm.basis.schedules import every_at
+from lightning_sparsecomm.run.engine import Engine
 from lightning_sparsecomm.run.optimizers import TrackedOptimizer
+from lightning_sparsecomm.sharing.delta import DeltaSync
 from lightning_sparsecomm.sharing.delta_share import DeltaShare
 from lightning_sparsecomm.sharing.fragments import FragmentedShare
 from lightning_sparsecomm.sharing.gradient_share import GradientShare
@@ -46,6 +50,16 @@ def set_pace(units: Sequence[Unit], pace: float) -> None:
     for unit in units:
         assert isinstance(unit, DeltaShare)
         unit.pace = pace
+
+
+def steps_until_exchange(engine: Engine) -> int:
+    """Steps from one exchange to the end of the next, the longest of all, if each optimizer steps in each batch."""
+    steps = max((tracked.steps for tracked in engine.registry.optimizers), default=0)
+    syncs = parts_in(engine.registry.methods[0], DeltaSync)
+    every = [every_at(sync.every, steps, engine.epoch) + sync.delay for sync in syncs]
+    units = [unit for tracked in engine.registry.optimizers for unit in units_of(tracked)]
+    pace = max((unit.pace for unit in units if isinstance(unit, DeltaShare)), default=1.0)
+    return max(1, round(max(every, default=1) * pace))
 
 
 def closings_of(tracked: TrackedOptimizer) -> list[Closing]:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from lightning_sparsecomm.basis.arguments import check_booleans, plain_for_command_lines
 from lightning_sparsecomm.basis.groups import join_alone
 from lightning_sparsecomm.basis.parts import parts_in
-from lightning_sparsecomm.basis.schedules import every_at
 from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.channel import EF21
 from lightning_sparsecomm.elastic.joining import Joining
@@ -18,7 +17,7 @@ from lightning_sparsecomm.elastic.membership import Change
 from lightning_sparsecomm.elastic.quorum import Quorum, load_torchft
 from lightning_sparsecomm.elastic.readers import Readers
 from lightning_sparsecomm.elastic.turns import ElasticTurns
-from lightning_sparsecomm.elastic.units import units_of
+from lightning_sparsecomm.elastic.units import steps_until_exchange
 from lightning_sparsecomm.elastic.wire import ElasticWire
 from lightning_sparsecomm.frontends.dealing import DealingMixin
 from lightning_sparsecomm.frontends.expected import expected
@@ -30,7 +29,6 @@ from lightning_sparsecomm.run.contents import State
 from lightning_sparsecomm.run.engine import Engine
 from lightning_sparsecomm.sharing.bucket import BucketSync
 from lightning_sparsecomm.sharing.delta import DeltaSync
-from lightning_sparsecomm.sharing.delta_share import DeltaShare
 from lightning_sparsecomm.sharing.method import Method
 
 if TYPE_CHECKING:
@@ -186,7 +184,9 @@ class ElasticTrainerMixin(DealingMixin):
         quorum = Quorum(self.replica, address, timeout, self.patience, lambda words: say(words, trainer))
         wire.closing.append(quorum.close)
         readers = self._read_as(quorum.name)
-        samples = Readers(readers, lambda: _batches_until_exchange(engine, trainer), self._note_length)
+        samples = Readers(
+            readers, lambda: steps_until_exchange(engine) * trainer.accumulate_grad_batches, self._note_length
+        )
         joining = Joining(engine, lambda: progress_of(trainer), self._follow, samples)
         facts = _facts(engine, self.seed)
         facts["the number of training samples"] = str([reader.loading.size for reader in readers])
@@ -239,16 +239,6 @@ def _facts(engine: Engine, seed: int) -> dict[str, str]:
         topic = "the model" if fact.topic.startswith("parameter ") else fact.topic
         topics[topic] = topics.get(topic, "") + f"{fact.topic} {fact.value};"
     return {topic: hashlib.sha256(text.encode()).hexdigest()[:8] for topic, text in topics.items()}
-
-
-def _batches_until_exchange(engine: Engine, trainer: "pl.Trainer") -> int:
-    """How many batches this replica reads from one exchange to the end of the next, with a step for each."""
-    steps = max((tracked.steps for tracked in engine.registry.optimizers), default=0)
-    syncs = parts_in(engine.registry.methods[0], DeltaSync)
-    every = [every_at(sync.every, steps, engine.epoch) + sync.delay for sync in syncs]
-    units = [unit for tracked in engine.registry.optimizers for unit in units_of(tracked)]
-    pace = max((unit.pace for unit in units if isinstance(unit, DeltaShare)), default=1.0)
-    return max(1, round(max(every, default=1) * pace)) * trainer.accumulate_grad_batches
 
 
 def _tell_of_averages(trainer: "pl.Trainer") -> None:
