@@ -92,9 +92,17 @@ def offer_of(
 
 
 def _trained_by(registry: Registry) -> dict[str, str]:
-    """A digest of the names of what trains, as a topic of set-up; nothing before the first step."""
-    names = [[name for name, _ in tracked.parameters] for tracked in registry.optimizers]
-    return {"the parameters that train": _short(repr(names).encode())} if any(names) else {}
+    """By topic of set-up, a digest of the names of what an optimizer trains; nothing before its first step.
+
+    Each optimizer is a topic of its own: amid the first batch, one may know its parameters, and another not yet.
+    """
+    topics = {}
+    for tracked in registry.optimizers:
+        names = [name for name, _ in tracked.parameters]
+        if names:
+            which = f" by optimizer {tracked.number}" if len(registry.optimizers) > 1 else ""
+            topics[f"the parameters that train{which}"] = _short(repr(names).encode())
+    return topics
 
 
 def _weights_in_common(registry: Registry) -> str:
