@@ -26,6 +26,7 @@ def steps(
     every: int,
     fragments: Sequence[nn.Module] = (),
     delay: int = 0,
+    alike: bool = False,
 ) -> Iterator[int]:
     """Trains one replica for ever; yields after each step the exchanges that lead to its weights.
 
@@ -37,6 +38,8 @@ def steps(
         every: Steps between two exchanges of a fragment.
         fragments: Parts of its network that are exchanged one after another; the whole network by default.
         delay: Steps between the start of an exchange and its use.
+        alike: Whether all replicas begin at once, with equal weights, so that none gets them from another. torchft
+            serves them under the machine's name, which hosts of the lab do not know.
     """
     from torchft import Manager, ProcessGroupGloo
     from torchft.local_sgd import DiLoCo
@@ -69,6 +72,7 @@ def steps(
         lighthouse_addr=lighthouse,
         replica_id=replica,
         hostname=host,
+        init_sync=not alike,
     )
     batches = itertools.chain.from_iterable(itertools.repeat(loader))
     outer = [torch.optim.SGD(part.parameters(), **OUTER) for part in parts]

@@ -85,18 +85,25 @@ class Layers(pl.LightningModule):
 
 
 class Ends(pl.Callback):
-    """Notes when steps end."""
+    """Notes when steps end, and when what is measured begins."""
 
-    def __init__(self) -> None:
+    def __init__(self, peak: "Peak") -> None:
         self.times: list[float] = []
+        self._peak = peak
 
     def on_train_batch_end(self, *_: Any) -> None:
         """After each step."""
+        self.note()
+
+    def note(self) -> None:
+        """A step has ended."""
         self.times.append(time.monotonic())
+        if len(self.times) == EVERY:
+            self._peak.begin()
 
 
 class Peak:
-    """The most bytes that a network device has carried within a second, in one direction; a context."""
+    """The most bytes that a network device has carried within a second, in one direction, since `begin`; a context."""
 
     def __enter__(self) -> "Peak":
         self.bytes = 0
@@ -104,6 +111,10 @@ class Peak:
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
         return self
+
+    def begin(self) -> None:
+        """Forgets what was before, such as the first weights that rank 0 has sent."""
+        self.bytes = 0
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
@@ -129,13 +140,14 @@ def host(rank: int, row: str, options: argparse.Namespace, ready: Any) -> tuple[
     learner = Layers(options.parameters, options.step_ms / 1000)
     steps = EVERY * (1 + options.periods)
     with Peak() as peak:
-        times = (torchft if row.startswith("torchft") else ours)(rank, row, learner, steps, ready)
-    return times, peak.bytes
+        ends = Ends(peak)
+        (torchft if row.startswith("torchft") else ours)(rank, row, learner, steps, ready, ends)
+    return ends.times, peak.bytes
 
 
-def ours(rank: int, row: str, learner: Layers, steps: int, ready: Any) -> list[float]:
-    """With a strategy of ours, or with none."""
-    ends, alone = Ends(), row == ALONE
+def ours(rank: int, row: str, learner: Layers, steps: int, ready: Any, ends: Ends) -> None:
+    """Trains with a strategy of ours, or with none."""
+    alone = row == ALONE
     if alone:
         for name in [name for name in os.environ if name.endswith(("RANK", "WORLD_SIZE"))]:
             # Each is a training of its own.
@@ -155,11 +167,10 @@ def ours(rank: int, row: str, learner: Layers, steps: int, ready: Any) -> list[f
         use_distributed_sampler=False,
     )
     trainer.fit(learner, learner.data(steps))
-    return ends.times
 
 
-def torchft(rank: int, row: str, learner: Layers, steps: int, ready: Any) -> list[float]:
-    """With torchft's DiLoCo; the lighthouse is on the first host."""
+def torchft(rank: int, row: str, learner: Layers, steps: int, ready: Any, ends: Ends) -> None:
+    """Trains with torchft's DiLoCo; the lighthouse is on the first host."""
     if rank == 0:
         command = [sys.executable, "-m", "lightning_sparsecomm", "lighthouse", "--bind", f"[::]:{PORT}"]
         process = subprocess.Popen(
@@ -181,8 +192,10 @@ def torchft(rank: int, row: str, learner: Layers, steps: int, ready: Any) -> lis
         EVERY,
         parts if streamed else (),
         DELAY if streamed else 0,
+        alike=True,
     )
-    return [time.monotonic() for _ in itertools.islice(training, steps)]
+    for _ in itertools.islice(training, steps):
+        ends.note()
 
 
 def measured(network: str, row: str, options: argparse.Namespace) -> Run:
@@ -238,8 +251,8 @@ def main() -> None:
     add("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW", help="all by default")
     add("--ranks", type=at_least(2), default=4)
     add("--parameters", type=at_least(100), default=10_000_000)
-    add("--step-ms", type=float, default=300.0)
-    add("--periods", type=at_least(1), default=3, help=f"of {EVERY} steps")
+    add("--step-ms", type=float, default=900.0, help="by default, what the GPT of examples/gpt.py takes on one core")
+    add("--periods", type=at_least(1), default=2, help=f"of {EVERY} steps")
     add("--turns", type=at_least(1), default=3)
     add("--output", type=Path, default=Path("utilization.json"))
     add("--resume", action="store_true", help="keep the runs in --output")
