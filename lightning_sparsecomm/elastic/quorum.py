@@ -13,12 +13,12 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import Backend, ProcessGroup, TCPStore, Work
+from torch._C._distributed_c10d import ProcessGroup, TCPStore
 from torch.torch_version import TorchVersion
 
 from lightning_sparsecomm.basis.wire import PeerError
-from lightning_sparsecomm.elastic.spare_parts import DaemonExecutor, NoTransport
-from lightning_sparsecomm.elastic.streams import PLACE_BYTES, Place, Sending, fetch
+from lightning_sparsecomm.elastic.spare_parts import DaemonExecutor, NoTransport, groups_of
+from lightning_sparsecomm.elastic.streams import Outbox, receive
 
 EXTRA = "pip install 'lightning-sparsecomm[elastic]'"
 
@@ -29,9 +29,6 @@ OLDEST_TORCH = "2.8"
 _CONNECTING = timedelta(seconds=20)
 
 _PAUSE_SECONDS = 1.0
-
-# The tag of the message that says where a state is.
-_PLACE = 1
 
 # After which a replica says that it waits.
 _LONG_SECONDS = 30.0
@@ -108,43 +105,50 @@ class Quorum:
         self, name: str, lighthouse: str, timeout: timedelta, patience: timedelta, tell: Callable[[str], None]
     ) -> None:
         module = load_torchft()
-        self._host = host = address_towards(lighthouse)
+        host = address_towards(lighthouse)
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         self._timeout = timeout
         self._tell = tell
         self._patience = patience
         self._lighthouse = lighthouse
-        self._groups = _groups_of(module)
+        self._groups = groups_of(module)
         self._wrapped = self._groups(timeout=_CONNECTING)
         self._wrapped.collective_timeout = timeout
         self._others: list[Any] = []
         # Whether a quorum was asked for and has not formed, perhaps because of an interrupt.
         self._forming = False
-        # In the background: announcements, and what they announce.
-        self._announcing: list[tuple[Work, torch.Tensor]] = []
-        self._sending: list[Sending] = []
-        self._manager = module.Manager(
-            pg=self._wrapped,
-            min_replica_size=1,
-            load_state_dict=None,
-            state_dict=None,
-            use_async_quorum=False,
-            timeout=timedelta(seconds=60),
-            quorum_timeout=patience,
-            connect_timeout=_CONNECTING,
-            rank=0,
-            world_size=1,
-            store_addr=host,
-            store_port=self._store.port,
-            lighthouse_addr=lighthouse,
-            replica_id=name,
-            hostname=host,
-            quorum_retries=max(1, round(patience / _ASKING_AGAIN)),
-            checkpoint_transport=NoTransport(),
-        )
+        self._outbox = Outbox(host, _CONNECTING, timeout)
+        options: dict[str, Any] = {
+            "pg": self._wrapped,
+            "min_replica_size": 1,
+            "load_state_dict": None,
+            "state_dict": None,
+            "use_async_quorum": False,
+            "timeout": timedelta(seconds=60),
+            "quorum_timeout": patience,
+            "connect_timeout": _CONNECTING,
+            "rank": 0,
+            "world_size": 1,
+            "store_addr": host,
+            "store_port": self._store.port,
+            "lighthouse_addr": lighthouse,
+            "replica_id": name,
+            "hostname": f"[{host}]" if ":" in host else host,
+            "quorum_retries": max(1, round(patience / _ASKING_AGAIN)),
+            "checkpoint_transport": NoTransport(),
+        }
+        self._until(lambda: self._enter(module, options))
         self._manager._executor = DaemonExecutor()
         self.name: str = self._store.get("replica_id").decode()
         self.rank, self.size, self.number = 0, 1, 0
+
+    def _enter(self, module: ModuleType, options: dict[str, Any]) -> BaseException | None:
+        """Connects to the lighthouse; returns what was in the way."""
+        try:
+            self._manager = module.Manager(**options)
+        except (RuntimeError, TimeoutError) as error:
+            return error
+        return None
 
     def form(self) -> None:
         """Waits for a quorum, and connects its members. A collective of all replicas that are there.
@@ -152,26 +156,37 @@ class Quorum:
         Raises:
             PeerError: No quorum has formed within `patience`.
         """
+        self._until(self._ask)
+        self._others.clear()
+        self._outbox.turn_away()
+        self.rank, self.size, self.number = self.group.rank(), self.group.size(), self._wrapped.quorum
+
+    def _ask(self) -> BaseException | None:
+        """Asks for a quorum; returns what was in the way."""
+        try:
+            self._forming = True
+            with self._telling():
+                self._manager.start_quorum(allow_heal=False)
+            self._forming = False
+            error = self._manager.errored()
+        except (RuntimeError, TimeoutError) as raised:
+            # The lighthouse is gone, or nobody else has come.
+            self._forming = False
+            return raised
+        if error is None:
+            return None
+        self._vote_against(failure := RuntimeError(str(error)))
+        return failure
+
+    def _until(self, attempt: Callable[[], BaseException | None]) -> None:
+        """Repeats an attempt until nothing is in the way. Raises `PeerError` if `patience` passes before."""
         deadline, told = time.monotonic() + self._patience.total_seconds(), False
-        while True:
-            try:
-                self._forming = True
-                with self._telling():
-                    self._manager.start_quorum(allow_heal=False)
-                self._forming = False
-                error = self._manager.errored()
-            except (RuntimeError, TimeoutError) as raised:
-                # The lighthouse is gone, or nobody else has come.
-                self._forming, error = False, raised
-            else:
-                if error is None:
-                    break
-                self._vote_against(RuntimeError(str(error)))
+        while (error := attempt()) is not None:
             if time.monotonic() > deadline:
                 raise PeerError(
                     f"no quorum has formed for {self._patience} with the lighthouse at {self._lighthouse}:"
                     " look whether it runs, and whether this machine reaches it."
-                ) from (error if isinstance(error, BaseException) else None)
+                ) from error
             if not told:
                 told = True
                 warnings.warn(
@@ -179,13 +194,6 @@ class Quorum:
                     stacklevel=2,
                 )
             time.sleep(_PAUSE_SECONDS)
-        self._others.clear()
-        self._announcing.clear()
-        self._sending = [sending for sending in self._sending if not sending.over]
-        for sending in self._sending:
-            # Whoever has not begun to fetch is gone, or comes again.
-            sending.turn_away()
-        self.rank, self.size, self.number = self.group.rank(), self.group.size(), self._wrapped.quorum
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
@@ -249,11 +257,7 @@ class Quorum:
 
     def send(self, content: torch.Tensor, rank: int) -> int:
         """Starts to send to a member, in the background: `[n]` uint8 that must not change any more. Returns bytes."""
-        sending = Sending(content, self._host, _CONNECTING.total_seconds(), self._timeout.total_seconds())
-        self._sending.append(sending)
-        place = sending.place.to_tensor()
-        self._announcing.append((self.group.send([place], rank, _PLACE), place))
-        return content.nbytes + place.nbytes
+        return self._outbox.send(content, self.group, rank)
 
     def receive(self, rank: int, check: Callable[[int], None]) -> torch.Tensor:
         """Receives what a member sends: `[n]` uint8. `check` raises if n cannot be.
@@ -261,37 +265,10 @@ class Quorum:
         Raises:
             RuntimeError, ConnectionError: The member is gone.
         """
-        announced = torch.zeros(PLACE_BYTES, dtype=torch.uint8)
-        self.group.recv([announced], rank, _PLACE).wait()
-        place = Place.from_tensor(announced)
-        check(place.bytes)
-        content = torch.empty(place.bytes, dtype=torch.uint8)
-        fetch(place, content, self._timeout.total_seconds())
-        return content
+        return receive(self.group, rank, check, self._timeout)
 
     def close(self) -> None:
         """Leaves, once what is being sent has arrived."""
-        for work, _ in self._announcing:
-            with suppress(RuntimeError):
-                work.wait()
-        for sending in self._sending:
-            sending.wait()
+        self._outbox.close()
         self.disconnect()
         self._manager.shutdown(wait=False)
-
-
-def _groups_of(module: ModuleType) -> Any:
-    """A kind of torchft's process groups on Gloo that connects soon, or fails soon, and then has patience."""
-
-    class Group(module.ProcessGroupGloo):  # type: ignore[misc, name-defined]
-        collective_timeout: timedelta
-        address: str
-        quorum: int
-
-        def configure(self, store_addr: str, *args: Any, **kwargs: Any) -> None:
-            super().configure(store_addr, *args, **kwargs)
-            self.address, self.quorum = store_addr, self._quorum_id
-            backend: Backend = self.parent._get_backend(torch.device("cpu"))
-            backend._set_default_timeout(self.collective_timeout)
-
-    return Group

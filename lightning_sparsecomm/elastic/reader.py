@@ -97,6 +97,10 @@ class Reader:
         self._period += 1
         self.number += self._ended
         self._ended = False
+        self.skip_empty()
+
+    def skip_empty(self) -> None:
+        """Goes to the first pass of which this replica has a batch, or will get one."""
         while self.over:
             self.number += 1
 

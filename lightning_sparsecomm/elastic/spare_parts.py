@@ -3,7 +3,12 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from datetime import timedelta
+from types import ModuleType
 from typing import Any
+
+import torch
+from torch._C._distributed_c10d import Backend
 
 
 class DaemonExecutor:
@@ -40,3 +45,20 @@ class NoTransport:
 
     def shutdown(self, wait: bool = True) -> None:
         """Does nothing."""
+
+
+def groups_of(module: ModuleType) -> Any:
+    """A kind of torchft's process groups on Gloo that connects soon, or fails soon, and then has patience."""
+
+    class Group(module.ProcessGroupGloo):  # type: ignore[misc, name-defined]
+        collective_timeout: timedelta
+        address: str
+        quorum: int
+
+        def configure(self, store_addr: str, *args: Any, **kwargs: Any) -> None:
+            super().configure(store_addr, *args, **kwargs)
+            self.address, self.quorum = store_addr, self._quorum_id
+            backend: Backend = self.parent._get_backend(torch.device("cpu"))
+            backend._set_default_timeout(self.collective_timeout)
+
+    return Group

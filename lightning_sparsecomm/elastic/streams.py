@@ -13,9 +13,11 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import NamedTuple
 
 import torch
+from torch._C._distributed_c10d import ProcessGroup, Work
 
 CONNECTIONS = 16
 """At 50 Mbit/s, 100 ms and 1% of loss, one connection of Reno takes 12 times as long as 16 (`benchmarks/join.py`)."""
@@ -23,6 +25,8 @@ CONNECTIONS = 16
 PLACE_BYTES = 256
 
 _PIECE_BYTES = 2**18
+# Of the message that says where another one is.
+_TAG = 1
 _TOKEN_BYTES = 16
 # Where a piece begins, and its bytes.
 _HEAD = struct.Struct("<QI")
@@ -131,6 +135,65 @@ class Sending:
             thread.join()
 
 
+class Outbox:
+    """Messages to members of a process group, each of which is told by the group where to fetch its own.
+
+    Args:
+        host: Address at which this machine listens.
+        connecting: How long a receiver may take until it connects.
+        timeout: How long it may pause.
+    """
+
+    def __init__(self, host: str, connecting: timedelta, timeout: timedelta) -> None:
+        self._host, self._connecting, self._timeout = host, connecting, timeout
+        self._announcing: list[tuple[Work, torch.Tensor]] = []
+        self._sending: list[Sending] = []
+
+    def send(self, content: torch.Tensor, group: ProcessGroup, rank: int) -> int:
+        """Starts to send to a member; returns bytes. `content` is as for `Sending`."""
+        sending = Sending(content, self._host, self._connecting.total_seconds(), self._timeout.total_seconds())
+        self._sending.append(sending)
+        place = sending.place.to_tensor()
+        self._announcing.append((group.send([place], rank, _TAG), place))
+        return content.nbytes + place.nbytes
+
+    def turn_away(self) -> None:
+        """Members have met again. Whoever has not begun to fetch is gone, or comes again; the others go on."""
+        self._announcing.clear()
+        self._sending = [sending for sending in self._sending if not sending.over]
+        for sending in self._sending:
+            sending.turn_away()
+
+    def close(self) -> None:
+        """Waits until all has arrived, or cannot."""
+        for work, _ in self._announcing:
+            with contextlib.suppress(RuntimeError):
+                work.wait()
+        for sending in self._sending:
+            sending.wait()
+
+
+def receive(group: ProcessGroup, rank: int, check: Callable[[int], None], timeout: timedelta) -> torch.Tensor:
+    """Receives what a member of the group sends by its `Outbox`: `[n]` uint8.
+
+    Args:
+        group: Of both.
+        rank: The sender's.
+        check: Raises if there cannot be so many bytes.
+        timeout: How long the sender may pause.
+
+    Raises:
+        RuntimeError, ConnectionError: The sender is gone.
+    """
+    announced = torch.zeros(PLACE_BYTES, dtype=torch.uint8)
+    group.recv([announced], rank, _TAG).wait()
+    place = Place.from_tensor(announced)
+    check(place.bytes)
+    content = torch.empty(place.bytes, dtype=torch.uint8)
+    fetch(place, content, timeout.total_seconds())
+    return content
+
+
 def fetch(place: Place, into: torch.Tensor, timeout: float) -> None:
     """Fetches a message.
 
@@ -145,7 +208,7 @@ def fetch(place: Place, into: torch.Tensor, timeout: float) -> None:
     content = into.numpy().data
     received, errors = [0] * CONNECTIONS, list[OSError]()
 
-    def receive(number: int) -> None:
+    def receive_some(number: int) -> None:
         try:
             with socket.create_connection((place.host, place.port), timeout) as connection:
                 connection.sendall(bytes.fromhex(place.token))
@@ -159,7 +222,7 @@ def fetch(place: Place, into: torch.Tensor, timeout: float) -> None:
         except OSError as error:
             errors.append(error)
 
-    threads = [_start(receive, number) for number in range(CONNECTIONS)]
+    threads = [_start(receive_some, number) for number in range(CONNECTIONS)]
     for thread in threads:
         thread.join()
     if sum(received) != len(content):

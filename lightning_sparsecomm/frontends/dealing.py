@@ -74,12 +74,22 @@ class DealingMixin(TrainerMixin):
             saved = self._samples.get(number)
             if saved is not None and saved["deal"]["size"] == reader.loading.size:
                 reader.deal, reader.number = Deal.from_plain(saved["deal"]), saved["number"]
+        # Those that join in the first meeting take over how far this replica is in its epoch.
+        self._note_batches()
         return list(self.readers.values())
+
+    def _note_batches(self) -> None:
+        """Batches of the epoch that were read before this fit, or by others."""
+        for reader in self.readers.values():
+            reader.fetched = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
     def _begin_reading(self) -> None:
         """Replicas have met: from here on, a Trainer counts the batches of its epoch as they are dealt."""
+        self._note_batches()
         for reader in self.readers.values():
-            reader.fetched = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
+            if not reader.fetched:
+                # Lightning ends a fit whose epoch has no batches.
+                reader.skip_empty()
         self._note_length()
 
     def _reader_of(self, loader: Any) -> Reader | None:

@@ -32,13 +32,13 @@ LONGEST_SECONDS = 150
 _SILENT_MS = 4000
 
 
-def _serve(pipe: Connection, port: int) -> None:
+def _serve(pipe: Connection, host: str, port: int, least: int) -> None:
     os.environ["RUST_LOG"] = "error"
     from torchft.coordination import LighthouseServer
 
     server = LighthouseServer(
-        bind=f"127.0.0.1:{port}",
-        min_replicas=1,
+        bind=f"{host}:{port}",
+        min_replicas=least,
         join_timeout_ms=60_000,
         quorum_tick_ms=20,
         heartbeat_timeout_ms=_SILENT_MS,
@@ -49,14 +49,15 @@ def _serve(pipe: Connection, port: int) -> None:
 
 
 @contextmanager
-def lighthouse(port: int = 0) -> Iterator[str]:
-    """The address of a lighthouse, which ends with the context. It has a free port by default."""
+def lighthouse(port: int = 0, least: int = 1, host: str = "127.0.0.1") -> Iterator[str]:
+    """The address of a lighthouse, which ends with the context. It has a free port by default, and lets no fewer than
+    the least number of replicas meet."""
     ours, theirs = FORK.Pipe()
-    process = FORK.Process(target=_serve, args=(theirs, port), daemon=True)
+    process = FORK.Process(target=_serve, args=(theirs, host, port, least), daemon=True)
     process.start()
     try:
         assert ours.poll(LONGEST_SECONDS), "the lighthouse did not start"
-        yield f"http://127.0.0.1:{ours.recv()}"
+        yield f"http://{host}:{ours.recv()}"
     finally:
         process.kill()
         process.join()

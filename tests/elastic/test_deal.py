@@ -201,3 +201,15 @@ def test_a_saved_deal_has_what_its_replica_has_read() -> None:
     assert (resumed.seed, resumed.held) == (5, {})
     free = {position for span in resumed.back for position in range(*span)} | set(range(resumed.next, 20))
     assert free == set(range(20)) - set(read)
+
+
+def test_a_replica_without_a_batch_of_a_pass_begins_with_the_next() -> None:
+    loading = Loading(10, 4, drop_last=True)
+    run = Run(loading, 5)
+    readers = [run.new() for _ in range(3)]
+    run.round(readers, [])
+    assert sorted(reader.left() for reader in readers) == [0, 1, 1]
+    for reader in readers:
+        reader.skip_empty()
+    assert sorted(reader.number for reader in readers) == [0, 0, 1]
+    assert all(reader.left() for reader in readers)

@@ -72,6 +72,8 @@ def train(
     workers: int = 0,
     save: str | None = None,
     ckpt_path: str | None = None,
+    size: int = SIZE,
+    drop_last: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """Trains, and returns what the replica has read."""
@@ -92,14 +94,14 @@ def train(
 
     Reader.deliver = delivering  # type: ignore[method-assign]
     ElasticTurns.begin = beginning  # type: ignore[method-assign]
-    data = TensorDataset(torch.arange(float(SIZE)).unsqueeze(1))
+    data = TensorDataset(torch.arange(float(size)).unsqueeze(1))
     strategy = ElasticSparseCommStrategy(method, lighthouse=address, replica=name, **TIMEOUTS)
     if save is not None:
         folder, _, filename = save.rpartition("/")
         options["callbacks"] = [ModelCheckpoint(folder, filename, save_top_k=-1, every_n_train_steps=7)]
     options = {"num_sanity_val_steps": 0, **options}
     trainer = pl.Trainer(strategy=strategy, devices=1, enable_checkpointing=save is not None, **QUIET, **options)
-    loader = DataLoader(data, BATCH, shuffle=True, num_workers=workers)
+    loader = DataLoader(data, BATCH, shuffle=True, num_workers=workers, drop_last=drop_last)
     trainer.fit(model, loader, DataLoader(data, SIZE), ckpt_path=ckpt_path)
     return {
         "read": model.read,
@@ -177,15 +179,26 @@ def test_a_run_resumes_with_another_number_of_replicas_where_it_was(tmp_path: Pa
         begun = together(start, address, DROPPING, "abc", max_steps=7, **options)
         before = [each for replica in begun for each in replica.hear()["read"]]
     checkpoint = str(tmp_path / "checkpoints" / "step=7.ckpt")
-    with lighthouse() as address, replicas() as start:
+    # Both are there in the first meeting, and one gets from the other how far it is in the epoch: beyond its half.
+    with lighthouse(least=2) as address, replicas() as start:
         begun = together(start, address, DROPPING, "ab", ckpt_path=checkpoint, max_epochs=2, max_steps=-1, **options)
-        after = [each for replica in begun for each in replica.hear()["read"]]
+        results = [replica.hear() for replica in begun]
+    after = [each for result in results for each in result["read"]]
+    assert [set(result["epochs"]) for result in results] == [{0, 1}] * 2
     found = counts([*before, *after])
     check_order(after)
     assert max(found.values()) == 1
     missing = [position for position in range(2 * SIZE) if not found[position]]
     assert all(position >= SIZE for position in missing)
     assert len(missing) <= 2 * BATCH
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_replica_trains_though_it_gets_no_batch_of_the_first_pass(drop_last: bool) -> None:
+    options = {"size": 2 * BATCH + 2 * drop_last, "drop_last": drop_last, "max_epochs": 6}
+    with lighthouse(least=3) as address, replicas() as start:
+        begun = together(start, address, DILOCO, "abc", **options)
+        assert all(replica.hear()["steps"] for replica in begun)
 
 
 def test_replicas_with_unequal_data_are_refused() -> None:

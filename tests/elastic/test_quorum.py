@@ -1,12 +1,18 @@
 """Addresses, and the parts that torchft gets from us."""
 
+import socket
 import threading
 from concurrent.futures import Future
+from datetime import timedelta
+from multiprocessing.connection import Connection
 
 import pytest
 
+from lightning_sparsecomm.basis.wire import PeerError
+from lightning_sparsecomm.elastic import quorum
 from lightning_sparsecomm.elastic.quorum import address_towards
 from lightning_sparsecomm.elastic.spare_parts import DaemonExecutor, NoTransport
+from tests.elastic.replicas import lighthouse, needs_torchft, replicas
 
 
 @pytest.mark.parametrize("lighthouse", ["http://127.0.0.1:29510", "http://127.0.0.1:29510/", "http://localhost:1"])
@@ -40,3 +46,40 @@ def test_no_state_is_served() -> None:
     assert transport.metadata() == ""
     transport.disallow_checkpoint()
     transport.shutdown(wait=True)
+
+
+def meet_early(pipe: Connection, address: str, patience: timedelta) -> int:
+    quorum._CONNECTING = timedelta(seconds=0.5)
+    with pytest.warns(UserWarning, match=r"no quorum yet with the lighthouse at .*; trying on: failed to connect"):
+        return meet(pipe, address, patience)
+
+
+def meet(pipe: Connection, address: str, patience: timedelta) -> int:
+    made = quorum.Quorum("a", address, timedelta(seconds=60), patience, lambda words: None)
+    made.form()
+    made.close()
+    return made.size
+
+
+@needs_torchft
+@pytest.mark.slow
+def test_a_replica_that_starts_before_the_lighthouse_waits_for_it() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    address = f"http://127.0.0.1:{port}"
+    with replicas() as start:
+        early, late = (start(meet_early, address, timedelta(seconds=seconds)) for seconds in (60, 1))
+        with pytest.raises(AssertionError, match=rf"{PeerError.__name__}: no quorum has formed for 0:00:01 with"):
+            late.hear()
+        with lighthouse(port):
+            assert early.hear() == 1
+
+
+@needs_torchft
+@pytest.mark.slow
+@pytest.mark.skipif(not socket.has_ipv6, reason="this machine has no IPv6")
+def test_replicas_meet_by_ipv6() -> None:
+    with lighthouse(least=2, host="[::1]") as address, replicas() as start:
+        both = [start(meet, address, timedelta(seconds=60)) for _ in range(2)]
+        assert [replica.hear() for replica in both] == [2, 2]
