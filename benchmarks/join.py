@@ -4,9 +4,9 @@
 
 Two replicas train, each on a host of the lab (see `network.py`), with the lighthouse on the first. Once they have
 exchanged twice, a third one joins on a third host, and gets the state. Prints, for each of TCP's congestion controls
-that the kernel has, the median over `--runs`: seconds from the meeting until it has the state, bytes of the state by
-the ledger, both beside those of the weights alone at the cable's rate, and the steps that the others have made
-meanwhile.
+that the kernel has, medians over `--runs`: seconds from the meeting until it has the state, the exchange of the others
+included; those in which the state was sent, beside those that the weights alone need at the cable's rate; bytes of the
+state by the ledger; and the steps that the others have made meanwhile.
 """
 
 import argparse
@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sparsecomm.basis.ledger import JOINING
+from lightning_sparsecomm.elastic import streams
 from lightning_sparsecomm.elastic.joining import Joining
 from lightning_sparsecomm.strategies.pytorch_lightning import ElasticSparseCommStrategy
 
@@ -108,8 +109,8 @@ def replica(rank: int, options: argparse.Namespace, control: str, ready: Any) ->
         serve()
     if rank == REPLICAS and not ready.wait(LONGEST_SECONDS):
         raise TimeoutError("the others have not exchanged")
-    received: list[tuple[float, float]] = []
-    receive = Joining.receive
+    received, sent = list[tuple[float, float]](), list[float]()
+    receive, fetch = Joining.receive, streams.fetch
 
     def timed(self: Joining, *arguments: Any) -> Any:
         begin = time.time()
@@ -117,7 +118,12 @@ def replica(rank: int, options: argparse.Namespace, control: str, ready: Any) ->
         received.append((begin, time.time()))
         return state
 
-    Joining.receive = timed  # type: ignore[method-assign]
+    def fetching(*arguments: Any) -> None:
+        begin = time.time()
+        fetch(*arguments)
+        sent.append(time.time() - begin)
+
+    Joining.receive, streams.fetch = timed, fetching  # type: ignore[method-assign]
     strategy = ElasticSparseCommStrategy(
         method_of(options.method),
         lighthouse=f"http://{address(0)}:{PORT}",
@@ -139,7 +145,12 @@ def replica(rank: int, options: argparse.Namespace, control: str, ready: Any) ->
     side = round(options.parameters**0.5)
     data = TensorDataset(torch.randn(options.steps, 1).expand(-1, side))
     trainer.fit(Wide(options.parameters, options.step_ms / 1000), DataLoader(data))
-    return {"received": received, "ends": watch.ends, "state_bytes": strategy.ledger.handed_bytes(JOINING)}
+    return {
+        "received": received,
+        "sent": sent,
+        "ends": watch.ends,
+        "state_bytes": strategy.ledger.handed_bytes(JOINING),
+    }
 
 
 def joined(options: argparse.Namespace, control: str) -> dict[str, float]:
@@ -152,6 +163,7 @@ def joined(options: argparse.Namespace, control: str) -> dict[str, float]:
     states = sum(len(each["received"]) for each in (*others, last))
     return {
         "seconds": end - begin,
+        "sent": last["sent"][0],
         "bytes": sum(each["state_bytes"] for each in others) / states,
         "steps": min(sum(begin < at < end for at in each["ends"]) for each in others),
     }
@@ -174,16 +186,20 @@ def main() -> None:
     weights = 4 * round(options.parameters**0.5) ** 2
     bits = bits_per_second(options.rate)
     print(
-        "| congestion control | s | least | most | by the weights at this rate | MB | by the weights | others' steps |"
+        "| congestion control | s | least | most | s, state alone | least | most | by the weights at this rate | MB"
+        " | by the weights | others' steps |"
     )
-    print("|---|---:|---:|---:|---:|---:|---:|---:|", flush=True)
+    print(f"|---|{'---:|' * 10}", flush=True)
     for control in options.controls:
         runs = [joined(options, control) for _ in range(options.runs)]
-        seconds = [run["seconds"] for run in runs]
-        median, size = statistics.median(seconds), runs[0]["bytes"]
+        parts = [
+            f"{statistics.median(some):.1f} | {min(some):.1f} | {max(some):.1f}"
+            for some in ([run[name] for run in runs] for name in ("seconds", "sent"))
+        ]
         ideal = 8 * weights / bits if bits else float("nan")
+        size = runs[0]["bytes"]
         print(
-            f"| {control} | {median:.1f} | {min(seconds):.1f} | {max(seconds):.1f} | {median / ideal:.2f}"
+            f"| {control} | {' | '.join(parts)} | {statistics.median(run['sent'] for run in runs) / ideal:.2f}"
             f" | {size / 1e6:.1f} | {size / weights:.3f} | {min(run['steps'] for run in runs):.0f} |",
             flush=True,
         )

@@ -5,7 +5,7 @@
 Each row trains ten million parameters on hosts of the lab (see `network.py`), with 30 steps between two exchanges of a
 parameter. A step sleeps until it has taken `--step-ms`, as if an accelerator computed it, so that hosts which share two
 cores do not wait for each other's training; what exchanges compute they do share. After one period, `--periods` are
-measured. Utilization is the time that as many steps take without exchanges, by the time that they take.
+measured, without the end of training, where all wait for what is left. Utilization is the time that as many steps take without exchanges, by the time that they take.
 
 Streamed rows exchange the model in parts, and use what they get some steps later. `torchft` is torchft's own DiLoCo.
 Peak is the most that a host has sent or received within a second, by its network device, the largest of all hosts.
@@ -138,7 +138,8 @@ def host(rank: int, row: str, options: argparse.Namespace, ready: Any) -> tuple[
     torch.set_num_threads(1)
     torch.manual_seed(0)
     learner = Layers(options.parameters, options.step_ms / 1000)
-    steps = EVERY * (1 + options.periods)
+    # The last step also exchanges what is left, and waits for it: it is not measured.
+    steps = EVERY * (1 + options.periods) + 2 * DELAY
     with Peak() as peak:
         ends = Ends(peak)
         (torchft if row.startswith("torchft") else ours)(rank, row, learner, steps, ready, ends)
@@ -203,7 +204,8 @@ def measured(network: str, row: str, options: argparse.Namespace) -> Run:
     ready = FORK.Event()
     with Lab(options.ranks, Cable.of(network)) as lab:
         hosts = lab.run(host, row, options, ready, timeout=LONGEST_SECONDS)
-    seconds = max(times[-1] - times[EVERY - 1] for times, _ in hosts)
+    last = EVERY * (1 + options.periods) - 1
+    seconds = max(times[last] - times[EVERY - 1] for times, _ in hosts)
     return {
         "network": network,
         "row": row,

@@ -55,6 +55,17 @@ def test_tables_of_steps(script: str, name: str, monkeypatch: pytest.MonkeyPatch
     assert [line for line in printed if line not in lines] == []
 
 
+@pytest.mark.parametrize("name", ["churn"])
+def test_tables_of_replicas(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    runs = json.loads((ROOT / "docs" / "results" / f"{name}.json").read_text())["runs"]
+    lines = (ROOT / "docs" / "results.md").read_text().splitlines()
+    printed = import_module(name).table(runs).splitlines()
+    assert len(printed) > 2
+    assert [line for line in printed if line not in lines] == []
+
+
 def test_table_of_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
