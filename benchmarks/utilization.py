@@ -5,7 +5,8 @@
 Each row trains ten million parameters on hosts of the lab (see `network.py`), with 30 steps between two exchanges of a
 parameter. A step sleeps until it has taken `--step-ms`, as if an accelerator computed it, so that hosts which share two
 cores do not wait for each other's training; what exchanges compute they do share. After one period, `--periods` are
-measured, without the end of training, where all wait for what is left. Utilization is the time that as many steps take without exchanges, by the time that they take.
+measured, without the end of training, where all wait for what is left. Utilization is the time that as many steps take
+without exchanges, by the time that they take.
 
 Streamed rows exchange the model in parts, and use what they get some steps later. `torchft` is torchft's own DiLoCo.
 Peak is the most that a host has sent or received within a second, by its network device, the largest of all hosts.
