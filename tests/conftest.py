@@ -16,6 +16,8 @@ from lightning_sparsecomm.kernels import Update, kernels_for, position_kernels_f
 
 # Tests fork their ranks. A thread pool started before a fork is dead in the child, so none is ever started here.
 torch.set_num_threads(1)
+# Lightning sets it too, in each fit, unless this is set. With more threads, ranks that are forked later would hang.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 # A first call may compile a kernel, and a machine may be busy: pytest's timeout is deadline enough.
 settings.register_profile("patient", deadline=None)
