@@ -312,7 +312,7 @@ def test_a_last_exchange_that_fails_leaves_what_had_arrived_before_it_on_all_ran
             step(engine, module, optimizer, gradients_of(rank, number))
         (tracked,) = engine.registry.optimizers
         (share,) = tracked.shares.values()
-        assert share._under_way  # type: ignore[attr-defined]
+        assert share.under_way  # type: ignore[attr-defined]
         exchange = share.exchange
 
         def fail() -> None:

@@ -66,10 +66,10 @@ class Run:
         exchanging = {name: each.reader.need(expected) for name, each in self.loaders.items() if name not in away}
         deal = self.deal.after(exchanging, {reader.name: reader.need(expected) for reader in joining})
         stated = {name: (self.loaders[name].reader.stated, len(self.read[name])) for name in exchanging}
-        for name in exchanging:
-            self.steps_of(name, self.delay)
         if not counts:
             return
+        for name in exchanging:
+            self.steps_of(name, self.delay)
         first = next((self.loaders[name].reader for name in exchanging), None)
         for name, (said, count) in stated.items():
             self.counted.update(self.read[name][:count])
