@@ -35,11 +35,11 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lighthouses import lighthouse
 from namespaces import FORK, make, run_commands
 from network import Counters
 from runs import COMMIT, load, made_with, save, versions
@@ -69,19 +69,6 @@ class Process(NamedTuple):
     def lines(self) -> list[Line]:
         """What it has printed so far; one that was killed may have left half a line."""
         return [json.loads(line) for line in self.path.read_text().splitlines() if line[:1] == "{" and line[-1:] == "}"]
-
-
-@contextmanager
-def lighthouse() -> Iterator[str]:
-    """The address of one that serves until the context ends."""
-    command = [sys.executable, "-m", "lightning_sparsecomm", "lighthouse", "--bind", "127.0.0.1:0"]
-    process = subprocess.Popen([*command, "--heartbeat-timeout", HEARTBEAT], stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        yield process.stdout.readline().split()[2].rstrip(",")
-    finally:
-        process.kill()
-        process.wait()
 
 
 class Fleet:
@@ -151,7 +138,7 @@ def train(options: argparse.Namespace, method: str, seed: int, kill_every: float
     names = [f"replica-{number}" for number in range(options.replicas)]
     kills: list[tuple[float, str]] = []
     before = Counters.read("lo")
-    with lighthouse() as address:
+    with lighthouse("127.0.0.1:0", "--heartbeat-timeout", HEARTBEAT) as address:
         fleet = Fleet(options, method, seed, 0 if kill_every is None else options.step_ms, address)
         for name in names:
             fleet.start(name)

@@ -12,9 +12,9 @@ state by the ledger; and the steps that the others have made meanwhile.
 import argparse
 import os
 import statistics
-import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ import pytorch_lightning as pl
 import torch
 from cable import Cable
 from defaults import method_of
+from lighthouses import lighthouse
 from network import FORK, Lab, address, bits_per_second
 from runs import COMMIT, made_with
 from torch import Tensor, nn
@@ -89,24 +90,21 @@ def allowed() -> list[str]:
     return CONTROLS.read_text().split() if CONTROLS.exists() else []
 
 
-def serve() -> None:
-    """A lighthouse, until this process ends."""
-    command = [sys.executable, "-m", "lightning_sparsecomm", "lighthouse", "--bind", f"[::]:{PORT}"]
-    process = subprocess.Popen([*command, "--heartbeat-timeout", "10s"], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    process.stdout.readline()
-
-
 def replica(rank: int, options: argparse.Namespace, control: str, ready: Any) -> dict[str, Any]:
-    """One replica's run; the last rank is the one that joins."""
+    """One host: a replica's run, on the first one beside the lighthouse."""
     CONTROL.write_text(control)
     for name in TORCHRUN:
         # Each replica is a training of its own.
         os.environ.pop(name)
     quieten()
     torch.set_num_threads(1)
-    if rank == 0:
-        serve()
+    serving = lighthouse(f"[::]:{PORT}", "--heartbeat-timeout", "10s") if rank == 0 else nullcontext()
+    with serving:
+        return train(rank, options, ready)
+
+
+def train(rank: int, options: argparse.Namespace, ready: Any) -> dict[str, Any]:
+    """A replica's run; the last rank is the one that joins."""
     if rank == REPLICAS and not ready.wait(LONGEST_SECONDS):
         raise TimeoutError("the others have not exchanged")
     received, sent = list[tuple[float, float]](), list[float]()

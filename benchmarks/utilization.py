@@ -16,12 +16,12 @@ import argparse
 import itertools
 import os
 import statistics
-import subprocess
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +30,7 @@ import torch
 import torchft_diloco
 from cable import Cable
 from defaults import method_of
+from lighthouses import lighthouse
 from network import DEVICE, FORK, Lab, address
 from runs import COMMIT, load, made_with, save, versions
 from torch import Tensor, nn
@@ -173,16 +174,17 @@ def ours(rank: int, row: str, learner: Layers, steps: int, ready: Any, ends: End
 
 def torchft(rank: int, row: str, learner: Layers, steps: int, ready: Any, ends: Ends) -> None:
     """Trains with torchft's DiLoCo; the lighthouse is on the first host."""
-    if rank == 0:
-        command = [sys.executable, "-m", "lightning_sparsecomm", "lighthouse", "--bind", f"[::]:{PORT}"]
-        process = subprocess.Popen(
-            [*command, f"--min-replicas={os.environ['WORLD_SIZE']}"], stdout=subprocess.PIPE, text=True
-        )
-        assert process.stdout is not None
-        process.stdout.readline()
-        ready.set()
-    elif not ready.wait(LONGEST_SECONDS):
-        raise TimeoutError("the lighthouse does not answer")
+    everybody = f"--min-replicas={os.environ['WORLD_SIZE']}"
+    with lighthouse(f"[::]:{PORT}", everybody) if rank == 0 else nullcontext():
+        if rank == 0:
+            ready.set()
+        elif not ready.wait(LONGEST_SECONDS):
+            raise TimeoutError("the lighthouse does not answer")
+        train_torchft(rank, row, learner, steps, ends)
+
+
+def train_torchft(rank: int, row: str, learner: Layers, steps: int, ends: Ends) -> None:
+    """Trains one replica."""
     streamed = "streamed" in row
     layers = list(learner.network)
     parts = [nn.Sequential(*layers[LAYERS * part // PARTS : LAYERS * (part + 1) // PARTS]) for part in range(PARTS)]

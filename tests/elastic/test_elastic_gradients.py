@@ -14,6 +14,7 @@ from tests.elastic.training import (
     die_in_round,
     doubt_in_round,
     equal,
+    equal_but_for_steps,
     nan_in,
     refuse_round,
     spoil,
@@ -35,14 +36,6 @@ METHODS = {
     "quantized": methods.quantized(),
     "sketched": methods.random_k(0.1),
 }
-
-
-def equal_but_for_steps(results: list[dict[str, Any]]) -> bool:
-    """Whether all end with the same bits, though some have made fewer steps of their own."""
-    for result in results:
-        # Batch normalization counts each replica's own batches.
-        del result["weights"]["network.1.num_batches_tracked"]
-    return equal([result | {"steps": 0} for result in results])
 
 
 @pytest.mark.parametrize(

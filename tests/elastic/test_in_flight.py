@@ -20,9 +20,11 @@ from tests.elastic.flying import hold_until_steps, watch_flights
 from tests.elastic.replicas import lighthouse, needs_torchft, replicas
 from tests.elastic.test_elastic_training import altered, together, with_one_away
 from tests.elastic.training import (
+    check_resumed,
     die_in_round,
     doubt_in_round,
     equal,
+    equal_but_for_steps,
     fail_in_step,
     nan_in,
     refuse_round,
@@ -53,14 +55,6 @@ def books_agree(results: list[dict[str, Any]], least: int = 3) -> bool:
     common = set.intersection(*map(set, shared))
     exact = all(result["flights"][name] < 1e-5 for result in results for name in ("trained", "weighted"))
     return exact and len(common) >= least and all(len({each[state] for each in shared}) == 1 for state in common)
-
-
-def equal_but_for_steps(results: list[dict[str, Any]]) -> bool:
-    """Whether all end with the same bits, though some have made fewer steps of their own."""
-    for result in results:
-        # Batch normalization counts each replica's own batches.
-        del result["weights"]["network.1.num_batches_tracked"]
-    return equal([result | {"steps": 0} for result in results])
 
 
 def watched(alterations: dict[str, Callable[[], None]], names: str = "abc") -> dict[str, Callable[[], None]]:
@@ -219,11 +213,7 @@ def test_saves_in_flight_change_nothing_and_any_number_resume(tmp_path: Path) ->
             options |= {"ckpt_path": checkpoint, "max_epochs": 4}
             resumed = together(start, address, SBC, {}, "abc"[:count], **options)
             results = [replica.hear() for replica in resumed]
-        assert equal(results)
-        assert results[0]["steps"] == 40
-        norms = [each["began_with"] for each in results]
-        assert norms[0] > 0
-        assert not any(norms[1:])
+        check_resumed(results, 40)
 
 
 @pytest.mark.slow

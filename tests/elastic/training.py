@@ -173,6 +173,23 @@ def equal(results: list[dict[str, Any]]) -> bool:
     )
 
 
+def equal_but_for_steps(results: list[dict[str, Any]]) -> bool:
+    """Whether all end with the same bits, though some have made fewer steps of their own."""
+    for result in results:
+        # Batch normalization counts each replica's own batches.
+        del result["weights"]["network.1.num_batches_tracked"]
+    return equal([result | {"steps": 0} for result in results])
+
+
+def check_resumed(results: list[dict[str, Any]], steps: int) -> None:
+    """Replicas that have resumed end alike, and only the one that leads began with the residual that was saved."""
+    assert equal(results)
+    assert results[0]["steps"] == steps
+    first, *others = [each["began_with"] for each in results]
+    assert first > 0
+    assert not any(others)
+
+
 class _Law:
     """What one replica has taken in, has sent, and holds: sent + held = taken in."""
 

@@ -21,7 +21,10 @@ import pytest
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(1800),
-    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="the extra `ray` is not installed"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("ray") is None,
+        reason="needs Ray, which the test environment leaves out: pip install 'ray[train]'",
+    ),
 ]
 
 ROOT = Path(__file__).parents[2]
