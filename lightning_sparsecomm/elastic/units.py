@@ -53,10 +53,13 @@ def set_pace(units: Sequence[Unit], pace: float) -> None:
 
 
 def steps_until_exchange(engine: Engine) -> int:
-    """Steps from one exchange to the end of the next, the longest of all, if each optimizer steps in each batch."""
+    """Steps from one exchange to the end of the next, the longest of all, if each optimizer steps in each batch.
+
+    One in flight may be lost once, and begin anew where it would have landed.
+    """
     steps = max((tracked.steps for tracked in engine.registry.optimizers), default=0)
     syncs = parts_in(engine.registry.methods[0], DeltaSync)
-    every = [every_at(sync.every, steps, engine.epoch) + sync.delay for sync in syncs]
+    every = [every_at(sync.every, steps, engine.epoch) + 2 * sync.delay for sync in syncs]
     units = [unit for tracked in engine.registry.optimizers for unit in units_of(tracked)]
     pace = max((unit.pace for unit in units if isinstance(unit, DeltaShare)), default=1.0)
     return max(1, round(max(every, default=1) * pace))

@@ -2,14 +2,18 @@
 
 from collections import Counter, deque
 from collections.abc import Iterator
+from types import SimpleNamespace
 
+import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from lightning_sparsecomm import methods
 from lightning_sparsecomm.elastic.deal import Deal, Need
 from lightning_sparsecomm.elastic.members import NOTHING, Member, Offer, plan_of, successor
 from lightning_sparsecomm.elastic.reader import Loading, Reader
 from lightning_sparsecomm.elastic.readers import Readers
+from lightning_sparsecomm.elastic.units import steps_until_exchange
 
 
 class Loader:
@@ -61,15 +65,15 @@ class Run:
 
     def round(self, joining: list[Reader], away: list[str], counts: bool = True) -> None:
         """An exchange of all but those that are `away`, which have to join again; in flight if there is a `delay`."""
-        # From this exchange to the end of the next one.
-        expected = self.steps + 2 * self.delay
+        # From this exchange to the end of the next one, which may be lost once in flight.
+        expected = self.steps + 3 * self.delay
         exchanging = {name: each.reader.need(expected) for name, each in self.loaders.items() if name not in away}
         deal = self.deal.after(exchanging, {reader.name: reader.need(expected) for reader in joining})
         stated = {name: (self.loaders[name].reader.stated, len(self.read[name])) for name in exchanging}
-        if not counts:
-            return
         for name in exchanging:
             self.steps_of(name, self.delay)
+        if not counts:
+            return
         first = next((self.loaders[name].reader for name in exchanging), None)
         for name, (said, count) in stated.items():
             self.counted.update(self.read[name][:count])
@@ -191,6 +195,13 @@ def test_a_deal_counts_once_its_exchange_does() -> None:
     samples["b"].settle(successor(plan.state, ["a", "b"], 3))
     assert readers["b"].deal != before
     assert [len(reader.need(2).read) for reader in readers.values()] == [1, 0]
+
+
+@pytest.mark.parametrize(("delay", "steps"), [(0, 30), (5, 40)])
+def test_what_is_dealt_lasts_though_an_exchange_is_lost_once_in_flight(delay: int, steps: int) -> None:
+    """From where one starts to where the next one lands, and as long again as it flies."""
+    registry = SimpleNamespace(methods=[methods.sparse_loco(every=30, delay=delay)], optimizers=[])
+    assert steps_until_exchange(SimpleNamespace(registry=registry, epoch=0.0)) == steps  # type: ignore[arg-type]
 
 
 def test_a_saved_deal_has_what_its_replica_has_read() -> None:
