@@ -5,11 +5,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Backend, HashStore, PrefixStore, TCPStore
+from torch._C._distributed_c10d import Backend, HashStore, PrefixStore, TCPStore, Work
 
 Closing = list[Callable[[], object]]
 """What ends groups, the last one first. Whoever calls it keeps what the calls return until all else has let go."""
@@ -59,6 +60,11 @@ def broadcast_object(item: object, source: int, group: dist.ProcessGroup | None)
     items = [item]
     dist.broadcast_object_list(items, source, group=group)
     return items[0]
+
+
+def broadcast_later(tensor: Tensor, source: int) -> Work:
+    """Starts to broadcast in the default group; `tensor` is filled, or must not change, until that is waited for."""
+    return cast(Work, dist.broadcast(tensor, source, async_op=True))
 
 
 def join_alone() -> None:

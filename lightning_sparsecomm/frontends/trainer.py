@@ -17,6 +17,7 @@ from lightning_sparsecomm.basis.wire import Waiting
 from lightning_sparsecomm.frontends.checkpointing import CheckpointingMixin
 from lightning_sparsecomm.frontends.expected import expected
 from lightning_sparsecomm.frontends.reporting import announce, get_ready, profile_of
+from lightning_sparsecomm.frontends.stopping import StopQuestion
 from lightning_sparsecomm.frontends.uneven import UnevenMixin
 from lightning_sparsecomm.planning.model_layout import ModelLayout
 from lightning_sparsecomm.planning.saving import times_fewer_bytes
@@ -57,6 +58,7 @@ class TrainerMixin(UnevenMixin, CheckpointingMixin, DDPStrategy):
     announced: Sequence[str] = ()
     _unsettled = False
     _idle_since = 0.0
+    _question: StopQuestion | None = None
 
     def setup(self, trainer: "pl.Trainer") -> None:
         if trainer.state.fn != "fit":
@@ -111,6 +113,7 @@ class TrainerMixin(UnevenMixin, CheckpointingMixin, DDPStrategy):
         super().on_train_start()
         self._idle_since = time.monotonic()
         trainer = self._trainer
+        self._question = StopQuestion(trainer, self.engine)
         if self._is_trial():
             return
         found = expected(trainer)
@@ -154,12 +157,8 @@ class TrainerMixin(UnevenMixin, CheckpointingMixin, DDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._chooser is not None:
             self._chooser.before_batch()
-        # From 2.5.3 on, Lightning broadcasts before each batch whether rank 0 was told to stop: one 64-bit integer.
-        if hasattr(self._trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"):
-            self.engine.wire.ledger.record(LIGHTNING, "broadcast", 8)
-            # Lightning ignores it if that fails, and waits for nothing but the next batch before it.
-            waited = time.monotonic() - self._idle_since
-            self.engine.wire.check_after(f"broadcast of 8 bytes ({LIGHTNING})", waited)
+        if self._question is not None:
+            self._question.count(self._idle_since)
         result = super().training_step(*args, **kwargs)
         self._idle_since = time.monotonic()
         return result
@@ -215,6 +214,8 @@ class TrainerMixin(UnevenMixin, CheckpointingMixin, DDPStrategy):
     def on_train_end(self) -> None:
         if self._is_trial():
             self.engine.settle()
+        if self._question is not None:
+            self._question.end()
         # Callbacks have run by now, and may have replaced the weights by averages of each rank's own.
         self.engine.reunite()
         self._unsettled = False
@@ -226,5 +227,8 @@ class TrainerMixin(UnevenMixin, CheckpointingMixin, DDPStrategy):
             self.engine.settle()
         self._unsettled = False
         self._remove_callbacks()
+        if self._question is not None:
+            self._question.restore()
+            self._question = None
         vars(self.precision_plugin).pop("clip_gradients", None)
         super().teardown()

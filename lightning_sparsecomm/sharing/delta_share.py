@@ -240,8 +240,11 @@ def change_in(weight: Tensor, anchor: Tensor) -> Tensor:
     Where dtypes are equal, the change overwrites the weight, which spares the memory of another model: weights are
     about to be set anew, by `abort` where the exchange fails.
     """
-    if weight.dtype == anchor.dtype:
-        return weight.sub_(anchor)
+    return weight.sub_(anchor) if weight.dtype == anchor.dtype else change_from(weight, anchor)
+
+
+def change_from(weight: Tensor, anchor: Tensor) -> Tensor:
+    """The same, apart from the weight, and in the anchor's dtype."""
     return weight.to(anchor.dtype) - anchor.to(weight.dtype).to(anchor.dtype)
 
 

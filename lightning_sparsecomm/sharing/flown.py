@@ -54,13 +54,15 @@ def fly(
 
 
 def mix_(weight: Tensor, anchor: Tensor, began: Tensor | None, mix: Mix) -> None:
-    """Sets a weight by its new anchor; `began` is what it was when the exchange started."""
+    """Sets a weight by its new anchor; `began` is what it was when the exchange started, and is overwritten."""
     now = weight.to(anchor.dtype)
     if mix != "keep":
         weight.copy_(torch.lerp(anchor, now, mix))
     else:
         assert began is not None
-        weight.copy_(anchor + (now - began.to(anchor.dtype)))
+        began = began.to(anchor.dtype)
+        # In place: training waits meanwhile.
+        weight.copy_(torch.sub(now, began, out=began).add_(anchor))
 
 
 def by_name(vector: SparseVector | Tensor, layout: Layout) -> dict[str, Tensor]:

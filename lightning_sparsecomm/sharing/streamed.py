@@ -13,7 +13,7 @@ from lightning_sparsecomm.basis import UPDATES, Wire
 from lightning_sparsecomm.basis.arguments import check_whole_number, is_number
 from lightning_sparsecomm.basis.stream import Stream
 from lightning_sparsecomm.channel.saved import Saved, add_prefix, pop_named, strip_prefix
-from lightning_sparsecomm.sharing.delta_share import Delayed, DeltaShare, change_in, times
+from lightning_sparsecomm.sharing.delta_share import Delayed, DeltaShare, change_from, times
 from lightning_sparsecomm.sharing.flown import Arrived, by_name, fly, load_arrived, mix_, saved_arrived
 from lightning_sparsecomm.sharing.flown import Mix as Mix
 from lightning_sparsecomm.sharing.gradients import NamedParameters
@@ -207,7 +207,7 @@ class StreamedShare(InFlightShare[dict[str, Tensor]], DeltaShare):
             return
         with self.wire.ledger.exchanging():
             weights = {name: weight.detach().clone() for name, weight in self.parameters}
-            changes = [change_in(weight.clone(), self.anchored.of(name)) for name, weight in weights.items()]
+            changes = [change_from(weight, self.anchored.of(name)) for name, weight in weights.items()]
             self._began = weights if self._mix == "keep" else {}
             # What is set from now on belongs to the next exchange.
             self._noticed = copy.copy(self._set_weights)

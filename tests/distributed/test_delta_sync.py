@@ -21,6 +21,7 @@ from lightning_sparsecomm.basis.schedules import Exponential, Stages
 from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.channel import MomentumCorrection
 from lightning_sparsecomm.exchange import DenseAllReduce
+from lightning_sparsecomm.frontends.stopping import ASKS
 from lightning_sparsecomm.methods import dgc, diloco, federated_averaging, gradient_dropping, sbc, sparse_loco
 from lightning_sparsecomm.run.engine import Engine
 from lightning_sparsecomm.sharing import Method
@@ -101,9 +102,9 @@ def test_nothing_is_sent_between_exchanges(tmp_path: Path) -> None:
         assert ledger.ddp_bytes == 11 * 4 * elements
         assert "gradients" not in ledger.rows and "DDP buffers" not in ledger.rows
         assert "DDP unused-parameter map" not in ledger.rows
-        # From 2.5.3 on, Lightning says before each batch whether rank 0 was told to stop.
-        if hasattr(_TrainingEpochLoop, "_broadcast_sigterm_tensor"):
-            assert ledger.rows["Lightning, metrics"]["broadcast"].calls >= 11
+        # From 2.5.3 on, Lightning says before each batch whether rank 0 was told to stop; here rank 0 seldom does.
+        if hasattr(_TrainingEpochLoop, ASKS):
+            assert 1 <= ledger.rows["Lightning, metrics"]["broadcast"].calls < 11
         assert ledger.density() == pytest.approx(3 / 11)
     laws.replicas_are_equal(ranks)
     # At the end ranks ask whether anyone has changed weights: four bytes for each tensor. And with each exchange

@@ -1,0 +1,134 @@
+"""Lightning's question before each batch, whether rank 0 was told to stop, asked without waiting for the answer."""
+
+import math
+import sys
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import Work
+
+from lightning_sparsecomm.basis.far import FAR_SECONDS, FarWire
+from lightning_sparsecomm.basis.groups import broadcast_later
+from lightning_sparsecomm.basis.ledger import LIGHTNING
+from lightning_sparsecomm.basis.wire import Waiting, Wire
+from lightning_sparsecomm.run.engine import Engine
+from lightning_sparsecomm.sharing.delta import DeltaSync
+
+if TYPE_CHECKING:
+    import pytorch_lightning as pl
+
+ASKS = "_broadcast_sigterm_tensor"
+"""What Lightning's epoch loop calls for it, from 2.5.3 on: a broadcast of one 64-bit integer."""
+
+# How long a question may take without holding up training, though it waits behind what is being exchanged.
+_UNDER_WAY_SECONDS = 1.0
+_MOST_STEPS = 1000
+_RECENT = 5
+
+
+class StopFlags:
+    """What rank 0 says every few steps, and all ranks heed when it says the next, in the same step.
+
+    Lightning says it in each step, and waits for it: a round trip in each, also where the method exchanges nothing in
+    most of them, and longer while an exchange in flight fills the cable. Here nobody waits, unless it takes longer than
+    a second and than rank 0 makes steps for, by its own count, which it tells along.
+
+    Args:
+        wire: Of this rank, whose ledger counts the bytes. Broadcasts take place in the default group.
+        device: Where tensors of the default group have to be.
+    """
+
+    def __init__(self, wire: Wire, device: torch.device) -> None:
+        self._wire, self._device = wire, device
+        self._loop: Any = None
+        self._under_way: tuple[Work, Tensor] | None = None
+        self._every, self._since = 1, 0
+        self._times: deque[float] = deque(maxlen=_RECENT)
+
+    def step(self, told: bool) -> bool:
+        """Before each step: whether all ranks are to stop now. `told`: whether this rank was, which counts on rank 0.
+
+        Raises:
+            PeerError: Another rank is gone, or too late.
+        """
+        self._times.append(time.monotonic())
+        self._since += 1
+        if self._since < self._every:
+            return False
+        stops = self.end()
+        self._since = 0
+        flag = torch.tensor([told, self._enough()], device=self._device)
+        self._wire.ledger.record(LIGHTNING, "broadcast", flag.nbytes)
+        self._under_way = broadcast_later(flag, 0), flag
+        return stops
+
+    def end(self) -> bool:
+        """Waits for what is under way; whether all ranks are to stop. Errors as for `step`."""
+        if self._under_way is None:
+            return False
+        (work, flag), self._under_way = self._under_way, None
+        with Waiting(self._wire, f"broadcast of {flag.nbytes} bytes ({LIGHTNING})"):
+            work.wait()
+        stops, self._every = flag.tolist()
+        return bool(stops)
+
+    def replace(self, trainer: "pl.Trainer") -> None:
+        """Takes the place of Lightning's question, until `restore`."""
+        self._loop = trainer.fit_loop.epoch_loop
+        # The loop's own Lightning: there may be two.
+        stop = sys.modules[type(self._loop).__module__].SIGTERMException
+
+        def ask() -> None:
+            if self.step(bool(getattr(trainer, "received_sigterm", False))):
+                raise stop
+
+        setattr(self._loop, ASKS, ask)
+
+    def restore(self) -> None:
+        """Gives Lightning its own question back."""
+        vars(self._loop).pop(ASKS, None)
+
+    def _enough(self) -> int:
+        """Steps that this rank makes while a broadcast arrives: down a tree, whose hops take a round trip each."""
+        steps = [after - before for before, after in zip(self._times, list(self._times)[1:])]
+        hops = math.ceil(math.log2(self._wire.world_size)) + 1
+        arriving = max(_UNDER_WAY_SECONDS, hops * getattr(self._wire, "round_trip", 0.0))
+        return min(_MOST_STEPS, math.ceil(arriving / max(min(steps), 1e-4))) if steps else 1
+
+
+class StopQuestion:
+    """Lightning's question in one fit: left as it is, or replaced where ranks would wait for it and for nothing else.
+
+    That is where the way is long, and where a method exchanges nothing in most steps.
+    """
+
+    def __init__(self, trainer: "pl.Trainer", engine: Engine) -> None:
+        self._wire = wire = engine.wire
+        far = isinstance(wire, FarWire) and wire.round_trip >= FAR_SECONDS
+        delayed = all(isinstance(sync, DeltaSync) for sync in engine.registry.methods[0].syncs)
+        self._asks = hasattr(trainer.fit_loop.epoch_loop, ASKS)
+        self._flags: StopFlags | None = None
+        if wire.world_size > 1 and self._asks and (far or delayed):
+            self._flags = StopFlags(wire, trainer.strategy.root_device)
+            self._flags.replace(trainer)
+
+    def count(self, idle_since: float) -> None:
+        """Notes what Lightning has asked before this batch. Raises `PeerError` if a rank was gone, or too late."""
+        if self._flags is None and self._asks:
+            self._wire.ledger.record(LIGHTNING, "broadcast", 8)
+            # Lightning ignores it if that fails, and waits for nothing but the next batch before it.
+            waited = time.monotonic() - idle_since
+            self._wire.check_after(f"broadcast of 8 bytes ({LIGHTNING})", waited)
+
+    def end(self) -> None:
+        """Training is over, on all ranks."""
+        if self._flags is not None:
+            self._flags.end()
+
+    def restore(self) -> None:
+        """Gives Lightning its own question back."""
+        if self._flags is not None:
+            self._flags.restore()

@@ -1,0 +1,87 @@
+"""Whether rank 0 was told to stop, which all ranks heed in the same step, and wait for in few."""
+
+import itertools
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop
+from pytorch_lightning.plugins.environments import TorchElasticEnvironment
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_sparsecomm.basis.far import FarWire
+from lightning_sparsecomm.frontends import stopping
+from lightning_sparsecomm.frontends.stopping import ASKS, StopFlags
+from lightning_sparsecomm.methods import federated_averaging, gradient_dropping
+from lightning_sparsecomm.sharing import Method
+from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
+from tests.distributed.launch import QUIET, run_ranks
+from tests.distributed.test_uneven_batches import join
+
+asks = pytest.mark.skipif(not hasattr(_TrainingEpochLoop, ASKS), reason="Lightning before 2.5.3 asks nothing")
+
+
+def _stops_at(rank: int, told_at: int) -> tuple[int, int]:
+    """In which step a rank stops, and how many broadcasts it has made, where rank 0 is told in a step."""
+    wire = FarWire()
+    flags = StopFlags(wire, torch.device("cpu"))
+    stopping._UNDER_WAY_SECONDS = 0.02
+    for step in itertools.count():
+        # Ranks that are not told in the same step, and do not take equally long.
+        if flags.step(step >= told_at and rank == 0):
+            break
+        time.sleep(0.002 * (rank + 1))
+    flags.end()
+    return step, wire.ledger.rows["Lightning, metrics"]["broadcast"].calls
+
+
+@pytest.mark.parametrize("told_at", [0, 1, 40])
+def test_all_ranks_stop_in_the_same_step(tmp_path: Path, told_at: int) -> None:
+    found = run_ranks(tmp_path, 3, _stops_at, told_at)
+    assert len(set(found)) == 1
+    step, calls = found[0]
+    assert step > told_at
+    # Few of the steps ask.
+    assert told_at < 40 or calls < step / 2
+
+
+class _Model(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        loss: torch.Tensor = self.layer(batch[0]).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def _fit(rank: int, method: Method) -> dict[str, Any]:
+    join(rank, 2)
+    warnings.simplefilter("ignore")
+    strategy: Any = SparseCommStrategy(method)
+    options = {"enable_checkpointing": False, "plugins": [TorchElasticEnvironment()], **QUIET}
+    trainer = pl.Trainer(strategy=strategy, devices=2, max_steps=30, **options)
+    trainer.fit(_Model(), DataLoader(TensorDataset(torch.randn(200, 4))))
+    calls = strategy.ledger.rows["Lightning, metrics"]["broadcast"].calls
+    return {"calls": calls, "own": ASKS in vars(trainer.fit_loop.epoch_loop), "steps": trainer.global_step}
+
+
+@asks
+def test_where_weights_are_exchanged_ranks_seldom_wait_for_rank_0(tmp_path: Path) -> None:
+    counts = []
+    for method in (gradient_dropping(0.1), federated_averaging(every=10)):
+        folder = tmp_path / str(len(counts))
+        folder.mkdir()
+        counts.append(run_ranks(folder, 2, _fit, method))
+    for before, found in zip(*counts):
+        assert found["steps"] == 30
+        assert before["calls"] >= 30 > 2 * found["calls"] > 0
+        # The loop has Lightning's own question again.
+        assert not found["own"]
