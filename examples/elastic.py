@@ -2,7 +2,10 @@
 
     python examples/elastic.py --lighthouse http://127.0.0.1:29510
 
-Start some, kill one, start another: those that are there train on, and a new one goes on where they are.
+Start some, kill one, start another: those that are there train on, and a new one goes on where they are. With
+`--log members.jsonl` for each, the whole can be made again, to the same bits:
+
+    sparsecomm replay members.jsonl -- python examples/elastic.py
 """
 
 import argparse
@@ -22,10 +25,15 @@ if __name__ == "__main__":
     parser.add_argument("--replica", help="a name of this replica; that of the machine and process by default")
     parser.add_argument("--steps", type=at_least(1), default=1000, help="of each replica")
     parser.add_argument("--every", type=at_least(1), default=20, help="steps between two exchanges")
+    parser.add_argument("--log", help="file for the log of members")
     options = parser.parse_args()
 
+    pl.seed_everything(0, verbose=False)
     strategy = ElasticSparseCommStrategy(
-        methods.sparse_loco(every=options.every), lighthouse=options.lighthouse, replica=options.replica
+        methods.sparse_loco(every=options.every),
+        lighthouse=options.lighthouse,
+        replica=options.replica,
+        membership_log=options.log,
     )
     trainer = pl.Trainer(
         accelerator="cpu",

@@ -78,6 +78,8 @@ class Channel(Part):
         TypeError: `exchange` is no exchange, or `memories` is no list of memories.
     """
 
+    prepared = 0  # rounds so far
+
     def __init__(self, exchange: Exchange, memories: Sequence[Memory] = ()) -> None:
         _check_parts(exchange, memories)
         self.exchange = exchange
@@ -135,6 +137,7 @@ class Channel(Part):
         """
         assert self._round is None, "the round before has neither been committed nor aborted"
         self._round = _Round(context, wire)
+        self.prepared += 1
         self._round.vector = self._vector_of(gradients, settings, sparse, self._round)
         self.exchange.prepare(self._round.vector, context, wire)
         self._round.asides = Asides(self.memories, context, wire)

@@ -8,9 +8,9 @@ import torch
 
 from lightning_sparsecomm.basis.digests import digest_of
 from lightning_sparsecomm.basis.ledger import MEMBERSHIP
+from lightning_sparsecomm.elastic.connections import Connections
 from lightning_sparsecomm.elastic.members import Member, Offer, Plan
 from lightning_sparsecomm.elastic.membership import short
-from lightning_sparsecomm.elastic.quorum import Quorum
 from lightning_sparsecomm.elastic.settings import settings_of
 from lightning_sparsecomm.elastic.units import units_of
 from lightning_sparsecomm.elastic.wire import ElasticWire
@@ -24,7 +24,7 @@ _CPU = torch.device("cpu")
 
 
 def introduced(
-    own: Member, registry: Registry, compare_every: int | None, quorum: Quorum, wire: ElasticWire
+    own: Member, registry: Registry, compare_every: int | None, quorum: Connections, wire: ElasticWire
 ) -> list[Member]:
     """What all members of the quorum say, by rank. A collective.
 

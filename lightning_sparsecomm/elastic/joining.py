@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparsecomm.channel.saved import Saved
-from lightning_sparsecomm.elastic.quorum import Quorum
+from lightning_sparsecomm.elastic.connections import Connections
 from lightning_sparsecomm.elastic.readers import Readers
 from lightning_sparsecomm.elastic.units import units_of
 from lightning_sparsecomm.elastic.wire import LostPeerError
@@ -119,7 +119,7 @@ class Joining:
         self.samples.take(state["samples"])
         return state
 
-    def send(self, shared: State, steps: dict[int, int], quorum: Quorum) -> int:
+    def send(self, shared: State, steps: dict[int, int], quorum: Connections) -> int:
         """Starts to send the state to those that wait, in the background; arguments as for `pack`. Returns bytes."""
         ranks, self.waiting = self.waiting, ()
         packed, sent = self.pack(shared, steps), 0
@@ -139,7 +139,7 @@ class Joining:
                 f"a state must have at most {most:,} bytes for this model; another replica sends {length:,}."
             )
 
-    def receive(self, quorum: Quorum, rank: int, current: int | None) -> State:
+    def receive(self, quorum: Connections, rank: int, current: int | None) -> State:
         """Gets the state from a member, and takes it over; see `take`. Raises `LostPeerError` if that is gone."""
         try:
             packed = quorum.receive(rank, self._check_length)

@@ -5,14 +5,15 @@ from contextlib import contextmanager
 from typing import Any
 
 from lightning_sparsecomm.basis.ledger import JOINING
+from lightning_sparsecomm.elastic.connections import Connections
 from lightning_sparsecomm.elastic.introduction import check_place, introduced
 from lightning_sparsecomm.elastic.joining import Joining
 from lightning_sparsecomm.elastic.members import NOTHING, Member, Offer, Plan, pace_of, plan_of, weights_of
 from lightning_sparsecomm.elastic.membership import Change, Membership
 from lightning_sparsecomm.elastic.pace import Pace
-from lightning_sparsecomm.elastic.quorum import Quorum
-from lightning_sparsecomm.elastic.rounds import Rounds
-from lightning_sparsecomm.elastic.units import set_pace
+from lightning_sparsecomm.elastic.record import Ended, Landed, Outcome, Record
+from lightning_sparsecomm.elastic.rounds import Made, Rounds
+from lightning_sparsecomm.elastic.units import set_pace, steps_in_flight
 from lightning_sparsecomm.elastic.wire import ElasticWire, LostPeerError
 from lightning_sparsecomm.run.engine import Engine
 from lightning_sparsecomm.run.optimizers import TrackedOptimizer
@@ -34,6 +35,7 @@ class Meetings(Turns):
         adapts: Whether a slow replica makes fewer steps between exchanges than the fastest one.
         compare_every: Rounds between two comparisons of weights that are to be equal after each step; None for none. A
             replica that differs from most gets the state anew.
+        record: Where meetings are noted; None for nowhere.
 
     Attributes:
         state: The name of what this replica shares with others; `NOTHING` before it has met any.
@@ -46,13 +48,14 @@ class Meetings(Turns):
         self,
         engine: Engine,
         wire: ElasticWire,
-        quorum: Quorum,
+        quorum: Connections,
         joining: Joining,
         setup: dict[str, str],
         tell: Callable[[Change, bool], None],
         stop: Callable[[], None],
         adapts: bool = False,
         compare_every: int | None = None,
+        record: Record | None = None,
     ) -> None:
         super().__init__(engine.registry, engine.replicas)
         self.state, self.round, self.leads = NOTHING, 0, False
@@ -60,6 +63,7 @@ class Meetings(Turns):
         self._wire, self._quorum, self._joining = wire, quorum, joining
         self._setup, self._tell, self._stop = setup, tell, stop
         self._adapts, self._pace, self._compare_every = adapts, Pace(), compare_every
+        self.record = record or Record(None)
         engine.state.without_ddp = True
         self._rounds = Rounds(engine.registry, engine.replicas, wire, quorum)
         # The optimizer that is in a step, and whether that step is still to be counted.
@@ -73,20 +77,33 @@ class Meetings(Turns):
         Nothing of either where a replica was lost, after which another meeting is due. Of an exchange in flight, this
         starts it.
         """
-        quorum = self._quorum
+        self._get_ready()
+        try:
+            self._quorum.form()
+            return self._follow(offer)
+        except LostPeerError as error:
+            self.membership.fail()
+            self._quorum.fail(error)
+            return False, []
+
+    def _get_ready(self) -> None:
+        """Ends what is in flight, and what cannot be settled any more."""
         self._land()
         self._send_waiting(0)
         if self._rounds.is_lost:
             # It gets the state of others, whatever has become of the exchange.
             self._rounds.take_back()
             self.state, self.round = NOTHING, 0
-        try:
-            quorum.form()
-            mine = Member(quorum.name, self.state, self.round, self._rounds.pending, 0, self._setup, offer)
-            mine = mine._replace(samples=self._joining.samples.needs())
-            members = introduced(mine, self._registry, self._compare_every, quorum, self._wire)
-            plan = plan_of(members, quorum.number)
-            done = self._rounds.settle(plan)
+
+    def _follow(self, offer: Offer | None) -> tuple[bool, list[Offer]]:
+        """What follows from what members of a quorum say. Returns as `_meet`. Raises `LostPeerError`."""
+        quorum = self._quorum
+        mine = Member(quorum.name, self.state, self.round, self._rounds.pending, 0, self._setup, offer)
+        mine = mine._replace(samples=self._joining.samples.needs())
+        members = introduced(mine, self._registry, self._compare_every, quorum, self._wire)
+        plan = plan_of(members, quorum.number)
+        with self.record.meeting(quorum.name, quorum.number, plan, members, quorum.rank, self._rounds):
+            done = self._rounds.settle(plan.state)
             self._note(plan, members, 0 if offer is None else offer.trained)
             self._joining.samples.meet(plan, members, quorum.rank, quorum.number)
             if quorum.rank in plan.joining:
@@ -104,25 +121,31 @@ class Meetings(Turns):
                 if plan.offer is None or plan.offer.moment != "gradients":
                     self._send_waiting(1)
             return False, done
-        except LostPeerError as error:
-            self.membership.fail()
-            quorum.fail(error)
-            return False, []
 
     def _land(self) -> None:
         """Waits for what is in flight, if anything is, and commits to it, or takes it back if a replica was lost."""
-        if self._rounds.flight is None:
+        rounds = self._rounds
+        if rounds.flight is None:
             return
+        assert rounds.made is not None
+        landed = Landed(self._quorum.name, rounds.made.state, steps_in_flight(rounds.made.units), "counts")
         try:
-            made = self._rounds.land()
+            made = rounds.land()
         except LostPeerError as error:
+            outcome: Outcome = "lost" if rounds.made is None else "in doubt"
+            self.record.landing(landed._replace(outcome=outcome, prepared=rounds.prepared))
             # Those that wait for the state come again.
             self._joining.waiting = ()
             self.membership.fail()
             self._quorum.fail(error)
         else:
+            self.record.landing(landed)
             self.state, self.round = made.state, self.round + 1
             self._joining.samples.settle(self.state)
+
+    def end(self, weights: str) -> None:
+        """Training is over; `weights` is a digest of what it has ended with."""
+        self.record.end(Ended(self._quorum.name, self.round, weights))
 
     def _note(self, plan: Plan, members: Sequence[Member], steps: int) -> None:
         rank = self._quorum.rank
@@ -131,6 +154,7 @@ class Meetings(Turns):
         names = [members[each].name for each in sorted((*plan.healthy, *plan.joining))]
         change = self.membership.meet(names, plan.round, steps)
         if change is not None:
+            self.record.change(change)
             self._tell(change, self.leads)
 
     def _exchange(self, plan: Plan, offer: Offer, members: Sequence[Member]) -> None:
@@ -142,13 +166,17 @@ class Meetings(Turns):
         rank, names = self._quorum.rank, [members[each].name for each in plan.exchanging]
         made = self._rounds.make(plan, offer, names, self._current[1], weights_of(members, plan)[rank])
         if made.flight is None:
-            self._rounds.commit()
+            self._count(made, plan.round + 1)
             if self._adapts:
                 set_pace(made.units, pace_of(rank, members, plan))
-            self.state, self.round = made.state, plan.round + 1
-            self._joining.samples.settle(self.state)
         if plan.ends:
             self._stop()
+
+    def _count(self, made: Made, round_: int) -> None:
+        """Commits to an exchange that all have confirmed."""
+        self._rounds.commit()
+        self.state, self.round = made.state, round_
+        self._joining.samples.settle(self.state)
 
     def _send_waiting(self, ahead: int) -> None:
         """Starts to send the state to those that wait for it; training goes on meanwhile. Not with one in flight.

@@ -43,6 +43,12 @@ class Offer(NamedTuple):
     settings: Sequence[dict[str, Any]] = ()
     since: int = 0
 
+    @classmethod
+    def of(cls, fields: Sequence[Any]) -> "Offer":
+        """From what JSON has made of one."""
+        offer = cls(*fields)
+        return offer._replace(settings=tuple(offer.settings))
+
     @property
     def last(self) -> bool:
         """Whether the run of the replica that offers it is over after this."""
@@ -85,14 +91,9 @@ class Member(NamedTuple):
             fields: dict[str, Any] = json.loads(text)
             offer = fields.pop("offer")
             samples = tuple(map(Need.of, fields.pop("samples")))
-            return cls(**fields, offer=None if offer is None else _offer_from(offer), samples=samples)
+            return cls(**fields, offer=None if offer is None else Offer.of(offer), samples=samples)
         except (TypeError, KeyError, AttributeError, IndexError) as error:
             raise ValueError(f"a replica has introduced itself by {text[:200]!r}, which cannot be read") from error
-
-
-def _offer_from(fields: list[Any]) -> Offer:
-    offer = Offer(*fields)
-    return offer._replace(settings=tuple(offer.settings))
 
 
 class Plan(NamedTuple):

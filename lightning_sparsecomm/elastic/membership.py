@@ -1,6 +1,5 @@
 """Who took part, from which round on, and why that changed."""
 
-import json
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -35,10 +34,6 @@ class Change(NamedTuple):
             parts.append(f"{', '.join(map(short, self.gone))} left ({self.why}){lost}")
         there = "1 replica" if len(self.members) == 1 else f"{len(self.members)} replicas"
         return f"sparsecomm: after round {self.round}, {' and '.join(parts)}; {there} from now on"
-
-    def to_json(self) -> str:
-        """One line for a file of such lines."""
-        return json.dumps(self._asdict())
 
 
 class Membership:

@@ -1,4 +1,4 @@
-"""This replica's part in the quorum: torchft's Manager, its process group, and groups of some of its members."""
+"""This replica's part in the quorum, which torchft's Manager forms through the lighthouse."""
 
 import importlib
 import os
@@ -6,27 +6,24 @@ import socket
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import ProcessGroup, TCPStore
+from torch._C._distributed_c10d import TCPStore
 from torch.torch_version import TorchVersion
 
 from lightning_sparsecomm.basis.wire import PeerError
-from lightning_sparsecomm.elastic.spare_parts import DaemonExecutor, NoTransport, groups_of
-from lightning_sparsecomm.elastic.streams import Outbox, receive
+from lightning_sparsecomm.elastic.connections import CONNECTING, Connections
+from lightning_sparsecomm.elastic.spare_parts import DaemonExecutor, NoTransport
 
 EXTRA = "pip install 'lightning-sparsecomm[elastic]'"
 
 OLDEST_TORCH = "2.8"
 """torchft's process groups name their ranks by an option that Gloo lacks in older versions."""
-
-# How long replicas wait for each other to connect once a quorum has formed. One that dies meanwhile costs so much.
-_CONNECTING = timedelta(seconds=20)
 
 _PAUSE_SECONDS = 1.0
 
@@ -86,7 +83,7 @@ def address_towards(lighthouse: str) -> str:
         ) from error
 
 
-class Quorum:
+class Quorum(Connections):
     """Meets other replicas through a lighthouse, and connects those that have met.
 
     Args:
@@ -95,10 +92,6 @@ class Quorum:
         timeout: How long a replica waits for others in an exchange.
         patience: How long it waits for others to come to a meeting.
         tell: Called with what a user should know; in another thread.
-
-    Attributes:
-        rank, size: This replica's place in the last quorum, and how many are in it.
-        number: Number of the last quorum, which changes with its members and after a failure.
     """
 
     def __init__(
@@ -106,18 +99,13 @@ class Quorum:
     ) -> None:
         module = load_torchft()
         host = address_towards(lighthouse)
+        super().__init__(module, host, timeout, CONNECTING)
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        self._timeout = timeout
         self._tell = tell
         self._patience = patience
         self._lighthouse = lighthouse
-        self._groups = groups_of(module)
-        self._wrapped = self._groups(timeout=_CONNECTING)
-        self._wrapped.collective_timeout = timeout
-        self._others: list[Any] = []
         # Whether a quorum was asked for and has not formed, perhaps because of an interrupt.
         self._forming = False
-        self._outbox = Outbox(host, _CONNECTING, timeout)
         options: dict[str, Any] = {
             "pg": self._wrapped,
             "min_replica_size": 1,
@@ -126,7 +114,7 @@ class Quorum:
             "use_async_quorum": False,
             "timeout": timedelta(seconds=60),
             "quorum_timeout": patience,
-            "connect_timeout": _CONNECTING,
+            "connect_timeout": CONNECTING,
             "rank": 0,
             "world_size": 1,
             "store_addr": host,
@@ -139,8 +127,7 @@ class Quorum:
         }
         self._until(lambda: self._enter(module, options))
         self._manager._executor = DaemonExecutor()
-        self.name: str = self._store.get("replica_id").decode()
-        self.rank, self.size, self.number = 0, 1, 0
+        self.name = self._store.get("replica_id").decode()
 
     def _enter(self, module: ModuleType, options: dict[str, Any]) -> BaseException | None:
         """Connects to the lighthouse; returns what was in the way."""
@@ -151,15 +138,8 @@ class Quorum:
         return None
 
     def form(self) -> None:
-        """Waits for a quorum, and connects its members. A collective of all replicas that are there.
-
-        Raises:
-            PeerError: No quorum has formed within `patience`.
-        """
         self._until(self._ask)
-        self._others.clear()
-        self._outbox.turn_away()
-        self.rank, self.size, self.number = self.group.rank(), self.group.size(), self._wrapped.quorum
+        self._connected(self.group.rank(), self.group.size(), self._wrapped.quorum)
 
     def _ask(self) -> BaseException | None:
         """Asks for a quorum; returns what was in the way."""
@@ -207,68 +187,21 @@ class Quorum:
         finally:
             timer.cancel()
 
-    @property
-    def group(self) -> ProcessGroup:
-        """The process group of all members."""
-        group: ProcessGroup = self._wrapped.parent
-        return group
-
-    def group_of(self, ranks: Sequence[int], meeting: str = "") -> ProcessGroup | None:
-        """A process group of some members; None for this one alone. A collective of these members.
-
-        `meeting` is a name that no other group of this quorum has had.
-
-        Raises:
-            RuntimeError: One of them is gone.
-        """
-        if len(ranks) == 1:
-            return None
-        if len(ranks) == self.size:
-            return self.group
-        other = self._groups(timeout=_CONNECTING)
-        other.collective_timeout = self._timeout
-        other.configure(f"{self._wrapped.address}/{meeting}", self.name, ranks.index(self.rank), len(ranks))
-        self._others.append(other)
-        group: ProcessGroup = other.parent
-        return group
-
     def vote(self) -> bool:
-        """Whether nothing has failed here since the quorum has formed."""
         return bool(self._manager.should_commit())
 
     def fail(self, error: BaseException) -> None:
-        """Closes all connections, so that no member waits for this one, and asks for a quorum with new ones."""
         self.disconnect()
         self._others.clear()
         # A vote waits for the quorum.
         if not self._forming:
             self._vote_against(error)
 
-    def disconnect(self) -> None:
-        """Closes all connections that nothing else holds. May be called in any thread."""
-        for group in (self._wrapped, *self._others):
-            with suppress(RuntimeError):
-                group.abort()
-
     def _vote_against(self, error: BaseException) -> None:
         self._manager.report_error(error if isinstance(error, Exception) else RuntimeError(repr(error)))
         with suppress(RuntimeError, TimeoutError):
             self._manager.should_commit()
 
-    def send(self, content: torch.Tensor, rank: int) -> int:
-        """Starts to send to a member, in the background: `[n]` uint8 that must not change any more. Returns bytes."""
-        return self._outbox.send(content, self.group, rank)
-
-    def receive(self, rank: int, check: Callable[[int], None]) -> torch.Tensor:
-        """Receives what a member sends: `[n]` uint8. `check` raises if n cannot be.
-
-        Raises:
-            RuntimeError, ConnectionError: The member is gone.
-        """
-        return receive(self.group, rank, check, self._timeout)
-
     def close(self) -> None:
-        """Leaves, once what is being sent has arrived."""
-        self._outbox.close()
-        self.disconnect()
+        super().close()
         self._manager.shutdown(wait=False)

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from lightning_sparsecomm.basis.ledger import MEMBERSHIP
+from lightning_sparsecomm.channel import Channel
+from lightning_sparsecomm.elastic.connections import Connections
 from lightning_sparsecomm.elastic.flight import RoundInFlight
 from lightning_sparsecomm.elastic.members import NOTHING, Offer, Plan, successor
-from lightning_sparsecomm.elastic.quorum import Quorum
 from lightning_sparsecomm.elastic.settings import follow_settings
 from lightning_sparsecomm.elastic.units import Unit, closings_of, under_way_in, units_of
 from lightning_sparsecomm.elastic.wire import ElasticWire, LostPeerError
@@ -57,8 +58,10 @@ class Rounds:
             none.
     """
 
-    def __init__(self, registry: Registry, replicas: Replicas, wire: ElasticWire, quorum: Quorum) -> None:
+    def __init__(self, registry: Registry, replicas: Replicas, wire: ElasticWire, quorum: Connections) -> None:
         self.made: Made | None = None
+        # Of the units of the last exchange, the channels, with the rounds that they had prepared before.
+        self._channels: list[tuple[Channel, int]] = []
         self._registry = registry
         self._replicas = replicas
         self._wire = wire
@@ -70,12 +73,25 @@ class Rounds:
         return NOTHING if self.made is None else self.made.state
 
     @property
+    def prepared(self) -> int:
+        """How many units of the last exchange had their changes taken in."""
+        return sum(channel.prepared > before for channel, before in self._channels)
+
+    @property
     def flight(self) -> RoundInFlight | None:
         """What is in flight, and has to land before the next meeting; None for nothing."""
         flight = None if self.made is None else self.made.flight
         return None if flight is None or flight.landed else flight
 
-    def make(self, plan: Plan, offer: Offer, names: Sequence[str], turn: Turn, weight: float = 1.0) -> Made:
+    def make(
+        self,
+        plan: Plan,
+        offer: Offer,
+        names: Sequence[str],
+        turn: Turn,
+        weight: float = 1.0,
+        called_off: LostPeerError | None = None,
+    ) -> Made:
         """Exchanges, and confirms that all have the result. A collective of those that share the state of the plan.
 
         If an exchange fails, it is taken back; if confirming fails, it stays in `made`. Where units have a delay, all
@@ -87,6 +103,7 @@ class Rounds:
             names: Of those that exchange.
             turn: This replica's own, whose moment, step, epoch and length the offer replaces.
             weight: The factor of this replica's change in the mean.
+            called_off: What an exchange in flight ends with before it begins; for a replay.
 
         Raises:
             LostPeerError: A replica is gone, or could not finish.
@@ -95,6 +112,7 @@ class Rounds:
         follow_settings(tracked.optimizer, offer.settings)
         turn = replace(turn, moment=offer.moment, step=offer.step, epoch=offer.epoch, length=offer.length)
         units = [unit for number, unit in enumerate(units_of(tracked)) if number in offer.units]
+        self._channels = [(unit.channel, unit.channel.prepared) for unit in units]
         try:
             group = self._quorum.group_of(plan.exchanging, plan.state)
         except RuntimeError as error:
@@ -102,14 +120,14 @@ class Rounds:
         state = successor(plan.state, names, self._quorum.number)
         with self._wire.among(group, plan.exchanging, self._quorum.rank), torch.no_grad():
             if turn.moment == "weights" and any(isinstance(unit, StreamedShare) for unit in units):
-                return self._depart(Made(state, offer, names, units, dict), tracked, turn, weight)
+                return self._depart(Made(state, offer, names, units, dict), tracked, turn, weight, called_off)
             try:
                 for unit in units:
                     unit.weight = weight
                     unit.prepare(turn)
                 for unit in units:
                     unit.exchange()
-                means = self._replicas.untrained.means() if self._averages(tracked, offer) else {}
+                means = self._replicas.untrained.means() if _averages(self._registry, tracked, offer) else {}
             except NonFiniteGradientError as error:
                 _take_back(units)
                 if (loss := _loss_of(error, names, self._wire.rank)) is None:
@@ -125,7 +143,9 @@ class Rounds:
             raise LostPeerError(f"a replica could not finish round {plan.round + 1}")
         return made
 
-    def _depart(self, made: Made, tracked: TrackedOptimizer, turn: Turn, weight: float) -> Made:
+    def _depart(
+        self, made: Made, tracked: TrackedOptimizer, turn: Turn, weight: float, called_off: LostPeerError | None
+    ) -> Made:
         """Starts an exchange in flight. Nothing that this replica shares changes until it lands."""
         flight = RoundInFlight(self._wire, self._quorum.vote, self._quorum.disconnect)
         means = made.means
@@ -134,14 +154,17 @@ class Rounds:
                 assert isinstance(unit, StreamedShare)
                 unit.weight, unit.stream = weight, flight
                 unit.prepare(turn)
-            if self._averages(tracked, made.offer):
+            if _averages(self._registry, tracked, made.offer):
                 means = flight.start(self._replicas.untrained.noted()).wait
         except BaseException as error:
             flight.call_off(error)
             _take_back(made.units)
             raise
         self.made = made._replace(means=means, flight=flight)
-        flight.depart()
+        if called_off is None:
+            flight.depart()
+        else:
+            flight.call_off(called_off)
         return self.made
 
     def land(self) -> Made:
@@ -175,12 +198,16 @@ class Rounds:
         """
         return self.made is not None and any(unit.failure is not None for unit in self._units(self.made))
 
-    def settle(self, plan: Plan) -> list[Offer]:
+    def settle(self, state: str) -> list[Offer]:
         """Commits to an exchange that was made before this meeting if others have, or takes it back.
 
         Returns what it has committed to.
+
+        Args:
+            state: What those share that can exchange.
         """
-        if self.pending == plan.state:
+        self._channels = []
+        if self.pending == state:
             made = self.commit()
             return [made.offer] if made is not None else []
         self.take_back()
@@ -216,15 +243,16 @@ class Rounds:
         """What was made: in flight, parameters that were added may have moved others to another fragment."""
         return made.units if made.flight is None else under_way_in(self._registry.optimizers[made.offer.optimizer])
 
-    def _averages(self, tracked: TrackedOptimizer, offer: Offer) -> bool:
-        """Whether buffers are averaged with these units: they close a round, or are none."""
-        if not offer.units:
-            return True
-        if not any(closing.averages and closing.unit in offer.units for closing in closings_of(tracked)):
-            return False
-        # Of several optimizers, the first that exchanges weights averages the buffers.
-        self._registry.leading = self._registry.leading or tracked
-        return self._registry.leading is tracked
+
+def _averages(registry: Registry, tracked: TrackedOptimizer, offer: Offer) -> bool:
+    """Whether buffers are averaged with what is offered: its units close a round, or are none."""
+    if not offer.units:
+        return True
+    if not any(closing.averages and closing.unit in offer.units for closing in closings_of(tracked)):
+        return False
+    # Of several optimizers, the first that exchanges weights averages the buffers.
+    registry.leading = registry.leading or tracked
+    return registry.leading is tracked
 
 
 def _loss_of(error: Exception, names: Sequence[str], rank: int) -> LostPeerError | None:

@@ -11,6 +11,7 @@ from lightning_sparsecomm.elastic.members import NOTHING, Offer
 from lightning_sparsecomm.elastic.units import under_way_in, units_of
 from lightning_sparsecomm.run.optimizers import TrackedOptimizer
 from lightning_sparsecomm.sharing.share import Share, Turn
+from lightning_sparsecomm.sharing.streamed import StreamedShare
 
 
 class ElasticTurns(Meetings):
@@ -89,12 +90,16 @@ class ElasticTurns(Meetings):
         flight = self._rounds.flight
         if flight is None:
             return False
-        if turn.moment == "end" or (self._joining.waiting and flight.ended):
-            return True
         flying = under_way_in(tracked)
+        if turn.moment == "end" or self._lands_early(flying):
+            return True
         return any(unit.steps >= unit.delay for unit in flying) or any(
             unit.due(turn) for unit in units_of(tracked) if unit not in flying
         )
+
+    def _lands_early(self, flying: Sequence[StreamedShare]) -> bool:
+        """Whether what is in flight is used before its time: a replica waits for its outcome."""
+        return bool(self._joining.waiting) and self._rounds.flight is not None and self._rounds.flight.ended
 
     def settle_buffers(self, tracked: TrackedOptimizer, turn: Turn) -> None:
         """Averages buffers that have changed since the last exchange; an offer without units.

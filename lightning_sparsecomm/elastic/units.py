@@ -45,6 +45,11 @@ def under_way_in(tracked: TrackedOptimizer) -> list[StreamedShare]:
     return [unit for unit in units_of(tracked) if isinstance(unit, StreamedShare) and unit.under_way]
 
 
+def steps_in_flight(units: Sequence[Unit]) -> int:
+    """Optimizer steps since the units' exchange was started, or since the last landing within it."""
+    return max((unit.steps for unit in units), default=0)
+
+
 def set_pace(units: Sequence[Unit], pace: float) -> None:
     """Lets shares of weights exchange after that part of their steps."""
     for unit in units:

@@ -4,18 +4,23 @@ import hashlib
 import os
 import socket
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from lightning_sparsecomm.basis.arguments import check_booleans, plain_for_command_lines
+from lightning_sparsecomm.basis.digests import digest_of
 from lightning_sparsecomm.basis.groups import join_alone
-from lightning_sparsecomm.basis.parts import parts_in
 from lightning_sparsecomm.basis.wire import Wire
-from lightning_sparsecomm.channel import EF21
 from lightning_sparsecomm.elastic.joining import Joining
 from lightning_sparsecomm.elastic.membership import Change
 from lightning_sparsecomm.elastic.quorum import Quorum, load_torchft
 from lightning_sparsecomm.elastic.readers import Readers
+from lightning_sparsecomm.elastic.record import Record
+from lightning_sparsecomm.elastic.replay import Recorded, ReplayedTurns, replaying
+from lightning_sparsecomm.elastic.suitable import check_method
 from lightning_sparsecomm.elastic.turns import ElasticTurns
 from lightning_sparsecomm.elastic.units import steps_until_exchange
 from lightning_sparsecomm.elastic.wire import ElasticWire
@@ -27,8 +32,6 @@ from lightning_sparsecomm.methods import sparse_loco
 from lightning_sparsecomm.run.agreement import CHECK_REPLICAS_EVERY, facts_of_run
 from lightning_sparsecomm.run.contents import State
 from lightning_sparsecomm.run.engine import Engine
-from lightning_sparsecomm.sharing.bucket import BucketSync
-from lightning_sparsecomm.sharing.delta import DeltaSync
 from lightning_sparsecomm.sharing.method import Method
 
 if TYPE_CHECKING:
@@ -86,8 +89,9 @@ class ElasticTrainerMixin(DealingMixin):
             patience: How long a replica waits for others to come to an exchange.
             adapt_steps: Whether a replica that is slower than the fastest one makes fewer steps between exchanges, so
                 that none waits for it. Changes count by the steps behind them in any case.
-            membership_log: A file to which this replica appends a line of JSON with each change of members that it
-                sees: time, round, who is there, who has joined or gone, and why. None for no file.
+            membership_log: A file of this replica's own, to which it appends a line of JSON with each change of members
+                that it sees (time, round, who is there, who has joined or gone, and why) and with each meeting, from
+                which `sparsecomm replay` makes the run again. None for no file.
             **kwargs: Options of DDPStrategy and of DistributedDataParallel.
 
         Raises:
@@ -101,24 +105,8 @@ class ElasticTrainerMixin(DealingMixin):
         with plain_for_command_lines():
             load_torchft()
             method = method if method is not None else sparse_loco()
-            _check_syncs(method)
             check_booleans(adapt_steps=adapt_steps)
-            if adapt_steps and any(sync.fragments > 1 for sync in parts_in(method, DeltaSync)):
-                raise ValueError(
-                    "adapt_steps must be False with fragments: each is exchanged at steps of its own, which all"
-                    " replicas must make. Leave fragments out."
-                )
-            delay = max((sync.delay for sync in parts_in(method, DeltaSync)), default=0)
-            if adapt_steps and delay:
-                raise ValueError(
-                    "adapt_steps must be False with delay, which counts steps that all replicas make; got"
-                    f" delay={delay}. Leave one of the two out."
-                )
-            if adapt_steps and not any(parts_in(method, DeltaSync)):
-                raise ValueError(
-                    "adapt_steps must be False where gradients are exchanged: all replicas make the same steps. Leave"
-                    " it out, or use a method that exchanges weights, such as methods.sparse_loco()."
-                )
+            check_method(method, adapt_steps)
             if kwargs.pop("uneven_inputs", False):
                 raise ValueError(
                     "uneven_inputs must be False with replicas that come and go: each has its own number of batches."
@@ -164,7 +152,7 @@ class ElasticTrainerMixin(DealingMixin):
         super().setup_environment()
 
     def setup(self, trainer: "pl.Trainer") -> None:
-        if trainer.state.fn == "fit":
+        if trainer.state.fn == "fit" and not replaying():
             self._lighthouse()
         super().setup(trainer)
 
@@ -175,13 +163,20 @@ class ElasticTrainerMixin(DealingMixin):
             self._join()
         super().on_train_start()
 
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        if self.turns is not None and self.lightning_module is not None and not self._is_trial():
+            tensors = self.lightning_module.state_dict().values()
+            digests = "".join(digest_of(each) for each in tensors if isinstance(each, Tensor))
+            self.turns.end(hashlib.sha256(digests.encode()).hexdigest()[:16])
+
     def _join(self) -> None:
         engine, trainer = self.engine, self._trainer
         _tell_of_averages(trainer)
         wire = engine.wire
         assert isinstance(wire, ElasticWire)
-        address, timeout = self._lighthouse(), self.exchange_timeout
-        quorum = Quorum(self.replica, address, timeout, self.patience, lambda words: say(words, trainer))
+        times, tell = (self.exchange_timeout, self.patience), partial(say, told=trainer)
+        quorum = Recorded(*times, tell) if replaying() else Quorum(self.replica, self._lighthouse(), *times, tell)
         wire.closing.append(quorum.close)
         readers = self._read_as(quorum.name)
         samples = Readers(
@@ -190,10 +185,11 @@ class ElasticTrainerMixin(DealingMixin):
         joining = Joining(engine, lambda: progress_of(trainer), self._follow, samples)
         facts = _facts(engine, self.seed)
         facts["the number of training samples"] = str([reader.loading.size for reader in readers])
-        self.turns = engine.turns = ElasticTurns(
+        self.turns = engine.turns = (ReplayedTurns if replaying() else ElasticTurns)(
             *(engine, wire, quorum, joining, facts, self._tell, self._stop),
             self.adapt_steps,
             self.check_replicas_every,
+            Record(None if replaying() else self.membership_log),
         )
         self._beginning = True
         self.turns.begin()
@@ -208,9 +204,6 @@ class ElasticTrainerMixin(DealingMixin):
     def _tell(self, change: Change, leads: bool) -> None:
         if leads:
             say(str(change), self._trainer)
-        if self.membership_log is not None:
-            with open(self.membership_log, "a") as log:
-                log.write(change.to_json() + "\n")
 
     def _stop(self) -> None:
         # The current step is not counted yet.
@@ -250,44 +243,3 @@ def _tell_of_averages(trainer: "pl.Trainer") -> None:
             " in the end, its model differs from that of others",
             trainer,
         )
-
-
-def _check_syncs(method: Method) -> None:
-    """Refuses methods that need the same ranks all the time, or exchange gradients while the next step is made."""
-    chain: list[Method] = []
-    each: Method | None = method
-    while each is not None:
-        chain.append(each)
-        each = each.fallback
-    for one in chain:
-        for sync in one.syncs:
-            if getattr(sync, "delay", 0) and not isinstance(sync, DeltaSync):
-                raise ValueError(
-                    "delay must be 0 for gradients with replicas that come and go: the next step's meeting would wait"
-                    f" for what is in flight. Got {sync!r}. Leave delay out, or use a method that exchanges weights,"
-                    " such as methods.sparse_loco(every=30, delay=5)."
-                )
-            if any(parts_in(sync, EF21)):
-                raise ValueError(
-                    "method must not keep a mean estimate of all ranks' gradients with replicas that come and go, since"
-                    f" it is of those that have made it; got {method!r}. Use methods.gradient_dropping(), for example."
-                )
-            if isinstance(sync, BucketSync) or (sync.shares_gradients and sync.drifts):
-                raise ValueError(
-                    "method must exchange weights, or gradients that are equal on all replicas then and not in DDP's"
-                    f" buckets, with replicas that come and go; got {method!r}. Use methods.sparse_loco(),"
-                    " methods.default() or methods.quantized(), for example."
-                )
-        if len({isinstance(sync, DeltaSync) for sync in one.syncs}) > 1:
-            raise ValueError(
-                "method must exchange either weights or gradients with replicas that come and go, not some of each; got"
-                f" {method!r}. Use one kind of sync for all parameters."
-            )
-        delays = sorted({sync.delay for sync in one.syncs if isinstance(sync, DeltaSync)})
-        if len(delays) > 1:
-            raise ValueError(
-                "delay must be the same for all parameters with replicas that come and go, as one meeting serves all"
-                f" that are due; got {delays}. Use delay={delays[-1]} for all."
-            )
-        if one.averaging is not None:
-            raise ValueError("averaging must be None with replicas that come and go. Leave it out.")

@@ -67,6 +67,46 @@ def test_the_example_trains(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@needs_torchft
+def test_the_example_is_made_again_from_its_log(tmp_path: Path) -> None:
+    with lighthouse() as address:
+        _run("elastic.py", f"--lighthouse={address}", "--steps=40", "--log=members.jsonl", folder=tmp_path)
+    environment = os.environ | {"PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"}
+    example = [sys.executable, str(EXAMPLES / "elastic.py")]
+    command = [sys.executable, "-m", "lightning_sparsecomm", "replay", "members.jsonl", "--", *example]
+    # Another length of the run is another run.
+    for steps, code, words in (("40", 0, "ended with the same bits as in the log"), ("60", 1, "must do what the log")):
+        finished = subprocess.run(
+            [*command, "--steps", steps], cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+        assert finished.returncode == code, finished.stdout + finished.stderr
+        assert words in finished.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["none.jsonl", "--", "true"], "No such file or directory: 'none.jsonl'"),
+        (["log.jsonl"], "COMMAND must be what starts a replica; got none"),
+        (["log.jsonl", "--", "true"], "log.jsonl must be a log that membership_log has written; its line 1 is 'no'"),
+    ],
+)
+def test_a_replay_that_cannot_be_says_why(
+    arguments: list[str],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("log.jsonl").write_text("no\n")
+    with pytest.raises(SystemExit) as ended:
+        main(["replay", *arguments])
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.slow
 def test_the_configuration_trains(tmp_path: Path) -> None:
     config = f"--config={EXAMPLES / 'configs' / 'elastic.yaml'}"
     with lighthouse() as address:

@@ -58,7 +58,7 @@ def test_no_state_is_served() -> None:
 
 
 def meet_early(pipe: Connection, address: str, patience: timedelta) -> int:
-    quorum._CONNECTING = timedelta(seconds=0.5)
+    quorum.CONNECTING = timedelta(seconds=0.5)
     with pytest.warns(UserWarning, match=r"no quorum yet with the lighthouse at .*; trying on: failed to connect"):
         return meet(pipe, address, patience)
 

@@ -1,0 +1,130 @@
+"""`sparsecomm replay`: a run of replicas that came and went, made again from their logs."""
+
+import argparse
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import IO, Any, Protocol
+
+from torch._C._distributed_c10d import TCPStore
+
+from lightning_sparsecomm.elastic.membership import short
+from lightning_sparsecomm.elastic.record import read
+from lightning_sparsecomm.elastic.replay import REPLICA, STORE, end_key, place_key, script_key
+from lightning_sparsecomm.elastic.script import Script, scripts_of
+
+_LOOKING_SECONDS = 0.1
+
+STOPPED = "stopped"
+
+_ENDS = {
+    "same": "ended with the same bits as in the log",
+    "differs": "ended with OTHER BITS than in the log",
+    "ended": "ended; the log does not say with which weights",
+    "lost": "was lost, as in the log",
+    STOPPED: "was stopped, as another one has failed",
+    "": "ended BEFORE its log does",
+}
+
+
+def add_to(subparsers: Any) -> None:
+    """Adds the command to a parser."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "replay",
+        help="a run of replicas that came and went, made again to the same bits",
+        usage="sparsecomm replay LOG [LOG ...] -- COMMAND ...",
+        description=(
+            f"{__doc__} Runs the command once for each replica that took part, on this machine, each until it ends or"
+            " was lost then. The command is what each replica was started with, such as `python train.py`; its"
+            " strategy finds out that it replays. No lighthouse is needed."
+        ),
+    )
+    parser.add_argument("logs", nargs="+", metavar="LOG", help="of all replicas, as membership_log has written them")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Replays, and exits with 1 unless all replicas ended as in the logs."""
+    command = options.after
+    if not command:
+        raise ValueError("COMMAND must be what starts a replica; got none. Add it, such as: -- python train.py")
+    scripts = scripts_of([entry for log in options.logs for entry in read(log)])
+    ends = replay(scripts, lambda environment: _start(environment, command))
+    for script in scripts:
+        print(f"{script.replica} {_ENDS.get(ends[script.replica], ends[script.replica])}")
+    if not all(end in ("same", "ended", "lost") for end in ends.values()):
+        sys.exit(1)
+
+
+class Process(Protocol):
+    """A replica that runs, as `subprocess.Popen` has it."""
+
+    def poll(self) -> int | None: ...
+
+    def terminate(self) -> None: ...
+
+    def wait(self) -> object: ...
+
+
+def replay(scripts: Sequence[Script], start: Callable[[dict[str, str]], Process]) -> dict[str, str]:
+    """Runs all replicas, each from when it came; returns how each has ended, by name.
+
+    Args:
+        scripts: Of all replicas.
+        start: Starts a replica, given what its environment must have.
+    """
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for script in scripts:
+        store.set(script_key(script.replica), script.to_json())
+    waiting, running = list(scripts), dict[str, Process]()
+    ends = dict.fromkeys((script.replica for script in scripts), STOPPED)
+    try:
+        while waiting or running:
+            for script in [each for each in waiting if _is_due(each, store)]:
+                waiting.remove(script)
+                running[script.replica] = start({STORE: f"127.0.0.1:{store.port}", REPLICA: script.replica})
+            for name, code in [(name, process.poll()) for name, process in running.items()]:
+                if code is not None:
+                    del running[name]
+                    ends[name] = _text(store, end_key(name)) if code == 0 else f"failed with exit code {code}"
+            # Others would wait for one that has failed.
+            if any(end.startswith("failed") for end in ends.values()) or (waiting and not running):
+                return ends
+            time.sleep(_LOOKING_SECONDS)
+    finally:
+        for process in running.values():
+            process.terminate()
+        for process in running.values():
+            process.wait()
+    return ends
+
+
+def _is_due(script: Script, store: TCPStore) -> bool:
+    """Whether others wait for a replica in its first meeting."""
+    return all(_text(store, place_key(name)) == script.first for name in script.follows)
+
+
+def _text(store: TCPStore, key: str) -> str:
+    return store.get(key).decode() if store.check([key]) else ""
+
+
+def _start(environment: dict[str, str], command: Sequence[str]) -> Process:
+    process = subprocess.Popen(
+        command,
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+    threading.Thread(target=_pass_on, args=(process.stdout, short(environment[REPLICA])), daemon=True).start()
+    return process
+
+
+def _pass_on(output: IO[str], name: str) -> None:
+    """Prints what a replica prints, with its name."""
+    for line in output:
+        print(f"{name} | {line}", end="", flush=True)

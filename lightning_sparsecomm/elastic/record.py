@@ -1,0 +1,173 @@
+"""The log of one replica: who took part and why that changed, and all that a replay needs."""
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from lightning_sparsecomm.elastic.members import Member, Offer, Plan, successor, weights_of
+from lightning_sparsecomm.elastic.membership import Change
+from lightning_sparsecomm.elastic.rounds import Rounds
+from lightning_sparsecomm.elastic.wire import LostPeerError
+
+Outcome = Literal["counts", "in flight", "met", "lost", "in doubt"]
+"""What a meeting came to for one replica: it has exchanged, or got the state; has started an exchange; had no part in
+one; was among those that lost a replica; or could not know whether others have counted the exchange."""
+
+
+class Met(NamedTuple):
+    """One meeting, as one replica has seen it.
+
+    Attributes:
+        replica: Its name, unique to its process.
+        number: Of the quorum.
+        members: Names by rank.
+        state, round: What those shared that could exchange, and the rounds that led to it.
+        leads_to: The state that the exchange leads to; `NOTHING` without one.
+        outcome: For this replica.
+        seconds: By rank, seconds that a member takes for a step; empty if nobody knows.
+        prepared: Of an exchange that was lost, how many units had taken in their changes. Taking these back rounds.
+        weight: The factor of this replica's change, if it may have been lost.
+        offer: What was exchanged, if it may have been lost.
+        nth: How many meetings of the same number, members and state came before.
+    """
+
+    replica: str
+    number: int
+    members: tuple[str, ...]
+    state: str
+    round: int
+    leads_to: str
+    outcome: Outcome
+    seconds: tuple[float, ...] = ()
+    prepared: int = 0
+    weight: float = 1.0
+    offer: Offer | None = None
+    nth: int = 0
+
+
+class Landed(NamedTuple):
+    """The end of an exchange in flight, as one replica has seen it.
+
+    Attributes:
+        replica: Its name.
+        state: What the exchange leads to.
+        steps: Optimizer steps since it was started.
+        outcome: For this replica.
+        prepared: As of `Met`.
+    """
+
+    replica: str
+    state: str
+    steps: int
+    outcome: Outcome
+    prepared: int = 0
+
+
+class Ended(NamedTuple):
+    """What a replica has ended its training with.
+
+    Attributes:
+        replica: Its name.
+        round: Rounds finished.
+        weights: A digest of its weights and buffers.
+    """
+
+    replica: str
+    round: int
+    weights: str
+
+
+Entry = Met | Landed | Ended
+
+_KINDS: dict[str, type[Entry]] = {"meeting": Met, "landing": Landed, "end": Ended}
+
+
+class Record:
+    """Writes the log of one replica, a line of JSON for each entry, to the end of a file.
+
+    Args:
+        path: The file; None for none.
+    """
+
+    def __init__(self, path: str | None) -> None:
+        self._path = path
+        self._counts: Counter[tuple[Any, ...]] = Counter()
+
+    def change(self, change: Change) -> None:
+        """Notes who takes part from now on."""
+        self._write("change", change)
+
+    @contextmanager
+    def meeting(
+        self, replica: str, number: int, plan: Plan, members: Sequence[Member], rank: int, rounds: Rounds
+    ) -> Iterator[None]:
+        """A context of a meeting: notes what it has come to. Not if this replica fails in it by itself, and ends."""
+        names = [member.name for member in members]
+        leads_to = (
+            "" if plan.offer is None else successor(plan.state, [names[each] for each in plan.exchanging], number)
+        )
+        seconds = tuple(0.0 if each.offer is None else each.offer.step_seconds for each in members)
+        met = Met(replica, number, tuple(names), plan.state, plan.round, leads_to, "counts")
+        met = met._replace(seconds=seconds if any(seconds) else (), nth=self._counts[met[1:4]])
+        self._counts[met[1:4]] += 1
+        try:
+            yield
+        except LostPeerError:
+            met = met._replace(outcome="lost" if rounds.made is None else "in doubt", prepared=rounds.prepared)
+            if rounds.prepared:
+                met = met._replace(weight=weights_of(members, plan)[rank], offer=plan.offer)
+            self._write("meeting", met)
+            raise
+        if rounds.flight is not None:
+            met = met._replace(outcome="in flight", weight=weights_of(members, plan)[rank], offer=plan.offer)
+        elif rank not in plan.joining and (rank not in plan.exchanging or plan.offer is None):
+            met = met._replace(outcome="met")
+        self._write("meeting", met)
+
+    def landing(self, landed: Landed) -> None:
+        """Notes the end of an exchange in flight."""
+        self._write("landing", landed)
+
+    def end(self, ended: Ended) -> None:
+        """Notes what training has ended with."""
+        self._write("end", ended)
+
+    def _write(self, kind: str, entry: Entry | Change) -> None:
+        if self._path is not None:
+            with open(self._path, "a") as log:
+                log.write(json.dumps({"kind": kind, **entry._asdict()}) + "\n")
+
+
+def read(path: str | Path) -> list[Entry]:
+    """The entries of a log, but for changes. Its last line may be broken off: the replica was killed then.
+
+    Raises:
+        OSError: There is no such file.
+        ValueError: It is no such log.
+    """
+    lines = Path(path).read_text().splitlines()
+    entries: list[Entry] = []
+    for number, line in enumerate(lines):
+        try:
+            fields: dict[str, Any] = json.loads(line)
+            kind = fields.pop("kind")
+            if kind != "change":
+                entries.append(entry_of(_KINDS[kind], fields))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            if number + 1 < len(lines) or not entries:
+                raise ValueError(
+                    f"{path} must be a log that membership_log has written; its line {number + 1} is {line[:80]!r}."
+                ) from error
+    return entries
+
+
+def entry_of(kind: type[Any], fields: dict[str, Any]) -> Any:
+    """An entry from what JSON has made of its fields. Raises `TypeError` or `KeyError` if that is none."""
+    if kind is Met:
+        offer = fields["offer"]
+        lists = {name: tuple(fields[name]) for name in ("members", "seconds")}
+        fields = fields | lists | {"offer": None if offer is None else Offer.of(offer)}
+    return kind(**fields)

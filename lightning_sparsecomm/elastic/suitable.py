@@ -1,0 +1,75 @@
+"""Which methods replicas that come and go can use."""
+
+from lightning_sparsecomm.basis.parts import parts_in
+from lightning_sparsecomm.channel import EF21
+from lightning_sparsecomm.sharing.bucket import BucketSync
+from lightning_sparsecomm.sharing.delta import DeltaSync
+from lightning_sparsecomm.sharing.method import Method
+
+
+def check_method(method: Method, adapt_steps: bool) -> None:
+    """Raises `ValueError` for a method that needs the same ranks all the time, or exchanges gradients in flight.
+
+    Args:
+        method: The method.
+        adapt_steps: Whether replicas make unequally many steps between exchanges.
+    """
+    chain: list[Method] = []
+    each: Method | None = method
+    while each is not None:
+        chain.append(each)
+        each = each.fallback
+    for one in chain:
+        for sync in one.syncs:
+            if getattr(sync, "delay", 0) and not isinstance(sync, DeltaSync):
+                raise ValueError(
+                    "delay must be 0 for gradients with replicas that come and go: the next step's meeting would wait"
+                    f" for what is in flight. Got {sync!r}. Leave delay out, or use a method that exchanges weights,"
+                    " such as methods.sparse_loco(every=30, delay=5)."
+                )
+            if any(parts_in(sync, EF21)):
+                raise ValueError(
+                    "method must not keep a mean estimate of all ranks' gradients with replicas that come and go, since"
+                    f" it is of those that have made it; got {method!r}. Use methods.gradient_dropping(), for example."
+                )
+            if isinstance(sync, BucketSync) or (sync.shares_gradients and sync.drifts):
+                raise ValueError(
+                    "method must exchange weights, or gradients that are equal on all replicas then and not in DDP's"
+                    f" buckets, with replicas that come and go; got {method!r}. Use methods.sparse_loco(),"
+                    " methods.default() or methods.quantized(), for example."
+                )
+        if len({isinstance(sync, DeltaSync) for sync in one.syncs}) > 1:
+            raise ValueError(
+                "method must exchange either weights or gradients with replicas that come and go, not some of each; got"
+                f" {method!r}. Use one kind of sync for all parameters."
+            )
+        delays = sorted({sync.delay for sync in one.syncs if isinstance(sync, DeltaSync)})
+        if len(delays) > 1:
+            raise ValueError(
+                "delay must be the same for all parameters with replicas that come and go, as one meeting serves all"
+                f" that are due; got {delays}. Use delay={delays[-1]} for all."
+            )
+        if one.averaging is not None:
+            raise ValueError("averaging must be None with replicas that come and go. Leave it out.")
+    if adapt_steps:
+        _check_adapting(method)
+
+
+def _check_adapting(method: Method) -> None:
+    """Refuses what counts steps that all replicas must make."""
+    if any(sync.fragments > 1 for sync in parts_in(method, DeltaSync)):
+        raise ValueError(
+            "adapt_steps must be False with fragments: each is exchanged at steps of its own, which all"
+            " replicas must make. Leave fragments out."
+        )
+    delay = max((sync.delay for sync in parts_in(method, DeltaSync)), default=0)
+    if delay:
+        raise ValueError(
+            "adapt_steps must be False with delay, which counts steps that all replicas make; got"
+            f" delay={delay}. Leave one of the two out."
+        )
+    if not any(parts_in(method, DeltaSync)):
+        raise ValueError(
+            "adapt_steps must be False where gradients are exchanged: all replicas make the same steps. Leave"
+            " it out, or use a method that exchanges weights, such as methods.sparse_loco()."
+        )

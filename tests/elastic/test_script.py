@@ -1,0 +1,141 @@
+"""What replicas do in a replay, from logs."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lightning_sparsecomm.elastic.members import Offer
+from lightning_sparsecomm.elastic.membership import Change
+from lightning_sparsecomm.elastic.record import Ended, Entry, Landed, Met, Outcome, Record, read
+from lightning_sparsecomm.elastic.script import Script, scripts_of
+
+
+def met(replica: str, members: str, state: str, leads_to: str, outcome: Outcome = "counts", number: int = 1) -> Met:
+    return Met(replica, number, tuple(members), state, int(state[1:]), leads_to, outcome)
+
+
+def counts_of(scripts: list[Script]) -> dict[str, list[tuple[str, bool, str]]]:
+    """For each replica: of each meeting the state, whether it counts, and the outcome."""
+    return {
+        script.replica: [(scene.met.state, scene.counts, scene.met.outcome) for scene in script.scenes]
+        for script in scripts
+    }
+
+
+def test_what_a_log_has_is_read_and_a_line_broken_off_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    record = Record(str(path))
+    record.change(Change(0.0, 0, ("a",), ("a",), (), ""))
+    offer = Offer(0, [0, 1], "weights", 4, 0.5, float("inf"), 5, 0.25, ({"lr": 0.1, "betas": [0.9, 0.95]},), 1)
+    meeting = Met("a", 1, ("a", "b"), "s0", 0, "s1", "lost", (0.25, 0.0), 1, 0.5, offer)
+    entries: list[Entry] = [meeting, Landed("a", "s1", 3, "counts", 1), Ended("a", 2, "ab")]
+    record._write("meeting", meeting)
+    record.landing(entries[1])  # type: ignore[arg-type]
+    record.end(entries[2])  # type: ignore[arg-type]
+    with path.open("a") as log:
+        log.write('{"kind": "mee')
+    assert read(path) == entries
+    script = Script("a", scripts_of([met("a", "a", "s0", "")])[0].scenes, [entries[1]], "ab", ["b"])  # type: ignore[list-item]
+    assert Script.from_json(script.to_json()) == script
+
+
+@pytest.mark.parametrize("text", ["no log\n", '{"kind": "meeting"}\n{"kind": "end"}\n', '[1]\n{"kind": "change"}\n'])
+def test_what_is_no_log_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"log\.jsonl must be a log that membership_log has written; its line 1"):
+        read(path)
+
+
+def test_an_exchange_counts_if_any_replica_has_built_on_it() -> None:
+    entries: list[Entry] = [
+        met("a", "ab", "s0", "s1", "in doubt"),
+        met("b", "ab", "s0", "s1"),
+        met("a", "ab", "s1", "s2", "lost", number=2),
+        met("b", "ab", "s1", "s2", "in doubt", number=2),
+        # b is killed; a goes on from before.
+        met("a", "a", "s1", "s3", number=3),
+    ]
+    assert counts_of(scripts_of(entries)) == {
+        "a": [("s0", True, "in doubt"), ("s1", False, "lost"), ("s1", True, "counts")],
+        "b": [("s0", True, "counts"), ("s1", False, "in doubt")],
+    }
+
+
+def test_an_exchange_in_flight_counts_once_it_has_landed_anywhere() -> None:
+    entries: list[Entry] = [
+        met("a", "ab", "s0", "s1", "in flight"),
+        Landed("a", "s1", 2, "counts"),
+        met("a", "ab", "s1", "s2", "in flight"),
+        met("b", "ab", "s0", "s1", "in flight"),
+        Landed("b", "s1", 2, "in doubt"),
+        met("b", "ab", "s1", "s2", "in flight"),
+        Landed("b", "s2", 2, "lost"),
+    ]
+    counts = counts_of(scripts_of(entries))
+    assert [each[1] for each in counts["a"]] == [each[1] for each in counts["b"]] == [True, False]
+
+
+def test_a_replica_that_was_killed_before_it_could_write_takes_part() -> None:
+    entries: list[Entry] = [
+        met("a", "ab", "s0", "s1"),
+        met("b", "ab", "s0", "s1"),
+        met("a", "ab", "s1", "s2"),
+        met("a", "a", "s2", "s3", number=2),
+        Ended("a", 3, "digest"),
+    ]
+    a, b = scripts_of(entries)
+    assert counts_of([b]) == {"b": [("s0", True, "counts"), ("s1", True, "counts")]}
+    assert [scene.name for scene in b.scenes] == [scene.name for scene in a.scenes][:2]
+    assert (a.weights, b.weights) == ("digest", "")
+
+
+def test_one_that_has_missed_the_outcome_of_a_meeting_loses_it_again() -> None:
+    entries: list[Entry] = [
+        met("a", "ab", "s0", "s1"),
+        met("b", "ab", "s1", "s2", number=2),
+        met("a", "ab", "s1", "s2", number=2),
+    ]
+    assert counts_of(scripts_of(entries))["b"] == [("s0", True, "lost"), ("s1", True, "counts")]
+
+
+def test_a_replica_is_started_when_those_before_it_wait_for_it() -> None:
+    entries: list[Entry] = [
+        met("a", "ab", "s0", ""),
+        met("b", "ab", "s0", ""),
+        met("a", "abc", "s0", "s1", number=2),
+        met("b", "abc", "s0", "s1", number=2),
+        met("c", "abc", "s0", "s1", number=2),
+    ]
+    a, b, c = scripts_of(entries)
+    assert (a.follows, b.follows, c.follows) == ([], [], ["a", "b"])
+    assert c.first == a.scenes[1].name != a.first
+
+
+def test_equal_meetings_are_told_apart() -> None:
+    (script,) = scripts_of([met("a", "a", "s0", "", "met")._replace(nth=nth) for nth in range(2)])
+    assert len({scene.name for scene in script.scenes}) == 2
+
+
+def test_the_log_of_a_replica_that_is_missing_is_named() -> None:
+    entries: list[Entry] = [met("a", "ab", f"s{each}", f"s{each + 1}") for each in range(4)]
+    with pytest.raises(ValueError, match=r"the log of b must be there too: it has taken part in 4 meetings"):
+        scripts_of(entries)
+    with pytest.raises(ValueError, match="logs must hold a meeting at least"):
+        scripts_of([])
+
+
+def test_a_log_is_lines_of_json(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    Record(str(path)).change(Change(1.5, 3, ("a:1", "b:2"), ("b:2",), (), "", 0))
+    assert json.loads(path.read_text()) == {
+        "kind": "change",
+        "time": 1.5,
+        "round": 3,
+        "members": ["a:1", "b:2"],
+        "joined": ["b:2"],
+        "gone": [],
+        "why": "",
+        "lost_steps": 0,
+    }
