@@ -33,6 +33,9 @@ class LocalAdam(AdamMoments):
     and a rank's own squares are larger. c, the `Coherence`, is the ratio of the two, by tensor: ranks measure it in
     each step, from 8 to 32 elements of each tensor, for the next one. It is 1 in the first step.
 
+    Of a replica whose gradients have a weight in the mean, m takes in weighted ones, as m of the mean does; v takes in
+    its own squares without the weight, which would cancel in x otherwise.
+
     A gradient that this rank lacks counts as zero where another rank has one. Moments go on from those that the
     optimizer already has, for example from a checkpoint of ddp.
 
@@ -47,6 +50,8 @@ class LocalAdam(AdamMoments):
         super().__init__()
         self._coherence = Coherence()
         self._sample: Tensor | None = None
+        # The gradients' weight in the mean. At 0 nothing is left of them.
+        self._weight = 1.0
         self._total: Tensor | None = None
         # Which elements of the total ranks sum.
         self._summed: Tensor | None = None
@@ -61,6 +66,7 @@ class LocalAdam(AdamMoments):
         rules, sign = self._rules(contribution)
         self._next = {}
         scale = contribution.scale * sign
+        self._weight = contribution.settings.weight or 1.0
         self._sample = self._sampled(contribution.parts, rules, scale, context) if self._sums(context) else None
         steps: list[Moments | None] = []
         views = zip(contribution.parts, self._flats(FIRST, context), self._flats(SECOND, context))
@@ -69,7 +75,8 @@ class LocalAdam(AdamMoments):
                 steps.append(None)
                 continue
             step = self._next[name] = self._begin(name, rule, first, second) + 1
-            steps.append(_moments(first, second, step, rule, self._coherence.of(name, context.world_size)))
+            coherence = self._coherence.of(name, context.world_size) / self._weight**2
+            steps.append(_moments(first, second, step, rule, coherence))
         return replace(contribution, scale=scale, steps=steps)
 
     def _sums(self, context: Round) -> bool:
@@ -82,7 +89,7 @@ class LocalAdam(AdamMoments):
         if self._sample is None:
             return self._like.new_zeros(int(summed.sum()))
         sample = self._sample * summed[:, :SAMPLED]
-        return torch.cat([sample, sample.square().sum(1, keepdim=True)], 1)[summed]
+        return torch.cat([sample, (sample / self._weight).square().sum(1, keepdim=True)], 1)[summed]
 
     def take_aside(self, total: Tensor) -> None:
         assert self._summed is not None

@@ -69,6 +69,7 @@ class StepSettings(NamedTuple):
         max_norm: The user's threshold for clipping the averaged gradient; None for none.
         rates: The learning rate of each segment; empty where a step is not proportional to it.
         adam: A rule for each segment; empty where no memory keeps Adam's moments.
+        weight: Factor that was applied to the gradients already, of a replica that counts more or less in the mean.
     """
 
     momentum: Sequence[MomentumRule] = ()
@@ -76,6 +77,7 @@ class StepSettings(NamedTuple):
     max_norm: float | None = None
     rates: Sequence[float] = ()
     adam: Sequence[AdamRule] = ()
+    weight: float = 1.0
 
 
 class Step(NamedTuple):

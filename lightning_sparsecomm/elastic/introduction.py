@@ -1,6 +1,7 @@
 """What a replica says of itself in a meeting, and what it has to exchange."""
 
 import hashlib
+import math
 import warnings
 from collections.abc import Sequence
 
@@ -12,7 +13,7 @@ from lightning_sparsecomm.elastic.connections import Connections
 from lightning_sparsecomm.elastic.members import Member, Offer, Plan
 from lightning_sparsecomm.elastic.membership import short
 from lightning_sparsecomm.elastic.settings import settings_of
-from lightning_sparsecomm.elastic.units import units_of
+from lightning_sparsecomm.elastic.units import trained_since, units_of
 from lightning_sparsecomm.elastic.wire import ElasticWire
 from lightning_sparsecomm.run.gathered import gather_texts
 from lightning_sparsecomm.run.optimizers import TrackedOptimizer
@@ -82,13 +83,20 @@ def offer_of(
     """
     units, gradients = units_of(tracked), turn.moment == "gradients"
     settings = settings_of(tracked.optimizer) if gradients else ()
-    trained, since = int(not stale), 0
+    trained, since, samples = int(not stale), 0, 0 if stale else tracked.samples.next
     if not gradients:
         weights = [unit for number in wanted if isinstance(unit := units[number], DeltaShare)]
-        trained = max((unit.trained for unit in weights), default=0)
+        trained = trained_since(weights)
         since = max((unit.steps for unit in weights if unit.trained > unit.steps), default=0)
-    numbers = (trained, step_seconds)
-    return Offer(tracked.number, wanted, turn.moment, turn.step, turn.epoch, turn.length, *numbers, settings, since)
+        samples = tracked.samples.behind(trained)
+    return Offer(
+        *(tracked.number, wanted, turn.moment, turn.step, turn.epoch, turn.length, trained, step_seconds, settings),
+        *(since, _known(samples), _known(tracked.samples.behind(since))),
+    )
+
+
+def _known(samples: float) -> int | None:
+    return None if math.isnan(samples) else int(samples)
 
 
 def _trained_by(registry: Registry) -> dict[str, str]:

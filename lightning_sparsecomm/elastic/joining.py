@@ -112,6 +112,7 @@ class Joining:
                 else:
                     unit.steps = since
             tracked.steps = saved["steps"] - (tracked.number == current)
+            tracked.samples.lack(max(saved["since"], default=0))
         leading, optimizers = state["leading"], engine.registry.optimizers
         engine.registry.leading = None if leading is None else optimizers[leading]
         engine.begin()

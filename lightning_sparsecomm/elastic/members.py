@@ -30,6 +30,8 @@ class Offer(NamedTuple):
         step_seconds: Seconds that it takes for one; 0 where unknown.
         settings: Of each group of the optimizer, for gradients, as in `elastic.settings`.
         since: Of `trained`, steps since the start of an exchange in flight that others may have committed.
+        samples: Training samples behind `trained`; None where unknown.
+        samples_since: Those behind `since`.
     """
 
     optimizer: int
@@ -42,6 +44,8 @@ class Offer(NamedTuple):
     step_seconds: float = 0.0
     settings: Sequence[dict[str, Any]] = ()
     since: int = 0
+    samples: int | None = None
+    samples_since: int | None = None
 
     @classmethod
     def of(cls, fields: Sequence[Any]) -> "Offer":
@@ -194,18 +198,28 @@ def _differing(members: Sequence[Member], ranks: Sequence[int]) -> list[int]:
 
 
 def weights_of(members: Sequence[Member], plan: Plan) -> dict[int, float]:
-    """For each rank that exchanges, the factor of its change in the mean: its steps by the mean of all of theirs."""
-    trained = {}
+    """For each rank that exchanges, the factor of its change in the mean: its samples by the mean of all of theirs.
+
+    Where one does not know its samples, steps count instead, those of all.
+    """
     if len({offer.optimizer for rank in plan.exchanging if (offer := members[rank].offer) is not None}) > 1:
-        # Of several optimizers, steps are those of the one that a replica has come with.
+        # Of several optimizers, steps and samples are those of the one that a replica has come with.
         return dict.fromkeys(plan.exchanging, 1.0)
-    for rank in plan.exchanging:
-        offer, counted = members[rank].offer, members[rank].pending == plan.state
-        # One that commits only now has trained nothing since, or what it has while its exchange was in flight.
-        trained[rank] = 0 if offer is None else offer.since if counted else offer.trained
-    mean = sum(trained.values()) / len(trained)
+    trained = [_behind(members[rank], plan.state) for rank in plan.exchanging]
+    samples = [count for _, count in trained if count is not None]
+    counts = samples if len(samples) == len(trained) else [steps for steps, _ in trained]
+    mean = sum(counts) / len(counts)
     unknown = 0.0 if _by_gradients(plan.offer) else 1.0
-    return {rank: steps / mean if mean else unknown for rank, steps in trained.items()}
+    return {rank: count / mean if mean else unknown for rank, count in zip(plan.exchanging, counts)}
+
+
+def _behind(member: Member, state: str) -> tuple[int, int | None]:
+    """The steps that a member has made since its last exchange that counts in a state, and the samples behind them."""
+    offer = member.offer
+    if offer is None:
+        return 0, 0
+    # One that commits only now has trained nothing since, or what it has while its exchange was in flight.
+    return (offer.since, offer.samples_since) if member.pending == state else (offer.trained, offer.samples)
 
 
 def pace_of(rank: int, members: Sequence[Member], plan: Plan) -> float:

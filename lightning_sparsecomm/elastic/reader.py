@@ -77,6 +77,8 @@ class Reader:
         self.deal: Deal | None = None
         self.number = self.borrowed = self.fetched = 0
         self._random = random.Random(name)
+        # Samples delivered since they were last counted.
+        self._delivered = 0
         self._queue: deque[Span] = deque()
         self._fetched: deque[_Fetched] = deque()
         self._read: list[Span] = []
@@ -93,7 +95,7 @@ class Reader:
         back = [span for each in self._fetched if each.period == self._period for span in each.spans]
         self._queue.extendleft(reversed(back))
         self._fetched.clear()
-        self.fetched = 0
+        self.fetched = self._delivered = 0
         self._period += 1
         self.number += self._ended
         self._ended = False
@@ -126,10 +128,16 @@ class Reader:
             return False
         self._read.extend(spans)
         self.borrowed += borrowed
+        self._delivered += count_of(spans) + borrowed
         self._batches += 1
         self.fetched += 1
         self._ended = self.left() == 0
         return True
+
+    def count_delivered(self) -> int:
+        """How many samples were delivered in this iteration since the last call."""
+        delivered, self._delivered = self._delivered, 0
+        return delivered
 
     @property
     def over(self) -> bool:

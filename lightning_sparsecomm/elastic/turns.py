@@ -8,7 +8,7 @@ import torch
 from lightning_sparsecomm.elastic.introduction import offer_of
 from lightning_sparsecomm.elastic.meetings import Meetings
 from lightning_sparsecomm.elastic.members import NOTHING, Offer
-from lightning_sparsecomm.elastic.units import under_way_in, units_of
+from lightning_sparsecomm.elastic.units import trained_since, under_way_in, units_of
 from lightning_sparsecomm.run.optimizers import TrackedOptimizer
 from lightning_sparsecomm.sharing.share import Share, Turn
 from lightning_sparsecomm.sharing.streamed import StreamedShare
@@ -64,6 +64,8 @@ class ElasticTurns(Meetings):
     def take(self, tracked: TrackedOptimizer, due: Sequence[Share], turn: Turn) -> None:
         """Lands what is in flight if it is time, and meets others until all that is due is exchanged or in flight."""
         units = units_of(tracked)
+        if turn.moment == "weights":
+            tracked.samples.step(keep=trained_since(units))
         with self._within(tracked, turn):
             if self._lands(tracked, turn):
                 self._land()

@@ -50,6 +50,11 @@ def steps_in_flight(units: Sequence[Unit]) -> int:
     return max((unit.steps for unit in units), default=0)
 
 
+def trained_since(units: Sequence[Unit]) -> int:
+    """Optimizer steps since the last exchange that counts for certain, the most of all units; 0 for gradients."""
+    return max((unit.trained for unit in units if isinstance(unit, DeltaShare)), default=0)
+
+
 def set_pace(units: Sequence[Unit], pace: float) -> None:
     """Lets shares of weights exchange after that part of their steps."""
     for unit in units:

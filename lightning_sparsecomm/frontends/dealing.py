@@ -68,7 +68,7 @@ class DealingMixin(TrainerMixin):
 
     def _read_as(self, name: str) -> Sequence[Reader]:
         """The readers of a replica of that name, at the beginning of a fit."""
-        loaders = enumerate(_loaders(self._trainer))
+        loaders = enumerate(loaders_of(self._trainer))
         self.readers = {number: Reader(name, each.loading) for number, each in loaders if hasattr(each, "loading")}
         for number, reader in self.readers.items():
             saved = self._samples.get(number)
@@ -94,7 +94,7 @@ class DealingMixin(TrainerMixin):
 
     def _reader_of(self, loader: Any) -> Reader | None:
         """What this replica reads of a loader; None before it has met others."""
-        numbers = [number for number, each in enumerate(_loaders(self._trainer)) if each is loader]
+        numbers = [number for number, each in enumerate(loaders_of(self._trainer)) if each is loader]
         reader = self.readers.get(numbers[0]) if numbers else None
         return reader if reader is not None and reader.deal is not None else None
 
@@ -275,7 +275,7 @@ def _dealt(loader: Any, strategy: DealingMixin) -> Any:
     return loader
 
 
-def _loaders(trainer: "pl.Trainer") -> list[Any]:
+def loaders_of(trainer: "pl.Trainer") -> list[Any]:
     combined = trainer.fit_loop._combined_loader
     return [] if combined is None else combined.flattened
 

@@ -24,7 +24,7 @@ from lightning_sparsecomm.elastic.suitable import check_method
 from lightning_sparsecomm.elastic.turns import ElasticTurns
 from lightning_sparsecomm.elastic.units import steps_until_exchange
 from lightning_sparsecomm.elastic.wire import ElasticWire
-from lightning_sparsecomm.frontends.dealing import DealingMixin
+from lightning_sparsecomm.frontends.counting import CountingMixin
 from lightning_sparsecomm.frontends.expected import expected
 from lightning_sparsecomm.frontends.progress import follow, progress_of
 from lightning_sparsecomm.frontends.reporting import get_ready, say
@@ -43,7 +43,7 @@ LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
 _AVERAGING = ("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging")
 
 
-class ElasticTrainerMixin(DealingMixin):
+class ElasticTrainerMixin(CountingMixin):
     """Trains one replica of several, which may come and go at any time.
 
     Each replica is a Trainer of its own with `devices=1`, started by itself, on any machine that reaches the
@@ -88,7 +88,7 @@ class ElasticTrainerMixin(DealingMixin):
                 without it.
             patience: How long a replica waits for others to come to an exchange.
             adapt_steps: Whether a replica that is slower than the fastest one makes fewer steps between exchanges, so
-                that none waits for it. Changes count by the steps behind them in any case.
+                that none waits for it. Changes count by the samples behind them in any case.
             membership_log: A file of this replica's own, to which it appends a line of JSON with each change of members
                 that it sees (time, round, who is there, who has joined or gone, and why) and with each meeting, from
                 which `sparsecomm replay` makes the run again. None for no file.

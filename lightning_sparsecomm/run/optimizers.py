@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lightning_sparsecomm.run.sample_counts import SampleCounts
 from lightning_sparsecomm.sharing.around_update import AroundUpdate
 from lightning_sparsecomm.sharing.gradients import NamedParameters
 from lightning_sparsecomm.sharing.method import Method
@@ -31,6 +32,7 @@ class TrackedOptimizer:
         parts: The same parameters with their names, by sync.
         shares: The share of each sync. A `BucketSync` has one only for parameters that are in none of DDP's buckets.
         steps: Optimizer steps finished.
+        samples: Training samples behind the last of them, for replicas that come and go.
         shared: Whether the next step's gradients are shared already.
         torn: Whether an error has ended the last step after its gradients were shared.
         skips: Whether the next step is skipped, because the loss scaler found a gradient that is not finite.
@@ -55,6 +57,7 @@ class TrackedOptimizer:
     parts: list[tuple[Sync, NamedParameters]] = field(default_factory=list)
     shares: dict[Sync, Share] = field(default_factory=dict)
     steps: int = 0
+    samples: SampleCounts = field(default_factory=SampleCounts)
     shared: bool = False
     torn: bool = False
     skips: bool = False

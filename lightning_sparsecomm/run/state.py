@@ -169,7 +169,8 @@ class RunState:
                 self._load(former, saved | {"members": set(saved["members"]) - names})
             else:
                 self._registry.replace(former, tracked)
-            self._load(tracked, {"steps": max(tracked.steps, former.steps), "members": names, "held": taken})
+            new = {"steps": max(tracked.steps, former.steps), "members": names, "held": taken}
+            self._load(tracked, saved | new)
 
     def _saved(self, tracked: TrackedOptimizer) -> State:
         held: Saved = {}
@@ -182,7 +183,9 @@ class RunState:
             held[_OWED] = {
                 name: tracked.owed[id(parameter)] for name, parameter in named if id(parameter) in tracked.owed
             }
-        return {"steps": tracked.steps, "members": [name for name, _ in named], "held": held}
+        counted = tracked.samples.state_dict()
+        own = {"samples": counted} if counted else {}
+        return {"steps": tracked.steps, "members": [name for name, _ in named], "held": held, **own}
 
     def _of_optimizer(self, tracked: TrackedOptimizer) -> Saved:
         """The optimizer's own state, and whether its momentum has begun where a takeover keeps that."""
@@ -195,6 +198,7 @@ class RunState:
     def _load(self, tracked: TrackedOptimizer, saved: State, in_common: bool = False) -> list[str]:
         members, held = set(saved["members"]), saved["held"]
         tracked.steps = saved["steps"]
+        tracked.samples.load_state_dict(saved.get("samples", ()))
         known = self._registry.held_by(tracked.optimizer)
         named = {name: parameter for name, parameter in known if name in members}
         if not named:

@@ -87,7 +87,7 @@ class GradientShare(Share):
         rules = momentum_rules(self.optimizer, self.parameters) if self._applies_momentum else ()
         rates = learning_rates(self.optimizer, self.parameters) if self._follows_rate else ()
         adam = adam_rules(self.optimizer, self.parameters) if self._adam is not None else ()
-        return StepSettings(rules, turn.gradient_norm, turn.max_norm, rates, adam)
+        return StepSettings(rules, turn.gradient_norm, turn.max_norm, rates, adam, self.weight)
 
     def exchange(self) -> None:
         if self._waiting is None:

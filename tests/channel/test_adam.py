@@ -77,6 +77,36 @@ def test_noise_is_averaged_over_ranks_and_what_is_common_is_not(common: bool, fa
     assert ratio == pytest.approx(factor, rel=0.15)
 
 
+def test_a_weight_counts_once_and_not_in_squares() -> None:
+    """Two ranks whose gradients have weights: the mean of directions is that of weighted first moments."""
+    generator, settings = torch.Generator().manual_seed(1), [AdamRule()] * 2
+    memories, plain = {0.5: bound(), 1.5: bound()}, {0.5: bound(), 1.5: bound()}
+    for _ in range(4):
+        for weight, memory in memories.items():
+            gradient = torch.randn(5, generator=generator)
+            alone = direction(plain[weight], gradient, AdamRule())
+            parts, context = LAYOUT.views(gradient * weight), Round(LAYOUT)
+            given = Contribution(parts, StepSettings(adam=settings, weight=weight))
+            x = memory.prepare(given, context).vector(LAYOUT, torch.float32, CPU).flat
+            assert x is not None
+            memory.commit(Exchanged(x, x, [True, True]), context)
+            torch.testing.assert_close(x, weight * alone, rtol=1e-5, atol=1e-6)
+
+
+def test_squares_that_ranks_sum_are_without_a_weight() -> None:
+    memory, plain = bound(), bound()
+    sums = []
+    for each, weight in ((memory, 0.25), (plain, 1.0)):
+        gradient, context = torch.arange(5.0) - 1, Round(LAYOUT, world_size=2)
+        given = Contribution(LAYOUT.views(gradient * weight), StepSettings(adam=[AdamRule()] * 2, weight=weight))
+        each.prepare(given, context).vector(LAYOUT, torch.float32, CPU)
+        aside = each.aside(context)
+        assert aside is not None
+        sums.append(aside.view(2, 9))
+    torch.testing.assert_close(sums[0][:, :-1], 0.25 * sums[1][:, :-1])
+    torch.testing.assert_close(sums[0][:, -1], sums[1][:, -1])
+
+
 def test_a_gap_leaves_moments_and_steps_alone() -> None:
     memory = bound()
     direction(memory, torch.ones(5), AdamRule())

@@ -86,6 +86,36 @@ def test_changes_count_by_the_steps_behind_them() -> None:
     assert weights_of(nothing, plan_of(nothing, 1)) == {0: 1.0, 1: 1.0}
 
 
+def test_changes_count_by_the_samples_behind_them() -> None:
+    def trained(steps: int, samples: int | None, **options: object) -> Member:
+        return _after(steps, **options)._replace(offer=OFFER._replace(trained=steps, samples=samples))  # type: ignore[arg-type]
+
+    new = member("c", NOTHING, 0, offer=None)
+    members = [trained(10, 80), trained(10, 240), new]
+    assert weights_of(members, plan_of(members, 1)) == {0: 0.5, 1: 1.5}
+    # Three times as many steps with a third of the batch.
+    alike = [trained(30, 7 * 30), trained(10, 7 * 30), trained(15, 7 * 30)]
+    assert weights_of(alike, plan_of(alike, 1)) == dict.fromkeys(range(3), 1.0)
+    # It knows that it has trained nothing, though others do by now.
+    joined = [trained(10, 0), trained(10, 30), trained(10, 60)]
+    assert weights_of(joined, plan_of(joined, 1)) == {0: 0.0, 1: 1.0, 2: 2.0}
+    nothing = [trained(3, 0), trained(3, 0)]
+    assert weights_of(nothing, plan_of(nothing, 1)) == {0: 1.0, 1: 1.0}
+    assert Member.from_json(members[1].to_json()) == members[1]
+    # Of those that exchange, one does not know its samples: steps count for all.
+    unknown = [trained(10, 80), trained(30, None), trained(20, 10_000)]
+    assert weights_of(unknown, plan_of(unknown, 1)) == {0: 0.5, 1: 1.5, 2: 1.0}
+
+
+def test_gradients_count_by_the_samples_of_the_step() -> None:
+    offer = OFFER._replace(moment="gradients", trained=1)
+    counts: list[tuple[int, int | None]] = [(0, 0), (1, 8), (1, 24)]
+    members = [member("a", offer=offer._replace(trained=each, samples=samples)) for each, samples in counts]
+    assert weights_of(members, plan_of(members, 1)) == {0: 0.0, 1: 0.75, 2: 2.25}
+    members[2] = member("c", offer=offer)
+    assert weights_of(members, plan_of(members, 1)) == {0: 0.0, 1: 1.5, 2: 1.5}
+
+
 def test_with_several_optimizers_all_count_alike() -> None:
     members = [_after(10), member("b", offer=OFFER._replace(trained=30, optimizer=1))]
     assert weights_of(members, plan_of(members, 1)) == {0: 1.0, 1: 1.0}
@@ -100,6 +130,9 @@ def test_one_that_commits_only_now_counts_by_what_it_has_trained_in_flight() -> 
     in_doubt = member("a", pending="t", offer=OFFER._replace(trained=12, since=2))
     plan = plan_of([in_doubt, _after(10, state="t", round_=4)], 1)
     assert weights_of([in_doubt, _after(10, state="t", round_=4)], plan) == {0: 2 / 6, 1: 10 / 6}
+    numbered = in_doubt._replace(offer=OFFER._replace(trained=12, since=2, samples=96, samples_since=16))
+    other = member("b", "t", 4, offer=OFFER._replace(trained=2, samples=48))
+    assert weights_of([numbered, other], plan_of([numbered, other], 1)) == {0: 0.5, 1: 1.5}
     # If nobody has committed to its exchange, all of it counts.
     both = [in_doubt, _after(10)]
     assert weights_of(both, plan_of(both, 1)) == {0: 12 / 11, 1: 10 / 11}

@@ -27,6 +27,7 @@ from lightning_sparsecomm.strategies.pytorch_lightning import ElasticSparseCommS
 from tests.distributed.launch import QUIET
 from tests.elastic.flying import BOOKS
 from tests.elastic.replicas import TIMEOUTS
+from tests.elastic.weighing import SCALE
 
 EXCHANGES = ("weight updates", "gradients")
 
@@ -120,13 +121,14 @@ def train(
     check_replicas_every: int | None = 1000,
     membership_log: str | None = None,
     save_every: int | None = None,
+    batch_size: int = 8,
     **options: Any,
 ) -> dict[str, Any]:
     """Trains, and returns what the replica ends with. `before` is called first, to alter what is to be altered."""
     PIPE.append(pipe)
     before()
     torch.manual_seed(seed)
-    batches = DataLoader(torch.randn(80, 6), batch_size=8)
+    batches = DataLoader(torch.randn(10 * batch_size, 6), batch_size=batch_size)
     model = (TwoOptimizers if two else Model)(pipe, seed, stops, width)
     written: list[str] = []
     strategy = ElasticSparseCommStrategy(
@@ -160,6 +162,7 @@ def train(
         "began_with": model.began_with,
         "law": LAW.error() if LAW.taken is not None else None,
         "flights": BOOKS.report(),
+        "scale": SCALE.said,
     }
 
 
@@ -191,7 +194,7 @@ def check_resumed(results: list[dict[str, Any]], steps: int) -> None:
 
 
 class _Law:
-    """What one replica has taken in, has sent, and holds: sent + held = taken in."""
+    """What one replica has taken in by its weight in the mean, has sent, and holds: sent + held = taken in."""
 
     def __init__(self) -> None:
         self.taken: Tensor | None = None
@@ -207,7 +210,8 @@ class _Law:
             # Kernels are compiled by taking steps on small stand-ins.
             if isinstance(share.wire, ElasticWire):
                 # In a turn, the weights hold their changes.
-                self.taken = self.taken + torch.cat([change.flatten().double() for change, _ in share._changed])
+                changes = torch.cat([change.flatten().double() for change, _ in share._changed])
+                self.taken = self.taken + changes * share.weight
                 self.channel = share.channel
             commit(share)
 
@@ -413,6 +417,11 @@ def spoil(step: int) -> Callable[[], None]:
 
 def watch_the_law() -> None:
     LAW.watch()
+
+
+def weigh_it() -> None:
+    """Alters this process: it notes how much it counts in each exchange."""
+    SCALE.watch(Model)
 
 
 def wait_for_the_start() -> None:

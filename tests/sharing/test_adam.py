@@ -7,10 +7,12 @@ import torch
 from torch import nn
 from torch.optim import Adam, AdamW
 
+from lightning_sparsecomm.basis import Wire
 from lightning_sparsecomm.channel import AdamRule, Channel, ErrorFeedback, LocalAdam
 from lightning_sparsecomm.exchange import DenseAllReduce
-from lightning_sparsecomm.sharing import GradientSync
+from lightning_sparsecomm.sharing import GradientSync, Turn
 from lightning_sparsecomm.sharing.adam import AdamTakeover, adam_rules
+from lightning_sparsecomm.sharing.gradient_share import GradientShare
 
 
 def taken_over(optimizer: Adam, *weights: nn.Parameter) -> AdamTakeover:
@@ -112,3 +114,20 @@ def test_settings_that_cannot_be_followed_are_refused() -> None:
 def test_what_needs_gradients_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="local must be 'none' and mask_momentum False with LocalAdam"):
         GradientSync(Channel(DenseAllReduce(), [LocalAdam(), ErrorFeedback()]), **options)
+
+
+def test_a_replica_counts_by_its_weight(wire: Wire) -> None:
+    """Though Adam's direction has the same scale for all gradients."""
+    directions = []
+    for factor in (1.0, 1.5):
+        weight = nn.Parameter(torch.zeros(3))
+        share = GradientSync(Channel(DenseAllReduce(), [LocalAdam()])).start(Adam([weight]), [("weight", weight)], wire)
+        assert isinstance(share, GradientShare)
+        share.weight = factor
+        for step in range(3):
+            weight.grad = torch.tensor([1.0, -2.0, 0.5]) * (step + 1)
+            share.prepare(Turn("gradients", step))
+            share.exchange()
+            share.commit()
+        directions.append(weight.grad)
+    torch.testing.assert_close(directions[1], 1.5 * directions[0])
