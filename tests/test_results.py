@@ -55,7 +55,7 @@ def test_tables_of_steps(script: str, name: str, monkeypatch: pytest.MonkeyPatch
     assert [line for line in printed if line not in lines] == []
 
 
-@pytest.mark.parametrize("name", ["churn"])
+@pytest.mark.parametrize("name", ["churn", "utilization"])
 def test_tables_of_replicas(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
