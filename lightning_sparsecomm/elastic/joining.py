@@ -36,20 +36,36 @@ class Joining:
         progress: What the front end adds, such as epochs and schedules: tensors, numbers, strings, lists, dictionaries.
         follow: Takes over what another replica's `progress` has returned.
         samples: Which samples this replica reads.
+        note: What the front end has to add once the step is over in which the state was packed: a short text.
+        heed: Takes over what another replica's `note` has returned.
 
     Attributes:
         waiting: Members of the quorum that wait for the state.
-        samples: As given.
+        samples, heed: As given.
     """
 
     def __init__(
-        self, engine: Engine, progress: Callable[[], State], follow: Callable[[State], None], samples: Readers
+        self,
+        engine: Engine,
+        progress: Callable[[], State],
+        follow: Callable[[State], None],
+        samples: Readers,
+        note: Callable[[], str],
+        heed: Callable[[str], None],
     ) -> None:
         self._engine = engine
         self._progress = progress
         self._follow = follow
         self.samples = samples
+        self._note = note
+        self.heed = heed
         self.waiting: Sequence[int] = ()
+        # The round that led to the state that was sent last.
+        self._sent: int | None = None
+
+    def note(self, finished_rounds: int) -> str:
+        """What to tell all in the next meeting: something if the state was sent after the last round, else nothing."""
+        return self._note() if finished_rounds == self._sent else ""
 
     def pack(self, shared: State, steps: dict[int, int]) -> Tensor:
         """The state as bytes: `[n]` uint8, in memory of its own.
@@ -122,7 +138,7 @@ class Joining:
 
     def send(self, shared: State, steps: dict[int, int], quorum: Connections) -> int:
         """Starts to send the state to those that wait, in the background; arguments as for `pack`. Returns bytes."""
-        ranks, self.waiting = self.waiting, ()
+        ranks, self.waiting, self._sent = self.waiting, (), shared["round"]
         packed, sent = self.pack(shared, steps), 0
         for rank in ranks:
             # One that is gone already comes again.

@@ -8,6 +8,7 @@ from lightning_sparsecomm.basis.ledger import JOINING
 from lightning_sparsecomm.elastic.connections import Connections
 from lightning_sparsecomm.elastic.introduction import check_place, introduced
 from lightning_sparsecomm.elastic.joining import Joining
+from lightning_sparsecomm.elastic.lead import Lead
 from lightning_sparsecomm.elastic.members import NOTHING, Member, Offer, Plan, pace_of, plan_of, weights_of
 from lightning_sparsecomm.elastic.membership import Change, Membership
 from lightning_sparsecomm.elastic.pace import Pace
@@ -41,6 +42,7 @@ class Meetings(Turns):
         state: The name of what this replica shares with others; `NOTHING` before it has met any.
         round: Rounds that led to it.
         leads: Whether this replica has led the last round.
+        lead: Notes who leads, and how far this replica is behind others.
         membership: Who takes part.
     """
 
@@ -59,7 +61,7 @@ class Meetings(Turns):
     ) -> None:
         super().__init__(engine.registry, engine.replicas)
         self.state, self.round, self.leads = NOTHING, 0, False
-        self.membership = Membership()
+        self.lead, self.membership = Lead(joining), Membership()
         self._wire, self._quorum, self._joining = wire, quorum, joining
         self._setup, self._tell, self._stop = setup, tell, stop
         self._adapts, self._pace, self._compare_every = adapts, Pace(), compare_every
@@ -99,7 +101,8 @@ class Meetings(Turns):
         """What follows from what members of a quorum say. Returns as `_meet`. Raises `LostPeerError`."""
         quorum = self._quorum
         mine = Member(quorum.name, self.state, self.round, self._rounds.pending, 0, self._setup, offer)
-        mine = mine._replace(samples=self._joining.samples.needs())
+        note = self._joining.note(self.round)
+        mine = mine._replace(samples=self._joining.samples.needs(), behind=self.lead.behind, note=note)
         members = introduced(mine, self._registry, self._compare_every, quorum, self._wire)
         plan = plan_of(members, quorum.number)
         with self.record.meeting(quorum.name, quorum.number, plan, members, quorum.rank, self._rounds):
@@ -150,7 +153,7 @@ class Meetings(Turns):
     def _note(self, plan: Plan, members: Sequence[Member], steps: int) -> None:
         rank = self._quorum.rank
         check_place(plan, members, rank)
-        self.leads = rank == plan.leader
+        self.leads = self.lead.note(plan, members, rank)
         names = [members[each].name for each in sorted((*plan.healthy, *plan.joining))]
         change = self.membership.meet(names, plan.round, steps)
         if change is not None:

@@ -73,6 +73,8 @@ class Member(NamedTuple):
         offer: What it has to exchange.
         weights: A digest of its weights, where replicas compare them in this round; else empty.
         samples: For each dataloader whose samples are dealt out, what it has read, and what it wants.
+        behind: Steps that its run counts less than its model has made, since it was away for a while.
+        note: What the one that leads tells those that have joined in the meeting before; else empty.
     """
 
     name: str
@@ -84,6 +86,13 @@ class Member(NamedTuple):
     offer: Offer | None = None
     weights: str = ""
     samples: Sequence[Need] = ()
+    behind: int = 0
+    note: str = ""
+
+    @property
+    def progress(self) -> int:
+        """Steps by the count of its run."""
+        return self.steps - self.behind
 
     def to_json(self) -> str:
         return json.dumps(self._asdict())
@@ -107,8 +116,9 @@ class Plan(NamedTuple):
         state: What those share that exchange.
         round: Rounds that led to it.
         healthy: Ranks of those that share it, or can commit to it.
-        exchanging: Ranks of those of them that exchange; the first one leads. One that has yet to commit to the
-            exchange of gradients before has its step to make first, and no gradients of these weights.
+        exchanging: Ranks of those of them that exchange. One that has yet to commit to the exchange of gradients before
+            has its step to make first, and no gradients of these weights.
+        leader: The rank of those that exchange whose run has come furthest; the lowest among equals.
         joining: Ranks of those that get it from the leader.
         differing: Ranks of those of them that share the state by name, and have other weights than most.
         refused: Ranks of those that were set up otherwise, with the topic in which they differ.
@@ -120,15 +130,12 @@ class Plan(NamedTuple):
     round: int
     healthy: list[int]
     exchanging: list[int]
+    leader: int
     joining: list[int]
     differing: list[int]
     refused: dict[int, str]
     offer: Offer | None
     ends: bool
-
-    @property
-    def leader(self) -> int:
-        return self.exchanging[0]
 
 
 def plan_of(members: Sequence[Member], meeting: int) -> Plan:
@@ -164,9 +171,10 @@ def plan_of(members: Sequence[Member], meeting: int) -> Plan:
     offer, apart = _leading(offers)
     healthy = [rank for rank in healthy if rank not in (*differing, *apart)]
     exchanging = [rank for rank in healthy if rank in offers or not _by_gradients(members[rank].offer or offer)]
+    leader = max(exchanging, key=lambda rank: (members[rank].progress, -rank))
     joining = [rank for rank in range(len(members)) if rank not in healthy and rank not in refused]
     ends = any(each.last for rank, each in offers.items() if rank in healthy)
-    return Plan(state, round_, healthy, exchanging, joining, differing, refused, offer, ends)
+    return Plan(state, round_, healthy, exchanging, leader, joining, differing, refused, offer, ends)
 
 
 def _leading(offers: Mapping[int, Offer]) -> tuple[Offer | None, list[int]]:

@@ -206,7 +206,7 @@ class ReplayedTurns(ElasticTurns):
         flies = met.outcome == "in flight"
         units = met.offer.units if flies else list(met.offer.units)[: met.prepared]
         lost = RecordedLossError("lost in flight") if landed is not None and not landed.prepared else None
-        plan = Plan(met.state, met.round, [0], [0], [], [], {}, met.offer, False)
+        plan = Plan(met.state, met.round, [0], [0], 0, [], [], {}, met.offer, False)
         rounds.make(plan, met.offer._replace(units=units), [met.replica], self._current[1], met.weight, lost)
         self._departed = scene
         if rounds.flight is None:

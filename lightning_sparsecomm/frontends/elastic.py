@@ -24,9 +24,9 @@ from lightning_sparsecomm.elastic.suitable import check_method
 from lightning_sparsecomm.elastic.turns import ElasticTurns
 from lightning_sparsecomm.elastic.units import steps_until_exchange
 from lightning_sparsecomm.elastic.wire import ElasticWire
-from lightning_sparsecomm.frontends.counting import CountingMixin
 from lightning_sparsecomm.frontends.expected import expected
-from lightning_sparsecomm.frontends.progress import follow, progress_of
+from lightning_sparsecomm.frontends.leading import LeadingMixin
+from lightning_sparsecomm.frontends.progress import follow, steps_of
 from lightning_sparsecomm.frontends.reporting import get_ready, say
 from lightning_sparsecomm.methods import sparse_loco
 from lightning_sparsecomm.run.agreement import CHECK_REPLICAS_EVERY, facts_of_run
@@ -43,7 +43,7 @@ LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
 _AVERAGING = ("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging")
 
 
-class ElasticTrainerMixin(CountingMixin):
+class ElasticTrainerMixin(LeadingMixin):
     """Trains one replica of several, which may come and go at any time.
 
     Each replica is a Trainer of its own with `devices=1`, started by itself, on any machine that reaches the
@@ -59,7 +59,6 @@ class ElasticTrainerMixin(CountingMixin):
         turns: The exchanges of the current fit, with `turns.membership`; None before the first.
     """
 
-    turns: ElasticTurns | None = None
     _beginning = False
 
     def __init__(
@@ -73,6 +72,7 @@ class ElasticTrainerMixin(CountingMixin):
         patience: timedelta = timedelta(hours=1),
         adapt_steps: bool = False,
         membership_log: str | None = None,
+        log_each_replica: bool = False,
         **kwargs: Any,
     ) -> None:
         """Takes the method, and how to find the other replicas.
@@ -92,6 +92,7 @@ class ElasticTrainerMixin(CountingMixin):
             membership_log: A file of this replica's own, to which it appends a line of JSON with each change of members
                 that it sees (time, round, who is there, who has joined or gone, and why) and with each meeting, from
                 which `sparsecomm replay` makes the run again. None for no file.
+            log_each_replica: Whether the loggers of each replica write. By default, those of the one that leads do.
             **kwargs: Options of DDPStrategy and of DistributedDataParallel.
 
         Raises:
@@ -105,7 +106,7 @@ class ElasticTrainerMixin(CountingMixin):
         with plain_for_command_lines():
             load_torchft()
             method = method if method is not None else sparse_loco()
-            check_booleans(adapt_steps=adapt_steps)
+            check_booleans(adapt_steps=adapt_steps, log_each_replica=log_each_replica)
             check_method(method, adapt_steps)
             if kwargs.pop("uneven_inputs", False):
                 raise ValueError(
@@ -133,6 +134,7 @@ class ElasticTrainerMixin(CountingMixin):
         self.patience = patience
         self.adapt_steps = adapt_steps
         self.membership_log = membership_log
+        self.log_each_replica = log_each_replica
 
     def _make_wire(self) -> Wire:
         return ElasticWire()
@@ -182,7 +184,9 @@ class ElasticTrainerMixin(CountingMixin):
         samples = Readers(
             readers, lambda: steps_until_exchange(engine) * trainer.accumulate_grad_batches, self._note_length
         )
-        joining = Joining(engine, lambda: progress_of(trainer), self._follow, samples)
+        records = self._leading_checkpoints
+        assert records is not None
+        joining = Joining(engine, self._progress, self._follow, samples, records.to_json, records.follow)
         facts = _facts(engine, self.seed)
         facts["the number of training samples"] = str([reader.loading.size for reader in readers])
         self.turns = engine.turns = (ReplayedTurns if replaying() else ElasticTurns)(
@@ -191,15 +195,23 @@ class ElasticTrainerMixin(CountingMixin):
             self.check_replicas_every,
             Record(None if replaying() else self.membership_log),
         )
+        records.look()
         self._beginning = True
         self.turns.begin()
         self._beginning = False
         self._begin_reading()
+        self._settle_lead()
 
     def _follow(self, state: State) -> None:
+        assert self.turns is not None and self._leading_checkpoints is not None
+        self._leading_checkpoints.follow(state["checkpoints"])
+        behind = 0
         # A Trainer that is amid its training goes on by its own count.
-        if self._beginning and max(state["steps"]):
+        if not self._beginning:
+            behind = max(0, max(state["steps"]) - steps_of(self._trainer))
+        elif max(state["steps"]):
             follow(self._trainer, state)
+        self.turns.lead.behind = state["behind"] + behind
 
     def _tell(self, change: Change, leads: bool) -> None:
         if leads:
@@ -219,10 +231,6 @@ class ElasticTrainerMixin(CountingMixin):
                 f" lighthouse='http://host:29510', or set {LIGHTHOUSE} in the environment."
             )
         return address
-
-    @property
-    def _leads(self) -> bool:
-        return self.turns is None or self.turns.leads
 
 
 def _facts(engine: Engine, seed: int) -> dict[str, str]:

@@ -81,6 +81,10 @@ class Observer(Callback):
         """Euclidean norm of what this rank has not sent yet; 0 with ddp."""
         return trainer.strategy.engine.residual_norm() if isinstance(trainer.strategy, TrainerMixin) else 0.0
 
+    def writes(self, trainer: Any) -> bool:
+        """Whether this process writes what one of all does: rank 0 or, of replicas, the one that leads."""
+        return bool(trainer.is_global_zero and getattr(trainer.strategy, "writes", True))
+
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         self._plain = None
         if not isinstance(trainer.strategy, TrainerMixin):

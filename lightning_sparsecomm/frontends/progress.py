@@ -57,6 +57,11 @@ def follow(trainer: "pl.Trainer", state: State) -> None:
         warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch")
 
 
+def steps_of(trainer: "pl.Trainer") -> int:
+    """The optimizer steps that a Trainer has begun; of another, `max(progress_of(...)["steps"])`."""
+    return max(int(counter.ready) for counter in _counters(trainer))
+
+
 def _counters(trainer: "pl.Trainer") -> list[Any]:
     """The counters of optimizer steps, with automatic optimization and with manual."""
     loop = trainer.fit_loop.epoch_loop

@@ -20,9 +20,10 @@ _LONGEST_NAME = 60
 class CompressionReport(Observer):
     """Writes one self-contained HTML page: loss against bytes and time, bytes by purpose, phases, density, residual.
 
-    Rank 0 writes `NAME.run.json` and `report.html` to the folder after each epoch. The page shows all
-    runs in the folder. So for a comparison, train twice into one folder: with ddp, and with sparsecomm. Adds no
-    collective, but a broadcast at the start where `folder` is None. `sparsecomm report FOLDER` makes the page anew.
+    Rank 0 writes `NAME.run.json` and `report.html` to the folder after each epoch; of replicas that come and go, the
+    one that leads. The page shows all runs in the folder. So for a comparison, train twice into one folder: with ddp,
+    and with sparsecomm. Adds no collective, but a broadcast at the start where `folder` is None. `sparsecomm report
+    FOLDER` makes the page anew.
     A run that was resumed is one of its own: its steps go on from the checkpoint's, bytes and time begin with it.
 
     >>> import pytorch_lightning as pl
@@ -53,8 +54,8 @@ class CompressionReport(Observer):
         self.folder = None if folder is None else Path(folder)
         self.name = name
         self.every = every
-        # Known on all ranks once training begins: finding it may take all of them.
-        self._where = Path()
+        # Known on all ranks once training begins: finding it may take all of them. None before.
+        self._where: Path | None = None
         self._run: Run | None = None
         # As training began; with a resumed run, both hold what the earlier one has sent.
         self._start: Totals | None = None
@@ -68,10 +69,6 @@ class CompressionReport(Observer):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         super().on_train_start(trainer, pl_module)
-        # Lightning's log_dir is a collective.
-        self._where = self.folder or Path(trainer.log_dir or trainer.default_root_dir)
-        if trainer.is_global_zero:
-            _check_writable(self._where)
         self._start = self._last = self.totals(trainer)
         ledger, resumed_at = self.ledger_of(trainer), trainer.global_step
         # What a new run has sent before its first step, to set up, is its own.
@@ -81,11 +78,16 @@ class CompressionReport(Observer):
         expected = trainer.estimated_stepping_batches * trainer.accumulate_grad_batches
         known = 0 < expected < float("inf")
         self._interval = self.every or (max(1, int(expected) // 100) if known else max(1, trainer.log_every_n_steps))
-        name = self._chosen_name(trainer) if trainer.is_global_zero else ""
-        self._run = Run(name, type(trainer.strategy).__name__, trainer.world_size, resumed_at=resumed_at)
+        self._run = Run("", type(trainer.strategy).__name__, trainer.world_size, resumed_at=resumed_at)
+        self._where = None
+        # Of replicas that come and go, it is not known yet which one writes.
+        if not hasattr(trainer.strategy, "writes"):
+            self._open(trainer)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        if self._where is None and self.writes(trainer):
+            self._open(trainer)
         # Not before the first batch: kernels may have been compiled until now.
         self._begin = self._begin or time.perf_counter()
 
@@ -99,6 +101,16 @@ class CompressionReport(Observer):
         self._batches += 1
         if self._batches % self._interval == 0 and trainer.is_global_zero:
             self._record(trainer)
+
+    def _open(self, trainer: Any) -> Path:
+        """Finds the folder, and the run's name where this process writes. A collective, but of replicas."""
+        # Lightning's log_dir is a collective.
+        self._where = self.folder or Path(trainer.log_dir or trainer.default_root_dir)
+        if self.writes(trainer):
+            assert self._run is not None
+            _check_writable(self._where)
+            self._run.name = self._chosen_name(trainer, self._where)
+        return self._where
 
     def _record(self, trainer: Any) -> None:
         assert self._run is not None and self._last is not None and self._start is not None
@@ -125,7 +137,7 @@ class CompressionReport(Observer):
 
     def _write(self, trainer: Any) -> Path | None:
         run, ledger, start = self._run, self.ledger_of(trainer), self._start
-        if run is None or ledger is None or start is None or not trainer.is_global_zero:
+        if run is None or ledger is None or start is None or not self.writes(trainer):
             return None
         said = getattr(trainer.strategy, "announced", ())
         run.strategy = "; ".join(line.removeprefix("sparsecomm: ") for line in said) or run.strategy
@@ -139,24 +151,26 @@ class CompressionReport(Observer):
             name: float(value) for name, value in trainer.callback_metrics.items() if not name.startswith(ours)
         }
         try:
-            run.save(self._where)
-            return write_report(self._where)
+            # None on a replica that has just taken the lead.
+            where = self._where or self._open(trainer)
+            run.save(where)
+            return write_report(where)
         except (OSError, ValueError) as error:
             # A training must not end for it.
             warnings.warn(f"the report was not written: {error}", stacklevel=2)
             return None
 
-    def _chosen_name(self, trainer: Any) -> str:
+    def _chosen_name(self, trainer: Any, where: Path) -> str:
         """The user's name for the run, or one that the folder does not have yet."""
         if self.name is None:
             name = _name_of(trainer.strategy)
             if trainer.global_step:
                 name = f"{name} from step {trainer.global_step}"
             names = itertools.chain([name], (f"{name} {number}" for number in itertools.count(2)))
-            return next(each for each in names if not Run.path(self._where, each).exists())
-        if Run.path(self._where, self.name).exists():
+            return next(each for each in names if not Run.path(where, each).exists())
+        if Run.path(where, self.name).exists():
             warnings.warn(
-                f"{Run.path(self._where, self.name)} is replaced by this run. To keep both, give CompressionReport"
+                f"{Run.path(where, self.name)} is replaced by this run. To keep both, give CompressionReport"
                 " another name.",
                 stacklevel=2,
             )

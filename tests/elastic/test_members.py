@@ -1,9 +1,12 @@
 """Plans of meetings: who exchanges, who joins, and what becomes of an exchange that some replicas have committed."""
 
 import math
+from typing import cast
 
 import pytest
 
+from lightning_sparsecomm.elastic.joining import Joining
+from lightning_sparsecomm.elastic.lead import Lead
 from lightning_sparsecomm.elastic.members import NOTHING, Member, Offer, pace_of, plan_of, successor, weights_of
 
 OFFER = Offer(0, [0], "weights", 9, 0.5, 100)
@@ -33,6 +36,35 @@ def test_those_that_share_a_state_exchange() -> None:
 def test_new_ones_join_and_do_not_lead() -> None:
     plan = plan_of([member("a", NOTHING, 0, steps=0, offer=None), member("b"), member("c")], 1)
     assert (plan.healthy, plan.joining, plan.leader, plan.state) == ([1, 2], [0], 1, "s")
+
+
+def test_the_one_whose_run_has_come_furthest_leads() -> None:
+    assert plan_of([member("a", behind=4), member("b"), member("c")], 1).leader == 1
+    assert plan_of([member("a", steps=9), member("b", behind=3), member("c", steps=8)], 1).leader == 0
+
+
+@pytest.mark.parametrize(("behind", "slower", "short"), [(0, 0, 0), (4, 0, 4), (0, 3, 6)])
+def test_one_that_is_behind_the_leader_and_takes_its_place_knows_how_far(behind: int, slower: int, short: int) -> None:
+    """The leader has made 10 steps, and may make 5 more before the next meeting; a slower one makes 2."""
+    lead = Lead(cast(Joining, None))
+    offer = OFFER._replace(trained=5)
+    both = [member("a", offer=offer), member("b", steps=10 - slower, behind=behind, offer=offer)]
+    alone = [member("b", steps=15 - 2 * slower, behind=behind, offer=offer)]
+    assert lead.note(plan_of(both, 1), both, 1) is False
+    assert lead.note(plan_of(alone, 2), alone, 0) is True
+    assert lead.short == short
+    assert lead.note(plan_of(alone, 3), alone, 0) is True
+    assert lead.short == short
+
+
+def test_one_that_takes_the_lead_from_one_that_is_still_there_goes_on_at_once() -> None:
+    """Replicas that exchange fragments meet more often than once in the steps behind one's change."""
+    lead, offer = Lead(cast(Joining, None)), OFFER._replace(trained=6)
+    ahead = [member("a", steps=9, offer=offer), member("b", steps=12, offer=offer)]
+    level = [member("a", steps=12, offer=offer), member("b", steps=12, offer=offer)]
+    assert lead.note(plan_of(ahead, 1), ahead, 0) is False
+    assert lead.note(plan_of(level, 2), level, 0) is True
+    assert lead.short == 0
 
 
 def test_the_one_with_most_steps_begins_a_run() -> None:

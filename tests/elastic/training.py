@@ -117,11 +117,13 @@ def train(
     save: str | None = None,
     ckpt_path: str | None = None,
     two: bool = False,
+    kind: type[Model] = Model,
     adapt_steps: bool = False,
     check_replicas_every: int | None = 1000,
     membership_log: str | None = None,
     save_every: int | None = None,
     batch_size: int = 8,
+    log_each_replica: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """Trains, and returns what the replica ends with. `before` is called first, to alter what is to be altered."""
@@ -129,7 +131,7 @@ def train(
     before()
     torch.manual_seed(seed)
     batches = DataLoader(torch.randn(10 * batch_size, 6), batch_size=batch_size)
-    model = (TwoOptimizers if two else Model)(pipe, seed, stops, width)
+    model = (TwoOptimizers if two else kind)(pipe, seed, stops, width)
     written: list[str] = []
     strategy = ElasticSparseCommStrategy(
         method,
@@ -138,6 +140,7 @@ def train(
         adapt_steps=adapt_steps,
         check_replicas_every=check_replicas_every,
         membership_log=membership_log,
+        log_each_replica=log_each_replica,
         **TIMEOUTS,
     )
     if save is not None:
