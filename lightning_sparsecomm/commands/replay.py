@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -25,7 +26,7 @@ _ENDS = {
     "differs": "ended with OTHER BITS than in the log",
     "ended": "ended; the log does not say with which weights",
     "lost": "was lost, as in the log",
-    STOPPED: "was stopped, as another one has failed",
+    STOPPED: "was stopped, or not started, since another one did not do what its log says",
     "": "ended BEFORE its log does",
 }
 
@@ -52,11 +53,19 @@ def run(options: argparse.Namespace) -> None:
     if not command:
         raise ValueError("COMMAND must be what starts a replica; got none. Add it, such as: -- python train.py")
     scripts = scripts_of([entry for log in options.logs for entry in read(log)])
-    ends = replay(scripts, lambda environment: _start(environment, command))
+    # As an interrupt: replicas are not left behind.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        ends = replay(scripts, lambda environment: _start(environment, command))
+    except KeyboardInterrupt:
+        sys.exit("sparsecomm: the replay was stopped")
     for script in scripts:
         print(f"{script.replica} {_ENDS.get(ends[script.replica], ends[script.replica])}")
     if not all(end in ("same", "ended", "lost") for end in ends.values()):
-        sys.exit(1)
+        sys.exit(
+            "sparsecomm: not the run of the logs; start it with the same script, arguments, seeds, data and versions,"
+            " without checkpoints of the run"
+        )
 
 
 class Process(Protocol):
@@ -112,14 +121,17 @@ def _text(store: TCPStore, key: str) -> str:
 
 
 def _start(environment: dict[str, str], command: Sequence[str]) -> Process:
-    process = subprocess.Popen(
-        command,
-        env=os.environ | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-    )
+    try:
+        process = subprocess.Popen(
+            command,
+            env=os.environ | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+    except OSError as error:
+        raise ValueError(f"COMMAND must be what starts a replica; got {command[0]!r}: {error}") from error
     threading.Thread(target=_pass_on, args=(process.stdout, short(environment[REPLICA])), daemon=True).start()
     return process
 

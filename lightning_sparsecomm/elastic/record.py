@@ -93,7 +93,7 @@ class Record:
     """
 
     def __init__(self, path: str | None) -> None:
-        self._path = path
+        self._path, self._begun = path, False
         self._counts: Counter[tuple[Any, ...]] = Counter()
 
     def change(self, change: Change) -> None:
@@ -137,29 +137,36 @@ class Record:
 
     def _write(self, kind: str, entry: Entry | Change) -> None:
         if self._path is not None:
-            with open(self._path, "a") as log:
-                log.write(json.dumps({"kind": kind, **entry._asdict()}) + "\n")
+            with open(self._path, "ab") as log:
+                # A process that was killed amid a line may have written to this file before; empty lines are none.
+                log.write(b"\n" * (not self._begun) + json.dumps({"kind": kind, **entry._asdict()}).encode() + b"\n")
+                self._begun = True
 
 
 def read(path: str | Path) -> list[Entry]:
-    """The entries of a log, but for changes. Its last line may be broken off: the replica was killed then.
+    """The entries of a log, but for changes. Lines that are broken off are left out: a replica was killed then.
 
     Raises:
-        OSError: There is no such file.
-        ValueError: It is no such log.
+        ValueError: There is no such file, or it is no such log.
     """
-    lines = Path(path).read_text().splitlines()
+    try:
+        lines = Path(path).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"LOG must be a file that membership_log has written; got {str(path)!r}: {error}") from error
     entries: list[Entry] = []
     for number, line in enumerate(lines):
+        if not line:
+            continue
         try:
             fields: dict[str, Any] = json.loads(line)
             kind = fields.pop("kind")
             if kind != "change":
                 entries.append(entry_of(_KINDS[kind], fields))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            if number + 1 < len(lines) or not entries:
+            if not line.startswith('{"kind": ') or line.endswith("}"):
                 raise ValueError(
-                    f"{path} must be a log that membership_log has written; its line {number + 1} is {line[:80]!r}."
+                    f"LOG must be a file that membership_log has written; line {number + 1} of {str(path)!r} is"
+                    f" {line[:80]!r}."
                 ) from error
     return entries
 
@@ -170,4 +177,13 @@ def entry_of(kind: type[Any], fields: dict[str, Any]) -> Any:
         offer = fields["offer"]
         lists = {name: tuple(fields[name]) for name in ("members", "seconds")}
         fields = fields | lists | {"offer": None if offer is None else Offer.of(offer)}
-    return kind(**fields)
+    entry = kind(**fields)
+    for name in ("replica", "state", "leads_to", "outcome", "weights"):
+        if not isinstance(fields.get(name, ""), str):
+            raise TypeError(f"{name} is no text")
+    for name in ("number", "round", "steps", "prepared", "nth"):
+        if not isinstance(fields.get(name, 0), int):
+            raise TypeError(f"{name} is no whole number")
+    if not all(isinstance(name, str) for name in fields.get("members", ())):
+        raise TypeError("members are no names")
+    return entry

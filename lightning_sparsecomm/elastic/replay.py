@@ -108,8 +108,9 @@ class Recorded(Connections):
             self._connected(0, 1, met.number)
             return
         rank, size = met.members.index(self.name), len(met.members)
+        # Also where the same have met before: who receives the state must have it before its sender turns it away.
+        self._gather(scene.name, rank, size)
         if (connection := (met.number, met.members)) != self._connection:
-            self._gather(scene.name, rank, size)
             self._wrapped.configure(f"{self._address}/{scene.name}", self.name, rank, size)
             self._connection = connection
         self._connected(rank, size, met.number)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -79,11 +80,15 @@ def scripts_of(entries: Sequence[Entry]) -> list[Script]:
         entries: Of all logs; those of each replica in order.
 
     Raises:
-        ValueError: They are of no run, or the log of a replica is missing.
+        ValueError: They are of no run, a log is there twice, or that of a replica is missing.
     """
     met = [each for each in entries if isinstance(each, Met)]
     if not met:
         raise ValueError("logs must hold a meeting at least; these hold none. Name those of all replicas of a run.")
+    for (name, key), count in Counter((each.replica, key_of(each)) for each in met).items():
+        if count > 1 or name not in key[1]:
+            why = "it has a meeting twice" if count > 1 else "it has a meeting of others"
+            raise ValueError(f"each log must be given once; of that of {name}, {why}. Name each file once.")
     states = {each.state for each in met} | {each.leads_to for each in met if each.outcome == "counts"}
     states |= {each.state for each in entries if isinstance(each, Landed) and each.outcome == "counts"}
     counting = {

@@ -86,9 +86,15 @@ def test_the_example_is_made_again_from_its_log(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["none.jsonl", "--", "true"], "No such file or directory: 'none.jsonl'"),
+        (
+            ["none.jsonl", "--", "true"],
+            "LOG must be a file that membership_log has written; got 'none.jsonl': [Errno 2]",
+        ),
         (["log.jsonl"], "COMMAND must be what starts a replica; got none"),
-        (["log.jsonl", "--", "true"], "log.jsonl must be a log that membership_log has written; its line 1 is 'no'"),
+        (
+            ["log.jsonl", "--", "true"],
+            "membership_log has written; line 1 of 'log.jsonl' is 'no'",
+        ),
     ],
 )
 def test_a_replay_that_cannot_be_says_why(
@@ -104,6 +110,24 @@ def test_a_replay_that_cannot_be_says_why(
         main(["replay", *arguments])
     assert ended.value.code == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_replay_that_is_told_to_end_leaves_no_replica_behind(tmp_path: Path) -> None:
+    with lighthouse() as address:
+        _run("elastic.py", f"--lighthouse={address}", "--steps=40", "--log=members.jsonl", folder=tmp_path)
+    script = "import os, time; print(os.getpid(), flush=True); time.sleep(1000)"
+    command = [sys.executable, "-m", "lightning_sparsecomm", "replay", "members.jsonl"]
+    environment = os.environ | {"PYTHONPATH": str(EXAMPLES.parent)}
+    with subprocess.Popen(
+        [*command, "--", sys.executable, "-c", script], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        replica = int(process.stdout.readline().rpartition("| ")[2])
+        process.terminate()
+        assert process.wait() == 1
+    with pytest.raises(ProcessLookupError):
+        os.kill(replica, 0)
 
 
 @pytest.mark.slow

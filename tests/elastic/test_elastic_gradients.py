@@ -72,7 +72,7 @@ def test_one_is_killed_amid_an_exchange(place: str, tmp_path: Path) -> None:
     assert results[0]["steps"] == 60
     assert [change["why"] for change in results[0]["changes"] if change["gone"]] == ["lost in an exchange"]
     assert all(result["law"] < 1e-5 for result in results)
-    lines = [json.loads(line) for line in (tmp_path / "members.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (tmp_path / "members.jsonl").read_text().splitlines() if line]
     logged = [line for line in lines if line["kind"] == "change"]
     # Each that is there has noted both changes.
     assert [len(line["members"]) for line in logged].count(2) == 2

@@ -1,6 +1,7 @@
 """Runs of replicas that come and go, made again to the same bits from their logs."""
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from lightning_sparsecomm import methods
 from lightning_sparsecomm.commands.replay import Process, replay
+from lightning_sparsecomm.elastic import streams
 from lightning_sparsecomm.elastic.record import Landed, Met, read
 from lightning_sparsecomm.elastic.replay import REPLICA
 from lightning_sparsecomm.elastic.script import scripts_of
@@ -75,6 +77,14 @@ def replayed(log: Path, method: Any, seeds: dict[str, list[int]], **options: Any
 
             def before() -> None:
                 os.environ.update(environment)
+                fetch = streams.fetch
+
+                def late(*args: Any) -> None:
+                    # Longer than the others take to their next meeting.
+                    time.sleep(0.3)
+                    fetch(*args)
+
+                streams.fetch = late
 
             running.append(Running(start(train, "", name[0], seed_of[name], method, before=before, **options)))
             return running[-1]

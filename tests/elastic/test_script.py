@@ -36,16 +36,42 @@ def test_what_a_log_has_is_read_and_a_line_broken_off_is_not(tmp_path: Path) -> 
     with path.open("a") as log:
         log.write('{"kind": "mee')
     assert read(path) == entries
+    # The next process of that replica begins a line of its own.
+    Record(str(path)).end(Ended("b", 2, "cd"))
+    assert read(path) == [*entries, Ended("b", 2, "cd")]
     script = Script("a", scripts_of([met("a", "a", "s0", "")])[0].scenes, [entries[1]], "ab", ["b"])  # type: ignore[list-item]
     assert Script.from_json(script.to_json()) == script
 
 
-@pytest.mark.parametrize("text", ["no log\n", '{"kind": "meeting"}\n{"kind": "end"}\n', '[1]\n{"kind": "change"}\n'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "no log\n",
+        '{"kind": "meeting"}\n{"kind": "end"}\n',
+        '[1]\n{"kind": "change"}\n',
+        '{"kind": "end", "replica": 5, "round": 1, "weights": "ab"}\n',
+        '{"kind": "end", "replica": "a", "round": "1", "weights": "ab"}\n',
+    ],
+)
 def test_what_is_no_log_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     path.write_text(text)
-    with pytest.raises(ValueError, match=r"log\.jsonl must be a log that membership_log has written; its line 1"):
+    with pytest.raises(
+        ValueError, match=r"LOG must be a file that membership_log has written; line 1 of '.*log\.jsonl'"
+    ):
         read(path)
+    path.write_bytes(b"\x80")
+    for wrong in (path, tmp_path, tmp_path / "none"):
+        with pytest.raises(ValueError, match=rf"LOG must be a file that membership_log has written; got '{wrong}'"):
+            read(wrong)
+
+
+def test_a_log_that_is_there_twice_is_refused() -> None:
+    entries: list[Entry] = [met("a", "a", "s0", ""), met("a", "a", "s0", "")]
+    with pytest.raises(ValueError, match="each log must be given once; of that of a, it has a meeting twice"):
+        scripts_of(entries)
+    with pytest.raises(ValueError, match="of that of b, it has a meeting of others"):
+        scripts_of([met("b", "a", "s0", "")])
 
 
 def test_an_exchange_counts_if_any_replica_has_built_on_it() -> None:
@@ -129,7 +155,7 @@ def test_the_log_of_a_replica_that_is_missing_is_named() -> None:
 def test_a_log_is_lines_of_json(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     Record(str(path)).change(Change(1.5, 3, ("a:1", "b:2"), ("b:2",), (), "", 0))
-    assert json.loads(path.read_text()) == {
+    assert json.loads(path.read_text().strip()) == {
         "kind": "change",
         "time": 1.5,
         "round": 3,
