@@ -30,7 +30,7 @@ def test_tables_of_sparse_binary_compression(task: str, seeds: int, monkeypatch:
 
 
 @pytest.mark.parametrize(
-    "name", ["battery", "battery-gathered", "battery-two-bit", "powersgd", "sums", "nodes", "sparse_loco"]
+    "name", ["battery", "battery-gathered", "battery-two-bit", "powersgd", "sums", "nodes", "sparse_loco", "streaming"]
 )
 def test_table_of_the_battery(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
