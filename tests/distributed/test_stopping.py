@@ -22,7 +22,10 @@ from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
 from tests.distributed.launch import QUIET, run_ranks
 from tests.distributed.test_uneven_batches import join
 
-asks = pytest.mark.skipif(not hasattr(_TrainingEpochLoop, ASKS), reason="Lightning before 2.5.3 asks nothing")
+asks = pytest.mark.skipif(
+    not hasattr(_TrainingEpochLoop, ASKS),
+    reason="Lightning before 2.5.3 broadcasts nothing before each batch, so nothing is replaced",
+)
 
 
 def _stops_at(rank: int, told_at: int) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_sparsecomm import methods
 from lightning_sparsecomm.frontends.recorder import CompressionReport
-from tests.elastic.replicas import lighthouse, needs_torchft, replicas
+from tests.elastic.replicas import Replica, lighthouse, needs_torchft, replicas
 from tests.elastic.test_elastic_training import altered, together
 from tests.elastic.training import Model, die_in_round, equal, slowed, stop_at, train, wait_for_the_start
 
@@ -194,18 +194,23 @@ def test_the_leader_is_killed_with_exchanges_in_flight(place: str, tmp_path: Pat
     assert checkpoints_of(tmp_path) == {"last.ckpt", "step=60.ckpt"}
 
 
+def stop_until(a: Replica, b: Replica, step: int) -> None:
+    """Stops one replica (SIGSTOP) at step 12 until the other one has made its step `step`; then both go on."""
+    assert a.hear() == 12
+    os.kill(a.process.pid, signal.SIGSTOP)
+    assert b.hear() == step
+    os.kill(a.process.pid, signal.SIGCONT)
+    a.say("go on")
+    b.say("go on")
+
+
 @pytest.mark.slow
 def test_a_leader_that_was_stopped_for_long_leads_no_more(tmp_path: Path) -> None:
     """It goes on by its own count, and is behind: the other logs on."""
     with lighthouse() as address, replicas() as start:
         stops = {"a": stop_at(12), "b": stop_at(30)}
         a, b = together(start, address, DILOCO, stops, "ab", **options(tmp_path))
-        assert a.hear() == 12
-        os.kill(a.process.pid, signal.SIGSTOP)
-        assert b.hear() == 30
-        os.kill(a.process.pid, signal.SIGCONT)
-        a.say("go on")
-        b.say("go on")
+        stop_until(a, b, 30)
         results = [a.hear(), b.hear()]
     assert results[0]["steps"] < results[1]["steps"] == 60
     # Until it met the other one, it could not know: these steps are before those that the other one has logged.
@@ -218,12 +223,7 @@ def test_one_that_is_behind_and_left_alone_repeats_no_step(tmp_path: Path) -> No
     with lighthouse() as address, replicas() as start:
         stops = {"a": stop_at(12), "b": altered(slowed(0.02), stop_at(20), stop_at(38))}
         a, b = together(start, address, DILOCO, stops, "ab", **options(tmp_path))
-        assert a.hear() == 12
-        os.kill(a.process.pid, signal.SIGSTOP)
-        assert b.hear() == 20
-        os.kill(a.process.pid, signal.SIGCONT)
-        a.say("go on")
-        b.say("go on")
+        stop_until(a, b, 20)
         assert b.hear() == 38
         b.kill()
         steps = a.hear()["steps"]
