@@ -104,6 +104,14 @@ class SynchronizingMixin(SavingMixin):
         self._chooser: AutoChooser | None = None
         self.ledger = None
 
+    def setup_environment(self) -> None:
+        """Called by Lightning in each process before anything else."""
+        if getattr(self, "_start_method", "popen") == "fork":
+            # A fork has none of the threads of its parent's pool. Torch makes a new pool when the count is set next;
+            # of two threads that set it at once, one may find none ("Invalid thread pool!") or a freed one.
+            torch.set_num_threads(torch.get_num_threads())
+        super().setup_environment()  # type: ignore[misc]
+
     @property
     def engine(self) -> Engine:
         """Runs the method while a model is set up for training; a RuntimeError if none is."""

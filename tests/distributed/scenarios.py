@@ -207,6 +207,10 @@ class Harvest(pl.Callback):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        # As our strategy does in forks: under ddp, two threads of Gloo's that sum sparse tensors may do it at once.
+        torch.set_num_threads(1)
+
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         consumed: dict[str, Tensor] = {}
         for optimizer in trainer.optimizers:

@@ -130,6 +130,26 @@ def test_trainer(package: str, tmp_path: Path) -> None:
     assert 0 < warming[0]["link_bytes"] < dense[0]["link_bytes"] / 2
 
 
+@pytest.mark.parametrize("package", TRAINERS[:1] + FABRICS[:1])
+def test_forks_make_their_own_pool_of_threads(package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before there are other threads, such as Gloo's, two of which could make it at once."""
+    parent, threads, set_num_threads = os.getpid(), torch.get_num_threads(), torch.set_num_threads
+
+    def noted(count: int) -> None:
+        assert os.getpid() != parent and count == threads and not torch.distributed.is_initialized()
+        (tmp_path / f"pool of {os.getpid()}").touch()
+        set_num_threads(count)
+
+    monkeypatch.setattr(torch, "set_num_threads", noted)
+    strategy = strategy_of(package)(gradient_dropping(0.1), start_method="fork")
+    if package in TRAINERS:
+        train(package, tmp_path, strategy)
+    else:
+        fabric = importlib.import_module(package).Fabric(accelerator="cpu", devices=2, strategy=strategy)
+        fabric.launch(lambda fabric: None)
+    assert len(list(tmp_path.glob("pool of *"))) == 2
+
+
 @pytest.mark.slow
 def test_spawn(tmp_path: Path) -> None:
     ranks = fit("pytorch_lightning", tmp_path, "sparsecomm_gradient_dropping_spawn")
