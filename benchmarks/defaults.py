@@ -226,8 +226,9 @@ def run(
     rate: float,
     options: argparse.Namespace,
     prepare: Callable[[nn.Module], None] | None = None,
+    held_out: int | None = None,
 ) -> dict[str, Any]:
-    """One training; `prepare` may freeze parameters of its network.
+    """One training; `prepare` may freeze parameters of its network, and `held_out` samples suffice to evaluate it.
 
     Raises:
         DivergedError: A gradient was not finite.
@@ -240,7 +241,7 @@ def run(
     loader = DataLoader(TensorDataset(*data.train), options.batch_size, shuffle=True)
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "run.json"
-        measure = Measure(path, data.held_out)
+        measure = Measure(path, (data.held_out[0][:held_out], data.held_out[1][:held_out]))
         trainer = pl.Trainer(
             accelerator="cpu",
             devices=options.processes,

@@ -1,10 +1,11 @@
 """Every method at equal bytes on the link: three networks, and a tenth, a hundredth and a thousandth of ddp's bytes.
 
 Each method runs as its paper has it (`GALLERY`), except for one knob: how many elements, bits or columns it sends, or
-how often. The knob is set by measurement: dry runs, which are whole runs on batches of 2 at a hundredth of the learning
-rate, until one sends the budget's bytes within 5%; and runs with the first seed, if these send a tenth more or less
-than the dry run did. Nothing else is tuned; learning rates are those of `tasks.py`, which suit ddp. A method stands at
-the budget that is nearest to what it sends, and its cell says so where the two differ.
+how often. The knob is set by measurement: by dry runs, on batches of 2 at a hundredth of the learning rate, and of 60
+steps where a method exchanges in each, until one sends the budget's bytes within 5%; and by runs with the first seed,
+if these send a tenth more or less than the dry run did. Nothing else is tuned; learning rates are those of `tasks.py`,
+which suit ddp. A method stands at the budget that is nearest to what it sends, and its cell says so where the two
+differ.
 
 Biases and norms keep their first values: in networks so small they alone would take up to 1/58 of ddp's bytes, and most
 methods send them whole. Warm-ups, which would last longer than the run, are left out.
@@ -43,8 +44,8 @@ NETWORKS = ("convolution", "gpt", "lstm")
 CLOSE, TRIES = 1.05, 20
 """How near to a budget is near enough, and how many values of a knob are tried for all budgets together."""
 
-DRY_BATCH, DRY_RATE = 2, 0.01
-"""A dry run's batch, and the factor on its learning rate, so that it does not diverge."""
+DRY_BATCH, DRY_RATE, DRY_STEPS = 2, 0.01, 60
+"""A dry run's batch; the factor on its learning rate, so that it does not diverge; its steps, if all send as much."""
 
 MISLEADING = 1.1
 """The factor from a dry run's bytes to the run's above which the search goes on with runs."""
@@ -200,11 +201,14 @@ def measured(name: str, knob: float | None, task: str, seed: int, dry: bool, opt
     rate = RATES[method.rates if optimizer == "sgd" else optimizer][task] * (DRY_RATE if dry else 1)
     cell = {"method": name, "knob": knob, "strategy": method.strategy(knob, optimizer), "task": task, "seed": seed}
     cell |= {"optimizer": optimizer, "rate": rate, "dry": dry, "commit": COMMIT}
+    steps, held_out = options.steps, None
     if dry:
         options = argparse.Namespace(**vars(options) | {"batch_size": DRY_BATCH})
+        steps, held_out = steps if "every=" in method.call else min(steps, DRY_STEPS), DRY_BATCH
     begin = time.perf_counter()
     try:
-        found = run(cell["strategy"], task, optimizer, options.steps, seed, rate, options, weights_alone)
+        found = run(cell["strategy"], task, optimizer, steps, seed, rate, options, weights_alone, held_out)
+        found["link_bytes"] *= options.steps / steps  # of a whole run
     except DivergedError as error:
         found = {"diverged": error.steps, "link_bytes": error.link_bytes * options.steps / max(error.steps, 1)}
     except Exception as error:  # The others should run nevertheless; --resume tries it again.
