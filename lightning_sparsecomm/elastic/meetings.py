@@ -102,7 +102,7 @@ class Meetings(Turns):
         quorum = self._quorum
         mine = Member(quorum.name, self.state, self.round, self._rounds.pending, 0, self._setup, offer)
         note = self._joining.note(self.round)
-        mine = mine._replace(samples=self._joining.samples.needs(), behind=self.lead.behind, note=note)
+        mine = mine._replace(samples=self._joining.samples.needs(), behind=self.lead.behind, note=note, leads=self.leads)
         members = introduced(mine, self._registry, self._compare_every, quorum, self._wire)
         plan = plan_of(members, quorum.number)
         with self.record.meeting(quorum.name, quorum.number, plan, members, quorum.rank, self._rounds):

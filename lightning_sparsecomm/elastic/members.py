@@ -75,6 +75,7 @@ class Member(NamedTuple):
         samples: For each dataloader whose samples are dealt out, what it has read, and what it wants.
         behind: Steps that its run counts less than its model has made, since it was away for a while.
         note: What the one that leads tells those that have joined in the meeting before; else empty.
+        leads: Whether it has led in its last meeting.
     """
 
     name: str
@@ -88,6 +89,7 @@ class Member(NamedTuple):
     samples: Sequence[Need] = ()
     behind: int = 0
     note: str = ""
+    leads: bool = False
 
     @property
     def progress(self) -> int:
@@ -118,7 +120,8 @@ class Plan(NamedTuple):
         healthy: Ranks of those that share it, or can commit to it.
         exchanging: Ranks of those of them that exchange. One that has yet to commit to the exchange of gradients before
             has its step to make first, and no gradients of these weights.
-        leader: The rank of those that exchange whose run has come furthest; the lowest among equals.
+        leader: The rank of those that exchange whose run has come furthest; among equals, of the one that has led
+            before, or else the lowest.
         joining: Ranks of those that get it from the leader.
         differing: Ranks of those of them that share the state by name, and have other weights than most.
         refused: Ranks of those that were set up otherwise, with the topic in which they differ.
@@ -171,7 +174,7 @@ def plan_of(members: Sequence[Member], meeting: int) -> Plan:
     offer, apart = _leading(offers)
     healthy = [rank for rank in healthy if rank not in (*differing, *apart)]
     exchanging = [rank for rank in healthy if rank in offers or not _by_gradients(members[rank].offer or offer)]
-    leader = max(exchanging, key=lambda rank: (members[rank].progress, -rank))
+    leader = max(exchanging, key=lambda rank: (members[rank].progress, members[rank].leads, -rank))
     joining = [rank for rank in range(len(members)) if rank not in healthy and rank not in refused]
     ends = any(each.last for rank, each in offers.items() if rank in healthy)
     return Plan(state, round_, healthy, exchanging, leader, joining, differing, refused, offer, ends)

@@ -98,26 +98,26 @@ def checkpoints_of(folder: Path, version: str = "run") -> set[str]:
     return {path.name for path in (folder / "csv" / version / "checkpoints").iterdir() if path.suffix == ".ckpt"}
 
 
-def test_the_lead_changes_and_there_is_one_run(tmp_path: Path) -> None:
+def test_one_that_joins_does_not_take_the_lead_and_there_is_one_run(tmp_path: Path) -> None:
     given = options(tmp_path)
     with lighthouse() as address, replicas() as start:
-        b = start(train, address, "b", 1, DILOCO, (12,), **given)
+        b = start(train, address, "b", 1, DILOCO, (12, 43), **given)
         assert b.hear() == 12
-        # Its name sorts first: once it has joined, it leads.
+        # Its name sorts first: it would lead if both had begun together.
         a = start(train, address, "a", 0, DILOCO, before=wait_for_the_start, **given)
         assert a.hear() == "ready"
         a.say("go on")
         b.say("go on")
-        assert [a.hear()["steps"], b.hear()["steps"]] == [60, 60]
-    for name in ("seed", "own"):
-        rows = logged(tmp_path, name)
-        assert [step for step, _ in rows] == list(range(60))
-        by_b = sum(value == 1 for _, value in rows)
-        assert [value for _, value in rows] == [1.0] * by_b + [0.0] * (60 - by_b)
-        assert 19 <= by_b < 60
-    assert [step for step, _ in logged(tmp_path, "lr-AdamW")] == list(range(60))
+        assert b.hear() == 43
+        b.kill()
+        assert a.hear()["steps"] == 60
+    # b was killed amid its step 43. In the optimizer's step 45, a took the lead: what comes before in it is not logged.
+    steps = [*range(42), *range(44, 60)]
+    assert logged(tmp_path, "seed") == [(step, float(step < 42)) for step in steps]
+    assert logged(tmp_path, "own") == [(step, float(step < 42)) for step in steps if step != 44]
+    assert [step for step, _ in logged(tmp_path, "lr-AdamW")] == [step for step in steps if step != 44]
     assert [step for step, _ in logged(tmp_path, "mean")] == list(range(9, 60, 10))
-    assert events(tmp_path, "seed") == list(range(60))
+    assert events(tmp_path, "seed") == steps
     assert checkpoints_of(tmp_path) == {"last.ckpt", "step=60.ckpt"}
     files = {path.name for path in (tmp_path / "csv" / "run").iterdir()}
     assert files > {"metrics.csv", "hparams.yaml", "config.yaml", "checkpoints", "report.html"}

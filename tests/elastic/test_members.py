@@ -43,6 +43,14 @@ def test_the_one_whose_run_has_come_furthest_leads() -> None:
     assert plan_of([member("a", steps=9), member("b", behind=3), member("c", steps=8)], 1).leader == 0
 
 
+def test_among_equals_the_one_that_has_led_goes_on() -> None:
+    assert plan_of([member("a"), member("b", leads=True), member("c")], 1).leader == 1
+    assert plan_of([member("a", leads=True), member("b", leads=True), member("c")], 1).leader == 0
+    assert plan_of([member("a"), member("b", leads=True), member("c", behind=-1)], 1).leader == 2
+    back = member("a", NOTHING, 0, steps=9, leads=True)
+    assert plan_of([back, member("b"), member("c")], 1).leader == 1
+
+
 @pytest.mark.parametrize(("behind", "slower", "short"), [(0, 0, 0), (4, 0, 4), (0, 3, 6)])
 def test_one_that_is_behind_the_leader_and_takes_its_place_knows_how_far(behind: int, slower: int, short: int) -> None:
     """The leader has made 10 steps, and may make 5 more before the next meeting; a slower one makes 2."""
