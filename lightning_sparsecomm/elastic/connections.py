@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import ProcessGroup
 
+from lightning_sparsecomm.elastic.last_word import LastWord
 from lightning_sparsecomm.elastic.spare_parts import groups_of
 from lightning_sparsecomm.elastic.streams import Outbox, receive
 
@@ -57,6 +58,13 @@ class Connections:
     def fail(self, error: BaseException) -> None:
         """Closes all connections, so that no member waits for this one, and asks for a quorum with new ones."""
         raise NotImplementedError
+
+    def leave_word(self, word: LastWord) -> None:
+        """Leaves word of how the run has ended, for replicas that are away."""
+
+    def last_word(self, run: str) -> LastWord | None:
+        """How a run has ended that others have finished; None as far as this replica can know."""
+        return None
 
     def close(self) -> None:
         """Leaves, once what is being sent has arrived."""

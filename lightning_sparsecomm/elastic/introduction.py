@@ -37,7 +37,7 @@ def introduced(
     """
     compares = compare_every is not None and own.round and own.round % compare_every == 0 and not own.pending
     own = own._replace(
-        steps=max((tracked.steps for tracked in registry.optimizers), default=0),
+        steps=registry.steps,
         setup=own.setup | _trained_by(registry),
         weights=_weights_in_common(registry) if compares else "",
     )

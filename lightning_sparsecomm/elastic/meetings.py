@@ -6,6 +6,7 @@ from typing import Any
 
 from lightning_sparsecomm.basis.ledger import JOINING
 from lightning_sparsecomm.elastic.connections import Connections
+from lightning_sparsecomm.elastic.ending import Ending
 from lightning_sparsecomm.elastic.introduction import check_place, introduced
 from lightning_sparsecomm.elastic.joining import Joining
 from lightning_sparsecomm.elastic.lead import Lead
@@ -72,6 +73,7 @@ class Meetings(Turns):
         self._current: tuple[TrackedOptimizer, Turn] | None = None
         # Whether the state that it has got is the last one.
         self._over = False
+        self._ending = Ending(quorum)
 
     def _meet(self, offer: Offer | None) -> tuple[bool, list[Offer]]:
         """One meeting: whether this replica has got the state from another, and what it has exchanged.
@@ -102,7 +104,9 @@ class Meetings(Turns):
         quorum = self._quorum
         mine = Member(quorum.name, self.state, self.round, self._rounds.pending, 0, self._setup, offer)
         note = self._joining.note(self.round)
-        mine = mine._replace(samples=self._joining.samples.needs(), behind=self.lead.behind, note=note, leads=self.leads)
+        mine = mine._replace(
+            samples=self._joining.samples.needs(), behind=self.lead.behind, note=note, leads=self.leads
+        )
         members = introduced(mine, self._registry, self._compare_every, quorum, self._wire)
         plan = plan_of(members, quorum.number)
         with self.record.meeting(quorum.name, quorum.number, plan, members, quorum.rank, self._rounds):
@@ -112,10 +116,10 @@ class Meetings(Turns):
             if quorum.rank in plan.joining:
                 self._receive(plan)
                 self._over = plan.ends
-                if plan.ends:
-                    self._stop()
+                self._end_if(plan)
                 return True, done
             self.state, self.round = plan.state, plan.round
+            self._ending.run = self._ending.run or plan.state
             if plan.offer is not None and quorum.rank in plan.exchanging:
                 self._exchange(plan, plan.offer, members)
                 done.append(plan.offer)
@@ -148,6 +152,7 @@ class Meetings(Turns):
 
     def end(self, weights: str) -> None:
         """Training is over; `weights` is a digest of what it has ended with."""
+        self._ending.tell(self.state, self._registry.steps)
         self.record.end(Ended(self._quorum.name, self.round, weights))
 
     def _note(self, plan: Plan, members: Sequence[Member], steps: int) -> None:
@@ -159,6 +164,8 @@ class Meetings(Turns):
         if change is not None:
             self.record.change(change)
             self._tell(change, self.leads)
+            if change.gone:
+                self._ending.check((plan.state, self._rounds.pending), self._registry.steps)
 
     def _exchange(self, plan: Plan, offer: Offer, members: Sequence[Member]) -> None:
         """Makes an exchange with all that share the same state, and commits to it, or starts it in flight.
@@ -172,7 +179,11 @@ class Meetings(Turns):
             self._count(made, plan.round + 1)
             if self._adapts:
                 set_pace(made.units, pace_of(rank, members, plan))
+        self._end_if(plan)
+
+    def _end_if(self, plan: Plan) -> None:
         if plan.ends:
+            self._ending.reached = True
             self._stop()
 
     def _count(self, made: Made, round_: int) -> None:
@@ -188,7 +199,7 @@ class Meetings(Turns):
         """
         if self._joining.waiting and self._rounds.flight is None:
             steps = {} if self._current is None else {self._current[0].number: self._current[1].step + ahead}
-            shared = {"state": self.state, "round": self.round}
+            shared = {"state": self.state, "round": self.round, "run": self._ending.run}
             self._wire.ledger.record(JOINING, "send", self._joining.send(shared, steps, self._quorum))
 
     def _receive(self, plan: Plan) -> None:
@@ -196,7 +207,7 @@ class Meetings(Turns):
         counted = self._current is None or self._current[1].moment != "weights"
         number = None if self._current is None or counted else self._current[0].number
         state = self._joining.receive(self._quorum, plan.leader, number)
-        self.state, self.round = state["state"], state["round"]
+        self.state, self.round, self._ending.run = state["state"], state["round"], state["run"]
 
     @contextmanager
     def _within(self, *current: Any) -> Iterator[None]:

@@ -17,7 +17,9 @@ from torch._C._distributed_c10d import TCPStore
 from torch.torch_version import TorchVersion
 
 from lightning_sparsecomm.basis.wire import PeerError
+from lightning_sparsecomm.elastic import last_word
 from lightning_sparsecomm.elastic.connections import CONNECTING, Connections
+from lightning_sparsecomm.elastic.last_word import LastWord
 from lightning_sparsecomm.elastic.spare_parts import DaemonExecutor, NoTransport
 
 EXTRA = "pip install 'lightning-sparsecomm[elastic]'"
@@ -201,6 +203,12 @@ class Quorum(Connections):
         self._manager.report_error(error if isinstance(error, Exception) else RuntimeError(repr(error)))
         with suppress(RuntimeError, TimeoutError):
             self._manager.should_commit()
+
+    def leave_word(self, word: LastWord) -> None:
+        last_word.leave(word, self._lighthouse, load_torchft())
+
+    def last_word(self, run: str) -> LastWord | None:
+        return last_word.find(run, self._lighthouse)
 
     def close(self) -> None:
         super().close()

@@ -67,7 +67,7 @@ def steps_until_exchange(engine: Engine) -> int:
 
     One in flight may be lost once, and begin anew where it would have landed.
     """
-    steps = max((tracked.steps for tracked in engine.registry.optimizers), default=0)
+    steps = engine.registry.steps
     syncs = parts_in(engine.registry.methods[0], DeltaSync)
     every = [every_at(sync.every, steps, engine.epoch) + 2 * sync.delay for sync in syncs]
     units = [unit for tracked in engine.registry.optimizers for unit in units_of(tracked)]

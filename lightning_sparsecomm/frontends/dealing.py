@@ -117,7 +117,7 @@ class DealingMixin(TrainerMixin):
         length, fetcher = trainer.fit_loop.max_batches, trainer.fit_loop._data_fetcher
         assert fetcher is not None
         later = max(reader.batches_of_a_pass for reader in self.readers.values())
-        done = max((tracked.steps for tracked in self.engine.registry.optimizers), default=0)
+        done = self.engine.registry.steps
         self.engine.length = done + steps_left(trainer, fetcher.fetched, length, later)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:

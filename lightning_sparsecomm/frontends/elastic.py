@@ -219,7 +219,7 @@ class ElasticTrainerMixin(LeadingMixin):
 
     def _stop(self) -> None:
         # The current step is not counted yet.
-        done = max((tracked.steps for tracked in self.engine.registry.optimizers), default=0)
+        done = self.engine.registry.steps
         if (self.engine.length - done if self.readers else expected(self._trainer).left) > 1:
             self._trainer.should_stop = True
 

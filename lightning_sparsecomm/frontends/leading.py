@@ -52,7 +52,7 @@ class LeadingMixin(CountingMixin):
         """Lets this replica write, or no more, as it leads or not since the last meeting."""
         if self.turns is None:
             return
-        leads, led, steps = self.turns.leads, self._led, self._steps
+        leads, led, steps = self.turns.leads, self._led, self.engine.registry.steps
         if leads and not led:
             # What the former leader may have logged is not logged again.
             self._logs_from = steps + self.turns.lead.short
@@ -63,10 +63,6 @@ class LeadingMixin(CountingMixin):
             assert self._leading_checkpoints is not None
             self._save_config(led is None)
             self._leading_checkpoints.take_over(led is None)
-
-    @property
-    def _steps(self) -> int:
-        return max((tracked.steps for tracked in self.engine.registry.optimizers), default=0)
 
     def _save_config(self, first: bool) -> None:
         trainer, savers = self._trainer, self._savers

@@ -85,15 +85,7 @@ class SynchronizingMixin(SavingMixin):
                     f"{option} cannot be combined with a method, which takes the place of DDP's communication hook."
                     " Leave it out, or use strategy='ddp'. methods.dense(wire_dtype='bfloat16') rounds on the wire."
                 )
-        if type(seed) is not int:
-            raise TypeError(f"seed must be a whole number, equal on all ranks; got {seed!r}. Leave it out for 0.")
-        if check_replicas_every is not None and (type(check_replicas_every) is not int or check_replicas_every < 1):
-            raise ValueError(
-                "check_replicas_every must be a whole number of optimizer steps, at least 1; got"
-                f" {check_replicas_every!r}. Use None to compare replicas at the end of training only."
-            )
-        if type(uneven_inputs) is not bool:
-            raise TypeError(f"uneven_inputs must be True or False, equal on all ranks; got {uneven_inputs!r}.")
+        _check_values(seed, check_replicas_every, uneven_inputs)
         check_nodes(nodes)
         self.uneven_inputs = uneven_inputs
         self.nodes = nodes
@@ -255,6 +247,18 @@ def _check_start_method(name: object) -> None:
     """Raises `ValueError` for one that multiprocessing does not know, before it asks the operating system."""
     known = "popen", *multiprocessing.get_all_start_methods()
     check_one_of("start_method", name, known, "Leave it out for popen, which starts the script again.")
+
+
+def _check_values(seed: object, check_replicas_every: object, uneven_inputs: object) -> None:
+    if type(seed) is not int:
+        raise TypeError(f"seed must be a whole number, equal on all ranks; got {seed!r}. Leave it out for 0.")
+    if check_replicas_every is not None and (type(check_replicas_every) is not int or check_replicas_every < 1):
+        raise ValueError(
+            "check_replicas_every must be a whole number of optimizer steps, at least 1; got"
+            f" {check_replicas_every!r}. Use None to compare replicas at the end of training only."
+        )
+    if type(uneven_inputs) is not bool:
+        raise TypeError(f"uneven_inputs must be True or False, equal on all ranks; got {uneven_inputs!r}.")
 
 
 def _refuse_static_graph(given: Mapping[str, object]) -> None:

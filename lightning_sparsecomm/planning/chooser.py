@@ -241,7 +241,7 @@ class AutoChooser:
         method = self.choices[name]
         (switch if deliver else adopt)(self._engine, method)
         record.current = name
-        steps = max((tracked.steps for tracked in self._engine.registry.optimizers), default=0)
+        steps = self._engine.registry.steps
         if why:
             record.history.append({"step": steps, "method": name, "why": why})
         self._times.restart()

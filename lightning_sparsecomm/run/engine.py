@@ -94,7 +94,7 @@ class Engine:
 
         If ranks expect different numbers, the least one counts.
         """
-        done = max((tracked.steps for tracked in self.registry.optimizers), default=0)
+        done = self.registry.steps
         self.length = self.agreement.on_length(done + steps)
 
     def synchronize(self, optimizer: Optimizer, max_norm: float | None = None) -> None:

@@ -117,7 +117,7 @@ class Guards:
             with self._wire.in_step():
                 yield
             return
-        self._wire.step = max((tracked.steps for tracked in self._registry.optimizers), default=0)
+        self._wire.step = self._registry.steps
         self._hook.begin()
         try:
             with self._wire.in_step():

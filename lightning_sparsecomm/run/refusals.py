@@ -1,4 +1,4 @@
-"""Refusals of parameters that a method cannot exchange; each names the parameter."""
+"""Refusals of parameters that a method cannot exchange."""
 
 import itertools
 from collections.abc import Collection, Sequence
@@ -9,6 +9,7 @@ from torch.optim import LBFGS, Optimizer
 from lightning_sparsecomm.sharing.gradients import NamedParameters, has_sparse_gradient
 from lightning_sparsecomm.sharing.method import Method
 from lightning_sparsecomm.sharing.sync import Sync, matches
+from lightning_sparsecomm.sharing.takeover import MomentumTakeover, Takeover
 
 
 def refuse_unmatched(syncs: Sequence[Sync], names: Sequence[str]) -> None:
@@ -47,6 +48,25 @@ def refuse_sparse(methods: Sequence[Method], named: NamedParameters) -> None:
                 f" methods.split([{name!r}], methods.s2_reducer(), ...) with this method for the rest, a method"
                 " that exchanges weights, such as methods.sbc(), or a layer with sparse=False."
             )
+
+
+def refuse_complex(name: str, parameter: Parameter) -> None:
+    if parameter.is_complex():
+        raise TypeError(
+            f"parameter {name!r} is complex, which no method can take. Store it as a real tensor (torch.view_as_real),"
+            " or use strategy='ddp'."
+        )
+
+
+def refuse_ignored(takeover: Takeover | None, ignored: bool) -> None:
+    """Refuses, and ends, a takeover of momentum if DDP ignores some of the optimizer's parameters."""
+    if ignored and isinstance(takeover, MomentumTakeover):
+        takeover.close()
+        raise ValueError(
+            "the method replaces the momentum of an optimizer that also holds parameters which DDP is told to ignore"
+            " (_ddp_params_and_buffers_to_ignore), and these would have none. Give them an optimizer of their own, or"
+            " use methods.dgc(momentum_correction=False)."
+        )
 
 
 def refuse_strangers(parameters: Sequence[Parameter]) -> None:

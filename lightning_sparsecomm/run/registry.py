@@ -11,6 +11,8 @@ from lightning_sparsecomm.run.choice import directed, method_for, takeover_for
 from lightning_sparsecomm.run.nodes import Nodes
 from lightning_sparsecomm.run.optimizers import TrackedOptimizer, parameters_of
 from lightning_sparsecomm.run.refusals import (
+    refuse_complex,
+    refuse_ignored,
     refuse_lbfgs,
     refuse_misplaced,
     refuse_sparse,
@@ -26,7 +28,6 @@ from lightning_sparsecomm.sharing.gradients import NamedParameters, note_sparse_
 from lightning_sparsecomm.sharing.method import Method
 from lightning_sparsecomm.sharing.share import Share
 from lightning_sparsecomm.sharing.sync import Sync
-from lightning_sparsecomm.sharing.takeover import MomentumTakeover
 
 
 class Registry:
@@ -58,6 +59,11 @@ class Registry:
     @property
     def named(self) -> list[tuple[str, Parameter]]:
         return list(self.known.values())
+
+    @property
+    def steps(self) -> int:
+        """Finished optimizer steps, of the optimizer that has made most."""
+        return max((tracked.steps for tracked in self.optimizers), default=0)
 
     @property
     def in_buckets(self) -> bool:
@@ -109,14 +115,7 @@ class Registry:
             # Before a takeover, which may move weights itself.
             tracked.watch_updates()
         takeover = takeover_for(optimizer, method, held, tracked.members)
-        ignored = any(id(parameter) in self.ignored for parameter in parameters_of(optimizer))
-        if isinstance(takeover, MomentumTakeover) and ignored:
-            takeover.close()
-            raise ValueError(
-                "the method replaces the momentum of an optimizer that also holds parameters which DDP is told to"
-                " ignore (_ddp_params_and_buffers_to_ignore), and these would have none. Give them an optimizer of"
-                " their own, or use methods.dgc(momentum_correction=False)."
-            )
+        refuse_ignored(takeover, any(id(parameter) in self.ignored for parameter in parameters_of(optimizer)))
         # Only now: whoever catches a refusal and steps is refused again.
         tracked.method, tracked.takeover = method, takeover
 
@@ -223,11 +222,7 @@ class Registry:
                 if name in left_out:
                     self.ignored.add(id(parameter))
                     continue
-                if parameter.is_complex():
-                    raise TypeError(
-                        f"parameter {prefix + name!r} is complex, which no method can take. Store it as a real tensor"
-                        " (torch.view_as_real), or use strategy='ddp'."
-                    )
+                refuse_complex(prefix + name, parameter)
                 self.known.setdefault(id(parameter), (prefix + name, parameter))
 
 

@@ -219,6 +219,44 @@ def test_a_leader_that_was_stopped_for_long_leads_no_more(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
+def test_one_that_wakes_after_the_end_writes_nothing(tmp_path: Path) -> None:
+    """The lighthouse tells it that the others have ended the run."""
+    with lighthouse() as address, replicas() as start:
+        a, b, c = together(start, address, DILOCO, {"a": stop_at(12)}, **options(tmp_path))
+        assert a.hear() == 12
+        os.kill(a.process.pid, signal.SIGSTOP)
+        assert [b.hear()["steps"], c.hear()["steps"]] == [60, 60]
+        before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+        os.kill(a.process.pid, signal.SIGCONT)
+        a.say("go on")
+        with pytest.raises(AssertionError, match="have ended the run after 60 steps, while this one was away after 14"):
+            a.hear()
+    after = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    rows = logged(tmp_path, "seed")
+    # Until it met the lighthouse, it could not know, and had led.
+    assert sorted(rows) == [(step, float(step >= 14)) for step in range(60)]
+    changed = {path.name for path in after if after[path] != before.get(path)}
+    assert changed <= {"metrics.csv"} | {path.name for path in after if path.name.startswith("events.")}
+    folder = tmp_path / "csv" / "run" / "checkpoints"
+    assert torch.load(folder / "last.ckpt", weights_only=False)["global_step"] == 60
+
+
+@pytest.mark.slow
+def test_one_whose_others_are_lost_while_it_is_away_goes_on(tmp_path: Path) -> None:
+    with lighthouse() as address, replicas() as start:
+        a, b = together(start, address, DILOCO, {"a": stop_at(12), "b": stop_at(30)}, "ab", **options(tmp_path))
+        assert a.hear() == 12
+        os.kill(a.process.pid, signal.SIGSTOP)
+        assert b.hear() == 30
+        b.kill()
+        os.kill(a.process.pid, signal.SIGCONT)
+        a.say("go on")
+        assert a.hear()["steps"] == 60
+    # The one that was lost can remove no more what it had saved.
+    assert checkpoints_of(tmp_path) == {"last.ckpt", "step=30.ckpt", "step=60.ckpt"}
+
+
+@pytest.mark.slow
 def test_one_that_is_behind_and_left_alone_repeats_no_step(tmp_path: Path) -> None:
     with lighthouse() as address, replicas() as start:
         stops = {"a": stop_at(12), "b": altered(slowed(0.02), stop_at(20), stop_at(38))}

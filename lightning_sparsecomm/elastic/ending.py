@@ -1,0 +1,43 @@
+"""The end of a run of replicas that come and go, which those that are away then have to learn."""
+
+from collections.abc import Collection
+
+from lightning_sparsecomm.basis.wire import PeerError
+from lightning_sparsecomm.elastic.connections import Connections
+from lightning_sparsecomm.elastic.last_word import LastWord
+from lightning_sparsecomm.elastic.members import NOTHING
+
+
+class Ending:
+    """Tells others that the run has ended, or learns that from them.
+
+    Args:
+        quorum: Where word is left, and found.
+
+    Attributes:
+        run: The first state of the run; `NOTHING` before.
+        reached: Whether the run ends with the last exchange.
+    """
+
+    def __init__(self, quorum: Connections) -> None:
+        self.run, self.reached = NOTHING, False
+        self._quorum = quorum
+
+    def tell(self, state: str, steps: int) -> None:
+        """Training is over here: leaves word of it if that ends the run. Arguments as in `LastWord`."""
+        if self.reached:
+            self._quorum.leave_word(LastWord(self.run, state, steps))
+
+    def check(self, known: Collection[str], steps: int) -> None:
+        """Others that were there are gone. Raises `PeerError` if they have ended the run without this replica.
+
+        Args:
+            known: States that this replica has, or can commit to.
+            steps: Optimizer steps that it has made.
+        """
+        word = self._quorum.last_word(self.run) if self.run else None
+        if word is not None and word.state not in known:
+            raise PeerError(
+                f"the other replicas have ended the run after {word.steps} steps, while this one was away after"
+                f" {steps}. It ends too, and saves nothing: the run's last checkpoint has the weights."
+            )
