@@ -35,8 +35,8 @@ class Lead:
             there = [each.progress for each in members if each.name == self._leader]
             self.short = max(0, min([self._reached, *there]) - own.progress)
         elif not holds:
-            # One that joins gets the leader's counts.
-            ahead = leader.progress > own.progress and rank not in plan.joining
+            # One that joins may count on from where it was, behind the leader.
+            ahead = leader.progress > own.progress or rank in plan.joining
             trained = leader.offer.trained if leader.offer is not None else 0
             self._leader, self._reached = leader.name, leader.progress + trained if ahead else 0
         self._holds = holds

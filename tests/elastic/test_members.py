@@ -65,6 +65,17 @@ def test_one_that_is_behind_the_leader_and_takes_its_place_knows_how_far(behind:
     assert lead.short == short
 
 
+@pytest.mark.parametrize(("steps", "behind", "short"), [(15, 0, 0), (15, 8, 8)])
+def test_one_that_has_joined_and_takes_the_leaders_place_knows_how_far(steps: int, behind: int, short: int) -> None:
+    """It gets the leader's counts, and goes on by them, or by its own where its Trainer has been amid the training."""
+    lead, offer = Lead(cast(Joining, None)), OFFER._replace(trained=5)
+    joins = [member("a", offer=offer), member("b", NOTHING, 0, steps=2)]
+    alone = [member("b", steps=steps, behind=behind, offer=offer)]
+    assert lead.note(plan_of(joins, 1), joins, 1) is False
+    assert lead.note(plan_of(alone, 2), alone, 0) is True
+    assert lead.short == short
+
+
 def test_one_that_takes_the_lead_from_one_that_is_still_there_goes_on_at_once() -> None:
     """Replicas that exchange fragments meet more often than once in the steps behind one's change."""
     lead, offer = Lead(cast(Joining, None)), OFFER._replace(trained=6)
