@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from lightning_sparsecomm import methods
-from tests.elastic.replicas import Replica, lighthouse, needs_torchft, replicas
+from tests.elastic.replicas import LONGEST_SECONDS, Replica, lighthouse, needs_torchft, replicas
 from tests.elastic.training import (
     check_resumed,
     die_in_round,
+    die_while_receiving,
     die_while_sending,
     doubt_in_round,
     equal,
@@ -245,6 +246,38 @@ def test_the_replica_that_a_joining_one_copies_from_is_killed() -> None:
         assert a.process.exitcode == -9
     assert equal(results)
     assert results[0]["steps"] == 60
+
+
+@pytest.mark.slow
+def test_of_several_that_join_with_a_large_model_one_is_killed_amid_it() -> None:
+    """The others get their state nevertheless, of about 50 MB, and all go on."""
+    width = 400_000
+    with lighthouse() as address, replicas() as start:
+        a = start(train, address, "a", 0, DILOCO, (12, 13, 24), width=width)
+        assert a.hear() == 12
+        b, c, d = (
+            start(train, address, name, 1, DILOCO, before=before, width=width)
+            for name, before in (
+                ("b", wait_for_the_start),
+                ("c", altered(wait_for_the_start, die_while_receiving)),
+                ("d", wait_for_the_start),
+            )
+        )
+        assert [b.hear(), c.hear(), d.hear()] == ["ready"] * 3
+        for replica in (b, c, d, a):
+            replica.say("go on")
+        assert a.hear() == 13
+        a.say("go on")
+        c.process.join(LONGEST_SECONDS)
+        assert c.process.exitcode == -signal.SIGKILL
+        assert a.hear() == 24
+        a.say("go on")
+        results = [a.hear(), b.hear(), d.hear()]
+    assert equal(results)
+    assert results[0]["steps"] == 60
+    weights = results[0]["weights"]
+    assert results[0]["handed"]["state for joining replicas"] > 3 * sum(each.nbytes for each in weights.values())
+    assert len(results[0]["changes"][-1]["members"]) == 3
 
 
 @pytest.mark.slow

@@ -291,6 +291,20 @@ def die_in_round(number: int, place: str) -> Callable[[], None]:
     return before
 
 
+def die_while_receiving() -> None:
+    """Alters this process: it is killed when it has received a part of the state of another."""
+    fill, filled = streams._fill, list[int]()
+
+    def some(connection: Any, buffer: memoryview) -> bool:
+        whole = fill(connection, buffer)
+        filled.append(len(buffer))
+        if sum(filled) > 2**21:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return whole
+
+    streams._fill = some
+
+
 def die_while_sending() -> None:
     """Alters this process: it is killed when it has sent a part of the state to another that joins."""
     send, begins, done = Quorum.send, Sending._next, {"late": False}
