@@ -61,6 +61,17 @@ def test_links_lead_to_files_and_titles(page: Path) -> None:
             assert anchor in [slug(title) for title in titles], link
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_rows_are_in_tables(page: Path) -> None:
+    """Each with as many cells as its table's head; a row after other text would be shown as text."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for table in re.findall(r"(?:^\|.*\n?)+", text, re.MULTILINE):
+        _, rule, *_ = rows = table.splitlines()
+        assert re.fullmatch(r"\|(?: ?:?-+:? ?\|)+", rule), rows[0]
+        for row in rows:
+            assert len(re.findall(r"(?<!\\)\|", row)) == rule.count("|"), row
+
+
 @lru_cache
 def _patterns() -> list[re.Pattern[str]]:
     """Every long text in the source, ours and Lightning's, as a pattern: what is filled in matches anything."""
