@@ -109,6 +109,8 @@ class Ledger:
         self.clock = Clock()
         self.steps = 0
         self.clamped_elements = 0
+        # Whether others of the same run have warned of clamped values.
+        self.has_warned = False
         # Numbers of ranks of calls that are not between all, by row.
         self._sizes: dict[str, int] = {}
         # What was on the link, by row, and what ddp would have put there, while the world had other sizes; and the
@@ -141,7 +143,7 @@ class Ledger:
 
     def clamp(self, count: int, largest: float) -> None:
         """Enters values that were clamped to the largest that the wire can carry; warns of the first ones."""
-        if count and not self.clamped_elements:
+        if count and not self.clamped_elements and not self.has_warned:
             warnings.warn(
                 f"{count:,} values beyond ±{largest:,.0f}, the range of float16 on the wire, were clamped in this step."
                 " Error feedback sends the rest later; without it, that is lost. Use values='bfloat16' or"

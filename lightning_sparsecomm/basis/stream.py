@@ -79,6 +79,7 @@ class Stream:
             self._wire.closing.append(self._pool.shutdown)
         wire = copy.copy(self._beside)
         wire.ledger, wire.step, wire.row = Ledger(wire.world_size), self._wire.step, row or self._wire.row
+        wire.ledger.has_warned = self._wire.ledger.clamped_elements > 0
         return wire
 
     def start(self, work: Callable[[Wire], T], wire: Wire | None = None) -> Flight[T]:

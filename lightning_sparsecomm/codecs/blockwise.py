@@ -1,5 +1,6 @@
 """Dense vectors in a few bits for each element, and a scale or two for each block of them. See docs/formats.md."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
@@ -24,6 +25,10 @@ class DenseCodec(Protocol):
 
     @property
     def block(self) -> int: ...
+
+    @property
+    def largest(self) -> float:
+        """The largest magnitude that it can send: larger ones are clamped to it."""
 
     def size_bytes(self, count: int) -> int:
         """The bytes of a vector of `count` elements."""
@@ -84,6 +89,11 @@ class Blockwise:
             raise ValueError(
                 f"block must be a whole number, at least 1: elements that share a scale; got {self.block!r}. Use 256."
             )
+
+    @property
+    def largest(self) -> float:
+        """No magnitude is clamped."""
+        return math.inf
 
     @property
     def most(self) -> int:
@@ -180,6 +190,11 @@ class TwoBitBlocks:
                 f"block must be a whole number from 1 to 255 with 2 bits: elements that share two magnitudes; got"
                 f" {self.block!r}. Use 128."
             )
+
+    @property
+    def largest(self) -> float:
+        """The largest magnitude that it can send: larger ones are clamped to it."""
+        return TwoBit.largest
 
     def size_bytes(self, count: int) -> int:
         """The bytes of a vector of `count` elements."""

@@ -87,6 +87,7 @@ class TwoBit(Grouped):
     group: int = 64
     code: ClassVar[int] = 5
     bits: ClassVar[int] = 2
+    largest: ClassVar[float] = _LARGEST
     _kind: ClassVar[str] = "two-bit"
 
     def encode(self, values: Tensor, indices: Tensor, layout: Layout) -> Tensor:
@@ -153,8 +154,10 @@ class ThreeBit(Grouped):
     def _check_heads(self, heads: Tensor, least: Tensor) -> None:
         """Raises `PayloadError` unless all magnitudes are finite, not negative, and do not fall."""
         ratio = heads[:, 1].abs()
+        # Where the ratio is negative, the magnitudes are 0 and the first three of the sequence.
+        most = least * ratio * ratio * torch.where(heads[:, 1] < 0, 1, ratio)
         # Written so that NaN fails. Largest magnitudes have to be finite.
-        sound = (least >= 0) & ~least.signbit() & (ratio >= 1) & (least * ratio * ratio * ratio).isfinite()
+        sound = (least >= 0) & ~least.signbit() & (ratio >= 1) & most.isfinite()
         if not bool(sound.all()):
             at = int(sound.logical_not().nonzero()[0, 0])
             found = f"magnitudes at byte {4 * at} are {float(heads[at, 0])} times powers of {float(heads[at, 1])}"

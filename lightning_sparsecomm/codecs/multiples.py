@@ -91,7 +91,7 @@ class Multiples(ValueCodec):
         body, signs = section[_HEAD.size : section.numel() - sign_bytes], section[section.numel() - sign_bytes :]
         if unary_bytes > body.numel():
             raise _wrong(f"length at byte 4 is {unary_bytes}", f"at most {body.numel()}")
-        magnitudes = torch.full((1,), step, device=section.device)
+        magnitudes = torch.full((1,), step, dtype=torch.float32, device=section.device)
         if unary_bytes:
             magnitudes = _read(body[:unary_bytes], body[unary_bytes:], count).to(torch.float32) * magnitudes
             if not bool(magnitudes.isfinite().all()):

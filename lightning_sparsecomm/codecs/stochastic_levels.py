@@ -124,7 +124,8 @@ class StochasticLevels(Compressor):
         order = self._norms[self.norm]
         norms = torch.linalg.vector_norm(parts, order, 1, keepdim=True, dtype=torch.float64) * largest
         norms = norms.clamp_(max=_LARGEST).to(torch.float32)
-        draws = torch.rand(size, generator=context.rank_generator(values.device), device=values.device)
+        source = context.rank_generator(values.device)
+        draws = torch.rand(size, generator=source, dtype=torch.float32, device=values.device)
         # Where a norm is zero, or rounded to it, so is its bucket.
         parts.mul_(largest / torch.where(norms > 0, norms, torch.inf).to(values.dtype) * self.levels)
         levels = parts.view(-1)[:size].add_(draws).floor_().clamp_(max=self.levels)

@@ -154,7 +154,7 @@ class SharedMean(ValueCodec):
         if total != count:
             raise _wrong(f"has means for {total} values", count)
         repeats = torch.tensor(counts, dtype=torch.int64)
-        return torch.tensor(means).repeat_interleave(repeats, output_size=count).to(section.device)
+        return torch.tensor(means, dtype=torch.float32).repeat_interleave(repeats, output_size=count).to(section.device)
 
     def bound_bytes(self, count: int, layout: Layout) -> int | None:
         return (_MEAN.size + len(varint(count))) * min(count, sum(1 for segment in layout.segments if segment.size))

@@ -113,9 +113,9 @@ class BlockReduce(SparseExchange):
                 # Rounded up to four significant bits, as in payloads of former versions: trainings keep their bits.
                 shift = max(0, most.bit_length() - 4)
                 held = min(held, -(-most >> shift) << shift)
-            sketch = CountSketch(self.rows, max(1, math.ceil(self.sketch_ratio * held / self.rows)))
-            if self.always_sketch or sketch.rows * sketch.columns < packed.numel():
-                seed = context.shared_seed()
+            columns = max(1, math.ceil(self.sketch_ratio * held / self.rows))
+            if self.always_sketch or self.rows * columns < packed.numel():
+                sketch, seed = CountSketch(self.rows, columns), context.shared_seed()
                 with phase("encode"):
                     table = sketch.empty(packed.device, packed.dtype)
                     sketch.insert_(table, packed, seed)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -168,7 +168,14 @@ def decoded(compressor: Compressor, body: Tensor, size: int, rank: int, device: 
     return SparseVector(vector.indices.to(device), vector.values.to(device), vector.size)
 
 
-def count_clamped(sent: SparseVector | Tensor, compressor: Compressor, wire: Wire) -> None:
+class Limited(Protocol):
+    """What can send no magnitude above its largest one."""
+
+    @property
+    def largest(self) -> float: ...
+
+
+def count_clamped(sent: SparseVector | Tensor, compressor: Limited, wire: Wire) -> None:
     """Counts in the ledger what was too large to be sent as it was."""
     if compressor.largest < math.inf:
         values = sent.values if isinstance(sent, SparseVector) else sent

@@ -8,6 +8,7 @@ from lightning_sparsecomm.codecs import Envelope, PayloadError, dense_codec
 from lightning_sparsecomm.codecs.blockwise import Bits
 from lightning_sparsecomm.codecs.payload import open_envelope, seal
 from lightning_sparsecomm.exchange.base import Exchange, Exchanged, dense_values
+from lightning_sparsecomm.exchange.gather import count_clamped
 from lightning_sparsecomm.exchange.status import masked, read_envelopes, sealed_status
 
 
@@ -70,6 +71,7 @@ class QuantizedAllReduce(Exchange):
             opened = [open_envelope(each, context.layout, rank) for rank, each in enumerate(gathered)]
             shared = torch.cat([self._decoded(each.body, length, rank, values) for rank, each in enumerate(opened)])
             sent = torch.cat([self._decoded(body, length, wire.rank, values) for body in bodies])
+            count_clamped(sent, self._codec, wire)
             # What the mean lost by rounding: this rank has sent that much less.
             own = slice(wire.rank * length, (wire.rank + 1) * length)
             sent[own].sub_(mean.sub_(shared[own]), alpha=world_size)

@@ -78,7 +78,7 @@ def kept_of(region: SparseVector, k: int, context: Round, wire: Wire) -> Kept:
     Raises:
         PayloadError: What a rank told was altered.
     """
-    count, least = torch.tensor([region.values.numel()]), torch.zeros(_CLASSES)
+    count, least = torch.tensor([region.values.numel()]), torch.zeros(_CLASSES, dtype=torch.float32)
     if region.values.numel():
         ordered = region.values.abs().float().sort(descending=True).values
         least = ordered[(_ends(count) - 1).clamp(min=0).view(-1).to(ordered.device)].cpu()

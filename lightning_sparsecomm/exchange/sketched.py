@@ -109,14 +109,15 @@ class SketchedTopK(Exchange):
         values = dense_values(x, self)
         n, seed = values.numel(), context.shared_seed()
         k = self._k(n, context)
-        sketch = CountSketch(self.rows, max(1, 10 * k) if self.columns is None else self.columns)
+        columns = max(1, 10 * k) if self.columns is None else self.columns
         asked = k if self.recovery == "heavymix" else math.ceil(min(n, self.candidates * k))
         element_bytes = (WIRE_DTYPES[self.wire_dtype] or values.dtype).itemsize
-        sketch_bytes = sketch.rows * sketch.columns * element_bytes + asked * values.element_size()
+        sketch_bytes = self.rows * columns * element_bytes + asked * values.element_size()
         longer = sketch_bytes >= n * values.element_size()
         if longer and not self.always_sketch and self.recovery == "candidates":
             return self._exchange_whole(x, k, context, wire)
 
+        sketch = CountSketch(self.rows, columns)
         with phase("encode"):
             table = sketch.empty(values.device, values.dtype)
             sketch.insert_(table, values, seed)

@@ -79,7 +79,8 @@ class TernarySum(Exchange):
             bounds = [self._bound(part) for part in layout.flats(values)]
         scales = _largest_of(bounds, x, context, wire)
         with phase("encode"):
-            rounded = torch.rand(values.shape, generator=context.rank_generator(values.device), device=values.device)
+            source = context.rank_generator(values.device)
+            rounded = torch.rand(values.shape, generator=source, dtype=torch.float32, device=values.device)
             for draws, part, bound, scale in zip(layout.flats(rounded), layout.flats(values), bounds, scales):
                 # Where all ranks' tensors are zero, so is the scale.
                 chances = part.abs().clamp_(max=bound).div_(scale or math.inf)
@@ -99,7 +100,7 @@ class TernarySum(Exchange):
             # Relative to the largest, so that no square is too large or too small.
             norm = float(torch.linalg.vector_norm(part / largest, dtype=torch.float64))
             largest *= min(1.0, self.clip * norm / math.sqrt(part.numel()))
-        return float(torch.tensor(min(largest, _LARGEST)))
+        return float(torch.tensor(min(largest, _LARGEST), dtype=torch.float32))
 
     def __repr__(self) -> str:
         return f"TernarySum(clip={self.clip})"

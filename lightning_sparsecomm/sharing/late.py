@@ -170,7 +170,11 @@ class LateShare(InFlightShare[None], GradientShare):
                 return
             if self._adam is not None:
                 show_moments(self.optimizer, self.parameters, self._adam)
-            self._arrived = Arrived(landed[1], self.layout, self._rates)
+            exchanged = landed[1]
+            if isinstance(exchanged.shared, Tensor):
+                # The next exchange, which starts before this one is used, may write to the same memory.
+                exchanged = exchanged._replace(shared=exchanged.shared.clone())
+            self._arrived = Arrived(exchanged, self.layout, self._rates)
 
     def _use(self) -> None:
         """Writes what has arrived to `.grad`, in other memory than the gradients that are in flight."""

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from lightning_sparsecomm.basis.wire import Wire
-from lightning_sparsecomm.channel import Channel
-from lightning_sparsecomm.exchange import DenseAllReduce
+from lightning_sparsecomm.channel import Channel, ErrorFeedback
+from lightning_sparsecomm.exchange import DenseAllReduce, QuantizedAllReduce
 from lightning_sparsecomm.methods import dgc, gradient_dropping, sketched_sgd
 from lightning_sparsecomm.run.engine import Engine
 from lightning_sparsecomm.sharing import GradientSync, Method
@@ -96,3 +96,23 @@ def _large(rank: int, method: Method) -> tuple[int, int]:
 )
 def test_what_float16_clamps_is_said_once_and_counted(tmp_path: Path, method: Method) -> None:
     assert run_ranks(tmp_path, 2, _large, method) == [(1, 6)] * 2
+
+
+def test_what_float16_clamps_in_flight_is_said_once(tmp_path: Path) -> None:
+    """The third of three exchanges has not landed when the ledger is read."""
+    method = Method([GradientSync(Channel(DenseAllReduce("float16"), [ErrorFeedback()]), delay=1)])
+    assert run_ranks(tmp_path, 2, _large, method) == [(1, 4)] * 2
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        gradient_dropping(1.0, values="two_bit", follow_rate=False),
+        Method([GradientSync(Channel(QuantizedAllReduce(2), [ErrorFeedback()]))]),
+    ],
+)
+def test_what_two_bits_clamp_is_said_once_and_counted(tmp_path: Path, method: Method) -> None:
+    """The larger of two magnitudes is a mean, of one value or of more."""
+    for words, count in run_ranks(tmp_path, 2, _large, method):
+        assert words == 1
+        assert 3 <= count <= 6

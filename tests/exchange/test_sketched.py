@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lightning_sparsecomm.basis import Layout, Round, SparseVector, Vector, Warmup, Wire
+from lightning_sparsecomm.basis.mirror import MirrorWire
 from lightning_sparsecomm.exchange import NonFiniteGradientError, SketchedTopK
 
 LAYOUT = Layout([("weight", (40, 50)), ("bias", (7,))])
@@ -33,6 +34,22 @@ def test_the_k_largest_are_found_and_exact(wire: Wire, wire_dtype: Any) -> None:
     assert present == [True, True]
     # The table, a count for each tensor, and the candidates' values.
     assert wire.ledger.handed_bytes() == (500 + 2) * (4 if wire_dtype == "same" else 2) + 32 * 4
+
+
+def test_no_sketch_is_needed_of_a_model_that_would_have_too_large_a_one() -> None:
+    """Of 300 million elements that take no memory; a warm-up sends nearly all."""
+    size = 300_000_000
+    context = Round(Layout([("weight", (size,))]), warmup=Warmup(steps=5000, shape="inverse_time"), world_size=2)
+
+    class WholeError(Exception):
+        pass
+
+    class Exchange(SketchedTopK):
+        def _exchange_whole(self, *args: Any) -> Any:
+            raise WholeError
+
+    with pytest.raises(WholeError):
+        Exchange(0.001).exchange(Vector(torch.zeros(1).expand(size), [True]), context, MirrorWire(2))
 
 
 def test_the_vector_itself_is_sent_where_it_is_shorter(wire: Wire) -> None:

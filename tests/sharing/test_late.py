@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, RMSprop
 
-from lightning_sparsecomm.basis import Wire
+from lightning_sparsecomm.basis import Round, Vector, Wire
 from lightning_sparsecomm.basis.stream import Stream
 from lightning_sparsecomm.channel import Channel, ErrorFeedback, LocalAdam, Momentum, MomentumCorrection
 from lightning_sparsecomm.codecs import SparseCodec, TopK
-from lightning_sparsecomm.exchange import BlockReduce, DenseAllReduce, Gather, NonFiniteGradientError
+from lightning_sparsecomm.exchange import BlockReduce, DenseAllReduce, Exchanged, Gather, NonFiniteGradientError
 from lightning_sparsecomm.methods import dgc, local_adam
 from lightning_sparsecomm.run.engine import Engine
 from lightning_sparsecomm.sharing import GradientSync, Method, Sync
@@ -90,6 +90,36 @@ def flat(*tensors: Tensor) -> Tensor:
 def drawn(seed: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(4, 5, generator=generator), torch.randn(4, generator=generator)
+
+
+class Reusing(DenseAllReduce):
+    """It returns the same memory in each round."""
+
+    room = torch.zeros(24)
+
+    def exchange(self, x: Vector, context: Round, wire: Wire) -> Exchanged:
+        exchanged = super().exchange(x, context, wire)
+        return exchanged._replace(shared=self.room.copy_(exchanged.shared))
+
+
+@pytest.mark.usefixtures("wire")
+def test_the_next_exchange_may_end_before_this_one_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    commit = LateShare.commit
+
+    def last(share: LateShare) -> None:
+        if share._flight is not None:
+            share._flight._future.result()
+        commit(share)
+
+    monkeypatch.setattr(LateShare, "commit", last)
+    ends = []
+    for exchange in (DenseAllReduce(), Reusing()):
+        training = Training(Method([GradientSync(Channel(exchange, [ErrorFeedback()]), delay=1)]))
+        for step in range(4):
+            training.train(*drawn(step))
+        training.engine.settle()
+        ends.append(training.own())
+    assert torch.equal(*ends)
 
 
 @pytest.mark.usefixtures("wire")

@@ -165,6 +165,8 @@ class Reference:
         """
         if k >= x.numel():
             return x.nonzero().view(-1)
+        if k == 0:
+            return torch.zeros(0, dtype=torch.int64, device=x.device)
         magnitudes = x.abs()
         threshold = torch.topk(magnitudes, k, sorted=False).values.min()
         if threshold == 0:

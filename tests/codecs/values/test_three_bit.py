@@ -105,6 +105,10 @@ def test_three_bit_magnitudes_at_the_edges():
     decoded = codec.decode(encode(codec, values), 4, 128)
     assert decoded.tolist() == pytest.approx([-(2.0**126), 0.0, 2.0**126, 0.0], rel=0.01)
     assert codec.largest == 2.0**126
+    # Where the smallest is sent as 0, the three others reach up to the largest.
+    values = torch.tensor([0.0, *[1e30] * 126, 8e37])
+    decoded = codec.decode(encode(codec, values), 128, 128)
+    assert decoded[[0, -1]].tolist() == pytest.approx([0.0, 8e37], rel=0.01)
     spread = torch.tensor([-(2.0**126), 1.0])
     assert codec.decode(encode(ThreeBit(1), spread), 2, 1).tolist() == spread.tolist()
 
