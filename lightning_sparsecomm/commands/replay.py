@@ -19,13 +19,14 @@ from lightning_sparsecomm.elastic.script import Script, scripts_of
 
 _LOOKING_SECONDS = 0.1
 
-STOPPED = "stopped"
+STOPPED, FAILED, BROKEN = "stopped", "failed", "broke off"
 
 _ENDS = {
     "same": "ended with the same bits as in the log",
     "differs": "ended with OTHER BITS than in the log",
     "ended": "ended; the log does not say with which weights",
     "lost": "was lost, as in the log",
+    FAILED: "failed, as in the log, which ends there too",
     STOPPED: "was stopped, or not started, since another one did not do what its log says",
     "": "ended BEFORE its log does",
 }
@@ -61,7 +62,7 @@ def run(options: argparse.Namespace) -> None:
         sys.exit("sparsecomm: the replay was stopped")
     for script in scripts:
         print(f"{script.replica} {_ENDS.get(ends[script.replica], ends[script.replica])}")
-    if not all(end in ("same", "ended", "lost") for end in ends.values()):
+    if not all(end in ("same", "ended", "lost", FAILED) for end in ends.values()):
         sys.exit(
             "sparsecomm: not the run of the logs; start it with the same script, arguments, seeds, data and versions,"
             " without checkpoints of the run"
@@ -88,6 +89,7 @@ def replay(scripts: Sequence[Script], start: Callable[[dict[str, str]], Process]
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for script in scripts:
         store.set(script_key(script.replica), script.to_json())
+    by_name = {script.replica: script for script in scripts}
     waiting, running = list(scripts), dict[str, Process]()
     ends = dict.fromkeys((script.replica for script in scripts), STOPPED)
     try:
@@ -98,9 +100,9 @@ def replay(scripts: Sequence[Script], start: Callable[[dict[str, str]], Process]
             for name, code in [(name, process.poll()) for name, process in running.items()]:
                 if code is not None:
                     del running[name]
-                    ends[name] = _text(store, end_key(name)) if code == 0 else f"failed with exit code {code}"
-            # Others would wait for one that has failed.
-            if any(end.startswith("failed") for end in ends.values()) or (waiting and not running):
+                    ends[name] = _end_of(by_name[name], code, store)
+            # Others would wait for one that has failed before its log ends.
+            if any(end.startswith(BROKEN) for end in ends.values()) or (waiting and not running):
                 return ends
             time.sleep(_LOOKING_SECONDS)
     finally:
@@ -109,6 +111,15 @@ def replay(scripts: Sequence[Script], start: Callable[[dict[str, str]], Process]
         for process in running.values():
             process.wait()
     return ends
+
+
+def _end_of(script: Script, code: int, store: TCPStore) -> str:
+    """How a replica has ended. Its own error comes again in a replay: it was lost by that in the run, too."""
+    if code == 0:
+        return _text(store, end_key(script.replica))
+    last = next((scene.name for scene in reversed(script.scenes) if scene.counts), None)
+    at_its_end = not script.weights and _text(store, place_key(script.replica)) == last
+    return FAILED if at_its_end else f"{BROKEN} with exit code {code}"
 
 
 def _is_due(script: Script, store: TCPStore) -> bool:

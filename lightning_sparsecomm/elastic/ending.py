@@ -1,7 +1,5 @@
 """The end of a run of replicas that come and go, which those that are away then have to learn."""
 
-from collections.abc import Collection
-
 from lightning_sparsecomm.basis.wire import PeerError
 from lightning_sparsecomm.elastic.connections import Connections
 from lightning_sparsecomm.elastic.last_word import LastWord
@@ -28,16 +26,24 @@ class Ending:
         if self.reached:
             self._quorum.leave_word(LastWord(self.run, state, steps))
 
-    def check(self, known: Collection[str], steps: int) -> None:
+    def is_with(self, state: str) -> bool:
+        """Whether others have ended the run with this state."""
+        word = self._word()
+        return word is not None and word.state == state
+
+    def check(self, state: str, steps: int) -> None:
         """Others that were there are gone. Raises `PeerError` if they have ended the run without this replica.
 
         Args:
-            known: States that this replica has, or can commit to.
+            state: What this replica shares with those that are left.
             steps: Optimizer steps that it has made.
         """
-        word = self._quorum.last_word(self.run) if self.run else None
-        if word is not None and word.state not in known:
+        word = self._word()
+        if word is not None and word.state != state:
             raise PeerError(
                 f"the other replicas have ended the run after {word.steps} steps, while this one was away after"
                 f" {steps}. It ends too, and saves nothing: the run's last checkpoint has the weights."
             )
+
+    def _word(self) -> LastWord | None:
+        return self._quorum.last_word(self.run) if self.run else None

@@ -70,7 +70,12 @@ def check_place(plan: Plan, members: Sequence[Member], rank: int) -> None:
 
 
 def offer_of(
-    tracked: TrackedOptimizer, turn: Turn, wanted: list[int], step_seconds: float = 0.0, stale: bool = False
+    tracked: TrackedOptimizer,
+    turn: Turn,
+    wanted: list[int],
+    length: float,
+    step_seconds: float = 0.0,
+    stale: bool = False,
 ) -> Offer:
     """What a replica offers to exchange in a turn.
 
@@ -78,6 +83,7 @@ def offer_of(
         tracked: The optimizer.
         turn: This replica's own.
         wanted: Numbers of the units that are due.
+        length: Optimizer steps of the whole run; infinite where unknown.
         step_seconds: Seconds that a step takes here.
         stale: Whether its gradients are of other weights than those that it shares.
     """
@@ -91,7 +97,7 @@ def offer_of(
         samples = tracked.samples.behind(trained)
     return Offer(
         *(tracked.number, wanted, turn.moment, turn.step, turn.epoch, turn.length, trained, step_seconds, settings),
-        *(since, _known(samples), _known(tracked.samples.behind(since))),
+        *(since, _known(samples), _known(tracked.samples.behind(since)), turn.step + 1 >= length),
     )
 
 

@@ -148,7 +148,12 @@ class Joining:
 
     def _check_length(self, length: int) -> None:
         """Raises `ValueError` for a length that no replica with this model would send."""
-        tensors = (tensor for module in self._engine.registry.modules for tensor in module.state_dict().values())
+        # A module's state_dict may leave some out, or have others. What is counted twice does not matter.
+        tensors = (
+            tensor
+            for module in self._engine.registry.modules
+            for tensor in (*module.parameters(), *module.buffers(), *module.state_dict().values())
+        )
         # Anchors in up to 8 bytes for each element, and outer optimizers with up to three such numbers.
         most = sum(32 * tensor.numel() for tensor in tensors if isinstance(tensor, Tensor)) + _NAMES_BYTES
         if not 0 < length <= most:

@@ -4,6 +4,7 @@ A lighthouse keeps nothing but the names of replicas that have told that they li
 browsers, also those that are gone. So replicas that end tell that they live once more, under a name that says how.
 """
 
+import http.client
 import re
 import urllib.request
 from contextlib import suppress
@@ -51,7 +52,7 @@ def find(run: str, lighthouse: str) -> LastWord | None:
     try:
         with opener.open(f"{lighthouse.rstrip('/')}/status", timeout=_WAIT.total_seconds()) as page:
             text = page.read(_PAGE_BYTES).decode(errors="replace")
-    except (OSError, ValueError):
+    except (OSError, ValueError, http.client.HTTPException):
         return None
     found = re.search(rf"run {re.escape(run)} ended with (\w+) after (\d+) steps", text)
     return LastWord(run, found[1], int(found[2])) if found else None

@@ -6,24 +6,22 @@ from typing import Any
 
 from lightning_sparsecomm.basis.ledger import JOINING
 from lightning_sparsecomm.elastic.connections import Connections
-from lightning_sparsecomm.elastic.ending import Ending
 from lightning_sparsecomm.elastic.introduction import check_place, introduced
 from lightning_sparsecomm.elastic.joining import Joining
 from lightning_sparsecomm.elastic.lead import Lead
 from lightning_sparsecomm.elastic.members import NOTHING, Member, Offer, Plan, pace_of, plan_of, weights_of
-from lightning_sparsecomm.elastic.membership import Change, Membership
+from lightning_sparsecomm.elastic.membership import Change
+from lightning_sparsecomm.elastic.outcomes import Outcomes
 from lightning_sparsecomm.elastic.pace import Pace
-from lightning_sparsecomm.elastic.record import Ended, Landed, Outcome, Record
-from lightning_sparsecomm.elastic.rounds import Made, Rounds
-from lightning_sparsecomm.elastic.units import set_pace, steps_in_flight
+from lightning_sparsecomm.elastic.record import Record
+from lightning_sparsecomm.elastic.units import set_pace
 from lightning_sparsecomm.elastic.wire import ElasticWire, LostPeerError
 from lightning_sparsecomm.run.engine import Engine
 from lightning_sparsecomm.run.optimizers import TrackedOptimizer
-from lightning_sparsecomm.run.turn import Turns
 from lightning_sparsecomm.sharing.share import Turn
 
 
-class Meetings(Turns):
+class Meetings(Outcomes):
     """What turns among replicas have in common: each begins with a meeting, in which what is in flight has landed.
 
     Args:
@@ -40,11 +38,8 @@ class Meetings(Turns):
         record: Where meetings are noted; None for nowhere.
 
     Attributes:
-        state: The name of what this replica shares with others; `NOTHING` before it has met any.
-        round: Rounds that led to it.
         leads: Whether this replica has led the last round.
         lead: Notes who leads, and how far this replica is behind others.
-        membership: Who takes part.
     """
 
     def __init__(
@@ -60,20 +55,15 @@ class Meetings(Turns):
         compare_every: int | None = None,
         record: Record | None = None,
     ) -> None:
-        super().__init__(engine.registry, engine.replicas)
-        self.state, self.round, self.leads = NOTHING, 0, False
-        self.lead, self.membership = Lead(joining), Membership()
-        self._wire, self._quorum, self._joining = wire, quorum, joining
-        self._setup, self._tell, self._stop = setup, tell, stop
+        super().__init__(engine, wire, quorum, joining, stop, record)
+        self.lead, self.leads = Lead(joining), False
+        self._setup, self._tell = setup, tell
         self._adapts, self._pace, self._compare_every = adapts, Pace(), compare_every
-        self.record = record or Record(None)
         engine.state.without_ddp = True
-        self._rounds = Rounds(engine.registry, engine.replicas, wire, quorum)
         # The optimizer that is in a step, and whether that step is still to be counted.
         self._current: tuple[TrackedOptimizer, Turn] | None = None
         # Whether the state that it has got is the last one.
         self._over = False
-        self._ending = Ending(quorum)
 
     def _meet(self, offer: Offer | None) -> tuple[bool, list[Offer]]:
         """One meeting: whether this replica has got the state from another, and what it has exchanged.
@@ -109,6 +99,8 @@ class Meetings(Turns):
         )
         members = introduced(mine, self._registry, self._compare_every, quorum, self._wire)
         plan = plan_of(members, quorum.number)
+        if self._ended_with(plan):
+            return False, self._end_late(members)
         with self.record.meeting(quorum.name, quorum.number, plan, members, quorum.rank, self._rounds):
             done = self._rounds.settle(plan.state)
             self._note(plan, members, 0 if offer is None else offer.trained)
@@ -129,43 +121,19 @@ class Meetings(Turns):
                     self._send_waiting(1)
             return False, done
 
-    def _land(self) -> None:
-        """Waits for what is in flight, if anything is, and commits to it, or takes it back if a replica was lost."""
-        rounds = self._rounds
-        if rounds.flight is None:
-            return
-        assert rounds.made is not None
-        landed = Landed(self._quorum.name, rounds.made.state, steps_in_flight(rounds.made.units), "counts")
-        try:
-            made = rounds.land()
-        except LostPeerError as error:
-            outcome: Outcome = "lost" if rounds.made is None else "in doubt"
-            self.record.landing(landed._replace(outcome=outcome, prepared=rounds.prepared))
-            # Those that wait for the state come again.
-            self._joining.waiting = ()
-            self.membership.fail()
-            self._quorum.fail(error)
-        else:
-            self.record.landing(landed)
-            self.state, self.round = made.state, self.round + 1
-            self._joining.samples.settle(self.state)
-
-    def end(self, weights: str) -> None:
-        """Training is over; `weights` is a digest of what it has ended with."""
-        self._ending.tell(self.state, self._registry.steps)
-        self.record.end(Ended(self._quorum.name, self.round, weights))
-
     def _note(self, plan: Plan, members: Sequence[Member], steps: int) -> None:
         rank = self._quorum.rank
         check_place(plan, members, rank)
-        self.leads = self.lead.note(plan, members, rank)
         names = [members[each].name for each in sorted((*plan.healthy, *plan.joining))]
         change = self.membership.meet(names, plan.round, steps)
+        if change is not None and change.gone:
+            # If this raises, callbacks and loggers that save what is left must not: it leads no more.
+            self.leads = False
+            self._ending.check(plan.state, self._registry.steps)
+        self.leads = self.lead.note(plan, members, rank)
         if change is not None:
             self.record.change(change)
             self._tell(change, self.leads)
-            if change.gone:
-                self._ending.check((plan.state, self._rounds.pending), self._registry.steps)
 
     def _exchange(self, plan: Plan, offer: Offer, members: Sequence[Member]) -> None:
         """Makes an exchange with all that share the same state, and commits to it, or starts it in flight.
@@ -180,17 +148,6 @@ class Meetings(Turns):
             if self._adapts:
                 set_pace(made.units, pace_of(rank, members, plan))
         self._end_if(plan)
-
-    def _end_if(self, plan: Plan) -> None:
-        if plan.ends:
-            self._ending.reached = True
-            self._stop()
-
-    def _count(self, made: Made, round_: int) -> None:
-        """Commits to an exchange that all have confirmed."""
-        self._rounds.commit()
-        self.state, self.round = made.state, round_
-        self._joining.samples.settle(self.state)
 
     def _send_waiting(self, ahead: int) -> None:
         """Starts to send the state to those that wait for it; training goes on meanwhile. Not with one in flight.

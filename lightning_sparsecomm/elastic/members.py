@@ -32,6 +32,8 @@ class Offer(NamedTuple):
         since: Of `trained`, steps since the start of an exchange in flight that others may have committed.
         samples: Training samples behind `trained`; None where unknown.
         samples_since: Those behind `since`.
+        last: Whether the run of the replica that offers it is over after this. `length` does not tell: it is what the
+            method's density follows, and less where the run may end sooner.
     """
 
     optimizer: int
@@ -46,17 +48,13 @@ class Offer(NamedTuple):
     since: int = 0
     samples: int | None = None
     samples_since: int | None = None
+    last: bool = False
 
     @classmethod
     def of(cls, fields: Sequence[Any]) -> "Offer":
         """From what JSON has made of one."""
         offer = cls(*fields)
         return offer._replace(settings=tuple(offer.settings))
-
-    @property
-    def last(self) -> bool:
-        """Whether the run of the replica that offers it is over after this."""
-        return self.step + 1 >= self.length
 
 
 class Member(NamedTuple):

@@ -12,9 +12,10 @@ from lightning_sparsecomm.elastic.membership import Change
 from lightning_sparsecomm.elastic.rounds import Rounds
 from lightning_sparsecomm.elastic.wire import LostPeerError
 
-Outcome = Literal["counts", "in flight", "met", "lost", "in doubt"]
+Outcome = Literal["counts", "in flight", "met", "lost", "in doubt", "ended"]
 """What a meeting came to for one replica: it has exchanged, or got the state; has started an exchange; had no part in
-one; was among those that lost a replica; or could not know whether others have counted the exchange."""
+one; was among those that lost a replica; could not know whether others have counted the exchange; or has learnt that
+these have, and have ended the run with it."""
 
 
 class Met(NamedTuple):
@@ -126,6 +127,11 @@ class Record:
         elif rank not in plan.joining and (rank not in plan.exchanging or plan.offer is None):
             met = met._replace(outcome="met")
         self._write("meeting", met)
+
+    def late_end(self, replica: str, number: int, members: Sequence[Member], state: str, round_: int) -> None:
+        """Notes a meeting without those that have ended the run, with this state."""
+        names = tuple(member.name for member in members)
+        self._write("meeting", Met(replica, number, names, state, round_, "", "ended"))
 
     def landing(self, landed: Landed) -> None:
         """Notes the end of an exchange in flight."""

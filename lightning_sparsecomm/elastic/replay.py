@@ -10,6 +10,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from lightning_sparsecomm.basis.wire import PeerError
 from lightning_sparsecomm.elastic.connections import CONNECTING, Connections
+from lightning_sparsecomm.elastic.last_word import LastWord
 from lightning_sparsecomm.elastic.members import Member, Offer, Plan
 from lightning_sparsecomm.elastic.membership import short
 from lightning_sparsecomm.elastic.quorum import address_towards, load_torchft
@@ -128,6 +129,10 @@ class Recorded(Connections):
 
     def vote(self) -> bool:
         return True
+
+    def last_word(self, run: str) -> LastWord | None:
+        met = self.now.met
+        return LastWord(run, met.state, 0) if met.outcome == "ended" else None
 
     def fail(self, error: BaseException) -> None:
         """Ends the replay, unless the replica was lost in the recorded run."""

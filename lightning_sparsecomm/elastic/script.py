@@ -94,7 +94,7 @@ def scripts_of(entries: Sequence[Entry]) -> list[Script]:
     counting = {
         key_of(each): each
         for each in met
-        if (each.leads_to in states if each.leads_to else each.outcome in ("counts", "met"))
+        if (each.leads_to in states if each.leads_to else each.outcome in ("counts", "met", "ended"))
     }
     by_name: dict[str, list[Met]] = {name: [] for each in met for name in each.members}
     for each in met:

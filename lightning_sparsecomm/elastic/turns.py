@@ -53,7 +53,7 @@ class ElasticTurns(Meetings):
         stale = False
         while wanted := [number for number, unit in enumerate(units_of(tracked)) if unit.due(turn)]:
             with self._within(tracked, turn):
-                joined, done = self._meet(offer_of(tracked, turn, wanted, stale=stale))
+                joined, done = self._meet(self._offer(tracked, turn, wanted, stale=stale))
             if any((each.moment, each.optimizer) == (turn.moment, tracked.number) for each in done):
                 return
             if joined and self._over:  # This step is part of the state.
@@ -79,13 +79,18 @@ class ElasticTurns(Meetings):
         self._pace.end(max(units[number].steps for number in wanted))
         with self._within(tracked, turn):
             while wanted:
-                joined, done = self._meet(offer_of(tracked, turn, wanted, self._pace.seconds))
+                joined, done = self._meet(self._offer(tracked, turn, wanted, self._pace.seconds))
                 if joined:
                     break
                 for each in done:
                     if each.optimizer == tracked.number:
                         wanted = [number for number in wanted if number not in each.units]
         self._pace.begin()
+
+    def _offer(
+        self, tracked: TrackedOptimizer, turn: Turn, wanted: list[int], step_seconds: float = 0.0, stale: bool = False
+    ) -> Offer:
+        return offer_of(tracked, turn, wanted, self._engine.length, step_seconds, stale)
 
     def _lands(self, tracked: TrackedOptimizer, turn: Turn) -> bool:
         """Whether what is in flight is to be used now: it is time, another exchange is due, or one waits to join."""
@@ -111,7 +116,7 @@ class ElasticTurns(Meetings):
         with self._within(tracked, turn):
             joined, done = False, list[Offer]()
             while not joined and all(each.units for each in done):
-                joined, done = self._meet(offer_of(tracked, turn, [], self._pace.seconds))
+                joined, done = self._meet(self._offer(tracked, turn, [], self._pace.seconds))
 
     def average_buffers(self, tracked: TrackedOptimizer, due: Sequence[Share], turn: Turn) -> None:
         """Does nothing: `take` has averaged them, before it committed."""

@@ -26,7 +26,7 @@ from lightning_sparsecomm.elastic.units import steps_until_exchange
 from lightning_sparsecomm.elastic.wire import ElasticWire
 from lightning_sparsecomm.frontends.expected import expected
 from lightning_sparsecomm.frontends.leading import LeadingMixin
-from lightning_sparsecomm.frontends.progress import follow, steps_of
+from lightning_sparsecomm.frontends.progress import LeastLimits, follow, steps_of
 from lightning_sparsecomm.frontends.reporting import get_ready, say
 from lightning_sparsecomm.methods import sparse_loco
 from lightning_sparsecomm.run.agreement import CHECK_REPLICAS_EVERY, facts_of_run
@@ -134,6 +134,7 @@ class ElasticTrainerMixin(LeadingMixin):
         self.patience = patience
         self.adapt_steps = adapt_steps
         self.membership_log = membership_log
+        self._limits = LeastLimits()
         self.log_each_replica = log_each_replica
 
     def _make_wire(self) -> Wire:
@@ -164,6 +165,10 @@ class ElasticTrainerMixin(LeadingMixin):
             get_ready(self, self._trainer)
             self._join()
         super().on_train_start()
+
+    def teardown(self) -> None:
+        self._limits.restore()
+        super().teardown()
 
     def on_train_end(self) -> None:
         super().on_train_end()
@@ -222,6 +227,7 @@ class ElasticTrainerMixin(LeadingMixin):
         done = self.engine.registry.steps
         if (self.engine.length - done if self.readers else expected(self._trainer).left) > 1:
             self._trainer.should_stop = True
+            self._limits.lift(self._trainer)
 
     def _lighthouse(self) -> str:
         address = self.lighthouse if self.lighthouse is not None else os.environ.get(LIGHTHOUSE)

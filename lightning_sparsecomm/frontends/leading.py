@@ -79,6 +79,12 @@ class LeadingMixin(CountingMixin):
         self._settle_lead()
         return result
 
+    def on_exception(self, exception: BaseException) -> None:
+        if self.turns is not None and not self.turns.leads:
+            # It may have lost the lead in the meeting that has raised: its loggers say nothing of it.
+            self._settle_lead()
+        super().on_exception(exception)
+
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Notes it, and saves on the replica that leads."""
         if self._leading_checkpoints is not None:

@@ -3,6 +3,8 @@
 import warnings
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from lightning_sparsecomm.run.contents import State
 
 if TYPE_CHECKING:
@@ -21,7 +23,7 @@ def progress_of(trainer: "pl.Trainer") -> State:
         "batches": batches,
         "over": over,
         "stepped": loop._batches_that_stepped,
-        "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+        "schedulers": [plain(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs],
         "rates": [[float(group["lr"]) for group in optimizer.param_groups] for optimizer in trainer.optimizers],
     }
 
@@ -55,6 +57,43 @@ def follow(trainer: "pl.Trainer", state: State) -> None:
         if hasattr(loop, "reset_restart_stage"):
             loop.reset_restart_stage()
         warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch")
+
+
+class LeastLimits:
+    """`min_epochs` and `min_steps` of a Trainer, which do not count where all replicas end together."""
+
+    def __init__(self) -> None:
+        self._lifted: tuple[pl.Trainer, int | None, int | None] | None = None
+
+    def lift(self, trainer: "pl.Trainer") -> None:
+        """Lets the Trainer stop when it is told to."""
+        if self._lifted is None:
+            fit = trainer.fit_loop
+            self._lifted = trainer, fit.min_epochs, fit.epoch_loop.min_steps
+            fit.min_epochs = fit.epoch_loop.min_steps = None
+
+    def restore(self) -> None:
+        """Sets what was lifted to what it was."""
+        if self._lifted is not None:
+            trainer, epochs, steps = self._lifted
+            trainer.fit_loop.min_epochs, trainer.fit_loop.epoch_loop.min_steps = epochs, steps
+            self._lifted = None
+
+
+def plain(state: Any) -> Any:
+    """A state with Python's numbers instead of NumPy's, which no replica would load from another one.
+
+    >>> import numpy as np
+    >>> plain({"_last_lr": [np.float64(0.5)], "last_epoch": 1})
+    {'_last_lr': [0.5], 'last_epoch': 1}
+    """
+    if isinstance(state, np.generic):
+        return state.item()
+    if isinstance(state, dict):
+        return {plain(key): plain(value) for key, value in state.items()}
+    if isinstance(state, (list, tuple)) and type(state) in (list, tuple):
+        return type(state)(map(plain, state))
+    return state
 
 
 def steps_of(trainer: "pl.Trainer") -> int:

@@ -221,8 +221,10 @@ def test_a_leader_that_was_stopped_for_long_leads_no_more(tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_one_that_wakes_after_the_end_writes_nothing(tmp_path: Path) -> None:
     """The lighthouse tells it that the others have ended the run."""
+    given = options(tmp_path)
+    given["callbacks"].append(ModelCheckpoint(tmp_path / "failed", every_n_train_steps=1000, save_on_exception=True))
     with lighthouse() as address, replicas() as start:
-        a, b, c = together(start, address, DILOCO, {"a": stop_at(12)}, **options(tmp_path))
+        a, b, c = together(start, address, DILOCO, {"a": stop_at(12)}, **given)
         assert a.hear() == 12
         os.kill(a.process.pid, signal.SIGSTOP)
         assert [b.hear()["steps"], c.hear()["steps"]] == [60, 60]
