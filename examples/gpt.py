@@ -23,7 +23,7 @@ from stored import checksum, load, save
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
-from transformer import GPT, read_characters, windows
+from transformer import GPT, heads_of, read_characters, windows
 
 from lightning_sparsecomm import SparseCommStrategy, methods
 
@@ -298,7 +298,17 @@ def parse() -> argparse.Namespace:
     add("--seed", type=int, default=0, metavar="N", help="of the initial weights and of the order of windows")
     add("--output", type=folder, default=Path("gpt"), metavar="DIR", help="folder for gpt.png and gpt.json")
     add("--resume", action="store_true", help="keep the rows in --output, and train only others")
-    return parser.parse_args()
+    options = parser.parse_args()
+    options.rows = list(dict.fromkeys(options.rows))
+    if options.width % heads_of(options.width):
+        parser.error(f"--width must be a multiple of its {heads_of(options.width)} heads; got {options.width}")
+    try:
+        # All rows now, before the first one trains.
+        for row in options.rows:
+            ROWS[row].strategy(options.every, options.delay)
+    except ValueError as error:
+        parser.error(f"--every {options.every} --delay {options.delay} with row {row}: {error}")
+    return options
 
 
 if __name__ == "__main__":

@@ -9,6 +9,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.data import TensorDataset
 
 
+def heads_of(width: int) -> int:
+    """How many heads a GPT of so many dimensions has: of 64 dimensions each, or one of fewer."""
+    return max(1, width // 64)
+
+
 class Layer(nn.Module):
     """Causal attention and a two-layer perceptron, each with a normalization before it and a residual connection."""
 
@@ -42,7 +47,7 @@ class GPT(nn.Module):
     def __init__(self, symbols: int, length: int, width: int = 384, layers: int = 6) -> None:
         super().__init__()
         self.symbols, self.positions = nn.Embedding(symbols, width), nn.Embedding(length, width)
-        heads = max(1, width // 64)
+        heads = heads_of(width)
         self.layers = nn.Sequential(*(Layer(width, heads) for _ in range(layers)), nn.LayerNorm(width))
         self.output = nn.Linear(width, symbols)
 

@@ -31,7 +31,8 @@ class LocalAdam(AdamMoments):
 
     Under ddp, Adam's second moment is that of the mean gradient, whose noise is averaged over ranks. No rank knows it,
     and a rank's own squares are larger. c, the `Coherence`, is the ratio of the two, by tensor: ranks measure it in
-    each step, from 8 to 32 elements of each tensor, for the next one. It is 1 in the first step.
+    each of the first 300 steps, and then in every eighth, from 8 to 32 elements of each tensor, for the next ones. It
+    is 1 in the first step.
 
     Of a replica whose gradients have a weight in the mean, m takes in weighted ones, as m of the mean does; v takes in
     its own squares without the weight, which would cancel in x otherwise.

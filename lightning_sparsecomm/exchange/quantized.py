@@ -20,7 +20,7 @@ class QuantizedAllReduce(Exchange):
     two magnitudes with 2 bits.
 
     With error feedback, both roundings stay in residuals. What a mean loses is kept by the rank that rounded it, W
-    times, since one rank's residual enters the next mean divided by W. It is lost where that rank has no gradient.
+    times, since one rank's residual enters the next mean divided by W; also where that rank has no gradient.
 
     Bytes on the link: 2 (W − 1) / W for each element (a half with 4 bits, a quarter with 2), as many times 4 for each
     block, 16 of headers for each of 2 (W − 1) messages, and a bit for each tensor in half of them. A rank hands over W

@@ -191,7 +191,7 @@ class dgc(Method):
 
     Raises:
         ValueError: A density outside (0, 1], a clip that is not positive, an unknown scope, dtype, code or exchange,
-            momentum masking with exchange="all_reduce", or a `delay` other than 0 and 1.
+            momentum masking with exchange="all_reduce" or "ok_topk", or a `delay` other than 0 and 1.
         TypeError: A switch is neither True nor False.
     """
 

@@ -45,7 +45,7 @@ class GradientSync(Sync):
         rest: Whether all that no other sync takes goes through it, whatever the patterns.
         local: What the optimizer sees of a rank's own gradient; see `LocalMode`. All but "none" let replicas drift.
         mask_momentum: Whether the optimizer's own momentum (SGD's `momentum_buffer`, Adam's `exp_avg`) is set to zero
-            wherever the shared gradient holds something that was sent.
+            wherever the shared gradient holds something that was sent; with local gradients, what this rank sent.
         sparse: Whether it takes exactly the matching parameters whose gradients are sparse tensors (layers with
             `sparse=True`), which stay sparse for the optimizer. Otherwise it takes exactly the others.
         finish: Whether what residuals still hold after the last step is exchanged whole, once, and moves the weights as

@@ -341,6 +341,26 @@ def test_runs_of_other_data_or_options_are_not_gone_on_with(tmp_path: Path, monk
             stored.load(numbers, described(), resume=True)
 
 
+@pytest.mark.parametrize(
+    ("script", "options", "words"),
+    [
+        ("gpt", "--every 2", "--every 2 --delay 5 with row streaming_diloco: fragments must be at most every"),
+        ("gpt", "--delay 30 --rows ddp streaming_diloco", "delay must be below every, 30 steps"),
+        ("gpt", "--width 200", "--width must be a multiple of its 3 heads; got 200"),
+        ("compare", "--strategies ddp sparsecomm_notebook", "must all start processes in the same way"),
+        ("compare", "--strategies sparsecomm_elastic", "invalid choice: 'sparsecomm_elastic'"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused_before_anything_trains(
+    script: str, options: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.setattr(sys, "argv", [script, *options.split()])
+    with pytest.raises(SystemExit):
+        importlib.import_module(script).parse()
+    assert words in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_gpt_goes_on_with_rows_that_it_has(tmp_path: Path) -> None:
     arguments = ["--processes=2", "--link=0", "--steps=8", "--every=4", "--delay=1", "--width=32", "--layers=1"]
