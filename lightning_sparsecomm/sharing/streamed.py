@@ -106,8 +106,8 @@ class StreamedShare(InFlightShare[dict[str, Tensor]], DeltaShare):
         return (self._again and turn.moment == "weights") or super().due(turn)
 
     def after_step(self) -> None:
-        super().after_step()
         self._apart = True
+        super().after_step()
 
     def prepare(self, turn: Turn) -> None:
         self._turn = "end" if turn.moment == "end" else "land" if self.under_way else "start"
@@ -195,6 +195,10 @@ class StreamedShare(InFlightShare[dict[str, Tensor]], DeltaShare):
         """Whether an exchange has started, and has not been used yet."""
         # An error that was found between turns is raised when the exchange would have landed.
         return self._flight is not None or self._arrived is not None or self.failure is not None
+
+    def _look(self) -> None:
+        # Steps count from the last start, and weights differ until the end.
+        self._set_weights.look(self.parameters, trained=self._apart or self.steps > 0)
 
     def _start(self, turn: Turn) -> None:
         self._bind()
