@@ -217,6 +217,19 @@ def test_weights_that_the_user_sets_arrive_whole(wire: Wire, when: int) -> None:
     assert 100.0 <= run.module.bias.item() <= 100.0 + 4 * (13 - when)
 
 
+@pytest.mark.filterwarnings("ignore:other code than the optimizer")
+@pytest.mark.parametrize("mix", ["keep", 0.5])
+@pytest.mark.parametrize("more", [0, 2])
+def test_weights_that_are_set_in_flight_stay_what_they_were_set_to(wire: Wire, mix: Mix, more: int) -> None:
+    """Whether or not a step follows, and though the outer optimizer moves the anchors away from the weights."""
+    run = Run(wire, SPARSE, 5, mix=mix, outer=partial(SGD, lr=0.5))
+    with torch.no_grad():
+        run.module.weight.fill_(10.0)
+    run.step(more, by=0.0)
+    run.turn("end")
+    assert run.module.weight.tolist() == [[10.0] * 3]
+
+
 def _clamped(rank: int, when: int, delay: int) -> float:
     """Ranks train differently, and all clamp a weight after a step, which leaves it different."""
     run = Run(Wire(), every=4, delay=delay)
