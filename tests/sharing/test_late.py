@@ -304,6 +304,37 @@ def test_saved_between_the_exchange_and_the_step_it_goes_on_to_the_bit(steps: in
 
 
 @pytest.mark.usefixtures("wire")
+def test_a_save_between_the_exchange_and_the_step_changes_nothing() -> None:
+    """Though it waits for the exchange, after which momentum is masked."""
+    ends = []
+    for saves in (False, True):
+        training = Training(dgc(0.25, warmup_steps=0, delay=1, momentum_masking=True), momentum=0.9)
+        for step in range(4):
+            training.module.weight.grad, training.module.bias.grad = drawn(step)
+            with training.engine.stepping(training.optimizer):
+                training.engine.synchronize(training.optimizer)
+                if saves:
+                    training.engine.state.state_dict()
+                training.optimizer.step()
+        ends.append(training.own())
+    assert torch.equal(*ends)
+
+
+@pytest.mark.usefixtures("wire")
+@pytest.mark.parametrize("follow_rate", [False, True])
+def test_a_run_that_is_resumed_with_no_step_left_ends(follow_rate: bool) -> None:
+    first, second = (
+        Training(dgc(0.25, warmup_steps=0, delay=1, follow_rate=follow_rate), momentum=0.9) for _ in range(2)
+    )
+    for step in range(3):
+        first.train(*drawn(step))
+    second.load(first.saved())
+    for training in (first, second):
+        training.engine.settle()
+    assert torch.equal(first.own(), second.own())
+
+
+@pytest.mark.usefixtures("wire")
 def test_after_an_error_weights_are_the_shared_ones_and_training_can_go_on() -> None:
     training = Training(late())
     training.train(*drawn(0))
