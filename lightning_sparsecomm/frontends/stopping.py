@@ -1,6 +1,7 @@
 """Lightning's question before each batch, whether rank 0 was told to stop, asked without waiting for the answer."""
 
 import math
+import signal
 import sys
 import time
 from collections import deque
@@ -27,6 +28,8 @@ ASKS = "_broadcast_sigterm_tensor"
 _UNDER_WAY_SECONDS = 1.0
 _MOST_STEPS = 1000
 _RECENT = 5
+# Of rank 0, which another rank that was told to stop waits for: all may have been told, but not in the same moment.
+_MOST_ANSWERS = 2
 
 
 class StopFlags:
@@ -36,6 +39,10 @@ class StopFlags:
     most of them, and longer while an exchange in flight fills the cable. Here nobody waits, unless it takes longer than
     a second and than rank 0 makes steps for, by its own count, which it tells along.
 
+    Told is who gets SIGTERM. Lightning's handler of that signal broadcasts too, in the middle of a step. No other rank
+    would take part, so here it only notes that it was called. Where rank 0 is told, all ranks stop. Another rank that
+    is told alone leaves, as with Lightning, but after two answers of rank 0's.
+
     Args:
         wire: Of this rank, whose ledger counts the bytes. Broadcasts take place in the default group.
         device: Where tensors of the default group have to be.
@@ -44,12 +51,15 @@ class StopFlags:
     def __init__(self, wire: Wire, device: torch.device) -> None:
         self._wire, self._device = wire, device
         self._loop: Any = None
+        self._notifier = _Notifier()
+        # Questions that this rank has come to since it was told.
+        self._asked = 0
         self._under_way: tuple[Work, Tensor] | None = None
         self._every, self._since = 1, 0
         self._times: deque[float] = deque(maxlen=_RECENT)
 
     def step(self, told: bool) -> bool:
-        """Before each step: whether all ranks are to stop now. `told`: whether this rank was, which counts on rank 0.
+        """Before each step: whether this rank is to stop now, alone or with all others. `told`: whether it was told.
 
         Raises:
             PeerError: Another rank is gone, or too late.
@@ -58,12 +68,14 @@ class StopFlags:
         self._since += 1
         if self._since < self._every:
             return False
-        stops = self.end()
+        self._asked += told
+        if self.end() or self._asked > _MOST_ANSWERS:
+            return True
         self._since = 0
         flag = torch.tensor([told, self._enough()], device=self._device)
         self._wire.ledger.record(LIGHTNING, "broadcast", flag.nbytes)
         self._under_way = broadcast_later(flag, 0), flag
-        return stops
+        return False
 
     def end(self) -> bool:
         """Waits for what is under way; whether all ranks are to stop. Errors as for `step`."""
@@ -76,20 +88,22 @@ class StopFlags:
         return bool(stops)
 
     def replace(self, trainer: "pl.Trainer") -> None:
-        """Takes the place of Lightning's question, until `restore`."""
-        self._loop = trainer.fit_loop.epoch_loop
-        # The loop's own Lightning: there may be two.
-        stop = sys.modules[type(self._loop).__module__].SIGTERMException
+        """Takes the place of Lightning's question, and of its handler of SIGTERM, until `restore`."""
+        self._loop, connector = trainer.fit_loop.epoch_loop, getattr(trainer, "_signal_connector", None)
+        stop = _stop_of(type(self._loop))
+        self._notifier.replace(trainer, connector)
 
         def ask() -> None:
-            if self.step(bool(getattr(trainer, "received_sigterm", False))):
+            if self.step(self._notifier.told or bool(getattr(connector, "received_sigterm", False))):
+                self._notifier.tell()
                 raise stop
 
         setattr(self._loop, ASKS, ask)
 
     def restore(self) -> None:
-        """Gives Lightning its own question back."""
+        """Gives Lightning its own question and handler back, and tells it of a signal that came after the last step."""
         vars(self._loop).pop(ASKS, None)
+        self._notifier.restore()
 
     def _enough(self) -> int:
         """Steps that this rank makes while a broadcast arrives: down a tree, whose hops take a round trip each."""
@@ -97,6 +111,57 @@ class StopFlags:
         hops = math.ceil(math.log2(self._wire.world_size)) + 1
         arriving = max(_UNDER_WAY_SECONDS, hops * getattr(self._wire, "round_trip", 0.0))
         return min(_MOST_STEPS, math.ceil(arriving / max(min(steps), 1e-4))) if steps else 1
+
+
+class _Notifier:
+    """Stands in for the function by which Lightning handles SIGTERM: the same without its broadcast.
+
+    Lightning stops a rank as soon as `received_sigterm` is set, amid an epoch, and others would wait for it. So that is
+    set when ranks have agreed.
+
+    Attributes:
+        told: Whether the signal has come.
+    """
+
+    def __init__(self) -> None:
+        self.told = False
+        self._trainer: Any = None
+        self._connector: Any = None
+        self._handlers: list[Any] = []
+        self._place: int | None = None
+
+    def replace(self, trainer: "pl.Trainer", connector: Any) -> None:
+        """Takes its place, where it is: not outside the main thread, nor in versions that have none."""
+        self._trainer, self._connector = trainer, connector
+        self._handlers = getattr(signal.getsignal(signal.SIGTERM), "signal_handlers", [])
+        theirs = getattr(connector, "_sigterm_notifier_fn", None)
+        if theirs is not None and theirs in self._handlers:
+            self._place = self._handlers.index(theirs)
+            self._handlers[self._place] = self._note
+
+    def tell(self) -> None:
+        """Tells Lightning that the signal has come."""
+        if self._connector is not None:
+            self._connector.received_sigterm = True
+
+    def restore(self) -> None:
+        if self._place is not None:
+            self._handlers[self._place] = self._connector._sigterm_notifier_fn
+            self._place = None
+        if self.told:
+            self.tell()
+
+    def _note(self, signum: int, _: object) -> None:
+        launcher = self._trainer.strategy.launcher
+        if launcher is not None and not self.told:
+            launcher.kill(signum)
+        self.told = True
+
+
+def _stop_of(kind: type) -> type[BaseException]:
+    """What the loop's own Lightning raises to stop, as there may be two; the loop may be of a class of the user's."""
+    modules = [sys.modules.get(each.__module__) for each in kind.__mro__]
+    return next(vars(each)["SIGTERMException"] for each in modules if hasattr(each, "SIGTERMException"))  # type: ignore[no-any-return]
 
 
 class StopQuestion:

@@ -190,7 +190,7 @@ class Engine:
             raise
         finally:
             self.guards.depth -= 1
-            tracked.unshare()
+            tracked.end_step()
             if tracked.takeover is not None:
                 tracked.takeover.armed = False
                 tracked.takeover.release()

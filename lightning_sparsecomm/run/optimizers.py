@@ -91,6 +91,12 @@ class TrackedOptimizer:
         """Notes that the next step's gradients are not shared yet, or no longer."""
         self.shared, self.given, self.clipped_norm, self.clipped_before = False, [], None, False
 
+    def end_step(self) -> None:
+        """Notes that the optimizer's step is over, also where an error has ended it."""
+        self.unshare()
+        if self.around is not None:
+            self.around.forget()
+
     def pay(self) -> None:
         """Adds to the shared gradients what is owed."""
         for _, parameter in self.parameters:

@@ -124,7 +124,8 @@ class RankFiles:
         Only local files can be renamed; plugins that write later, or more than one file, replace it themselves.
         """
         if not isinstance(self._fs, LocalFileSystem) or self.written_later:
-            write(self._checkpoint)
+            # With its protocol, which the path on the file system lacks.
+            write(self.folder.removesuffix(SUFFIX))
             return
         new = f"{self._root}/checkpoint.{save:016x}.new"
         os.makedirs(self._root, exist_ok=True)

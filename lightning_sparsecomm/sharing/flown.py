@@ -9,7 +9,9 @@ from torch import Tensor
 from lightning_sparsecomm.basis import Layout, Round, SparseVector, Wire
 from lightning_sparsecomm.channel import Channel
 from lightning_sparsecomm.channel.saved import Saved, pop_named
+from lightning_sparsecomm.sharing.anchored import Anchored
 from lightning_sparsecomm.sharing.averaging import averaged
+from lightning_sparsecomm.sharing.gradients import NamedParameters
 from lightning_sparsecomm.sharing.set_weights import SetWeights
 
 Mix = float | Literal["keep"]
@@ -28,6 +30,22 @@ class Arrived(NamedTuple):
     mean: dict[str, Tensor]
     sent: dict[str, Tensor]
     set: dict[str, Tensor]
+
+    def move(self, anchored: Anchored, weights: NamedParameters, began: Mapping[str, Tensor], mix: Mix) -> None:
+        """Moves anchors by the mean changes; those of weights that the user has set become their means.
+
+        The weights, some of the parameters, move with them; `began` is what they were when the exchange started.
+        """
+        anchored.move_by({name: change for name, change in self.mean.items() if name not in self.set})
+        for name, value in self.set.items():
+            anchored.of(name).copy_(value)
+        for name, weight in weights:
+            if name in self.mean:
+                mix_(weight.detach(), anchored.of(name), began.get(name), mix)
+
+    def sent_of(self, parameters: NamedParameters) -> Tensor:
+        """What this rank has sent of these parameters, as one vector; zeros where nothing was."""
+        return torch.cat([self.sent.get(name, torch.zeros_like(weight)).flatten() for name, weight in parameters])
 
 
 def fly(
@@ -76,8 +94,9 @@ def saved_arrived(arrived: Arrived, began: Mapping[str, Tensor]) -> Saved:
     return saved | {"in flight, weights at its start": dict(began)}
 
 
-def load_arrived(saved: Saved, devices: Mapping[str, torch.device]) -> tuple[Arrived, dict[str, Tensor]]:
-    """Takes out of `saved` what `saved_arrived` returned for some parameters, which are on these devices."""
+def load_arrived(saved: Saved, parameters: NamedParameters) -> tuple[Arrived, dict[str, Tensor]]:
+    """Takes out of `saved` what `saved_arrived` returned for some parameters, to their devices."""
+    devices = {name: weight.device for name, weight in parameters}
 
     def taken(kind: str) -> dict[str, Tensor]:
         held = pop_named(saved, f"in flight, {kind}", list(devices))

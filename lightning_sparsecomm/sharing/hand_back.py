@@ -18,7 +18,7 @@ def hand_back(optimizer: Optimizer, parameters: NamedParameters, channel: Channe
     """Moves the momentum and the moments of a channel's memories into the optimizer's state. A collective.
 
     - Velocities, averaged over ranks where each rank has its own, are added to `momentum_buffer`: the mean of local
-      velocities is the velocity of the mean gradient.
+      velocities is the velocity of the mean gradient. Where SGD maximizes, its buffer holds the negative.
     - First moments are averaged. Second moments become those of the mean gradient, by the estimate that `LocalAdam`
       describes: v ← (v̄ − μ²)/W + μ², where μ² is what the averaged first moment says. Those of `SharedAdam` are equal
       on all ranks already; what waits of the first moment is added to it.
@@ -37,7 +37,9 @@ def _velocity(optimizer: Optimizer, parameters: NamedParameters, memory: Velocit
     named = [(parameter, held[name]) for name, parameter in parameters if name in held]
     local = isinstance(memory, MomentumCorrection)
     velocities = averaged([velocity for _, velocity in named], wire) if local else [velocity for _, velocity in named]
+    rising = {id(each) for group in optimizer.param_groups if group.get("maximize") for each in group["params"]}
     for (parameter, _), velocity in zip(named, velocities):
+        velocity = -velocity if id(parameter) in rising else velocity
         state = optimizer.state[parameter]
         buffer = state.get("momentum_buffer")
         if buffer is None:

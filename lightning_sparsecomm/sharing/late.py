@@ -6,6 +6,7 @@ from torch.optim import Optimizer
 
 from lightning_sparsecomm.basis import GRADIENTS, Wire
 from lightning_sparsecomm.basis.stream import Stream
+from lightning_sparsecomm.channel import MomentumCorrection
 from lightning_sparsecomm.channel.saved import Saved, add_prefix, pop_named, strip_prefix
 from lightning_sparsecomm.sharing.adam import show_moments
 from lightning_sparsecomm.sharing.anchors import Anchors
@@ -73,6 +74,8 @@ class LateShare(InFlightShare[None], GradientShare):
         self._finish()
         self._ending = turn.moment == "end"
         if self._ending:
+            # A run that resumes with no step left has none yet.
+            self._bind()
             if self._finishes:
                 super().prepare(turn)
             return
@@ -86,7 +89,9 @@ class LateShare(InFlightShare[None], GradientShare):
         with self.wire.ledger.exchanging():
             self.channel.prepare(gradients, self._context(turn), wire, self._settings(turn))
             entering = zip(names, self.channel.residuals[-1].entering())
-            self._own = {name: part for name, part in entering if part is not None}
+            # What masks its velocity does so in place, and before the step where a save waits for the exchange.
+            masks = any(isinstance(each, MomentumCorrection) and each.mask for each in self.channel.memories)
+            self._own = {name: part.clone() if masks else part for name, part in entering if part is not None}
         self._prepared = wire
 
     def exchange(self) -> None:

@@ -1,5 +1,6 @@
 """Weights that the user sets between two steps: clamped, pruned, or initialized anew."""
 
+import copy
 import struct
 import warnings
 import zlib
@@ -118,6 +119,12 @@ class SetWeights:
                 " methods.gradient_dropping(), which exchange gradients.",
                 stacklevel=2,
             )
+
+    def take(self) -> "SetWeights":
+        """Moves what was found to another object, which an exchange in flight reads."""
+        taken = copy.copy(self)
+        self.found = {}
+        return taken
 
     def forget(self) -> None:
         """Forgets what was found, after an exchange or a failed one."""

@@ -1,10 +1,8 @@
 """Exchanges of weight changes that take place while training goes on."""
 
-import copy
 from functools import partial
 from typing import Literal, Protocol
 
-import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -14,7 +12,7 @@ from lightning_sparsecomm.basis.arguments import check_whole_number, is_number
 from lightning_sparsecomm.basis.stream import Stream
 from lightning_sparsecomm.channel.saved import Saved, add_prefix, pop_named, strip_prefix
 from lightning_sparsecomm.sharing.delta_share import Delayed, DeltaShare, change_from, times
-from lightning_sparsecomm.sharing.flown import Arrived, by_name, fly, load_arrived, mix_, saved_arrived
+from lightning_sparsecomm.sharing.flown import Arrived, by_name, fly, load_arrived, saved_arrived
 from lightning_sparsecomm.sharing.flown import Mix as Mix
 from lightning_sparsecomm.sharing.gradients import NamedParameters
 from lightning_sparsecomm.sharing.in_flight import InFlightShare
@@ -106,8 +104,8 @@ class StreamedShare(InFlightShare[dict[str, Tensor]], DeltaShare):
         return (self._again and turn.moment == "weights") or super().due(turn)
 
     def after_step(self) -> None:
-        super().after_step()
         self._apart = True
+        super().after_step()
 
     def prepare(self, turn: Turn) -> None:
         self._turn = "end" if turn.moment == "end" else "land" if self.under_way else "start"
@@ -171,8 +169,7 @@ class StreamedShare(InFlightShare[dict[str, Tensor]], DeltaShare):
     def state_dict(self) -> Saved:
         self._finish_between_turns()
         saved = super().state_dict()
-        others = self.others.values
-        ours: Saved = {"apart": dict.fromkeys((*self.anchors, *others), True) if self._apart else {}}
+        ours: Saved = {"apart": dict.fromkeys((*self.anchors, *self.others.values), True) if self._apart else {}}
         if self._arrived is not None:
             ours |= saved_arrived(self._arrived, self._began)
         if self.under_way:
@@ -182,8 +179,7 @@ class StreamedShare(InFlightShare[dict[str, Tensor]], DeltaShare):
 
     def load_state_dict(self, saved: Saved) -> None:
         ours = strip_prefix(type(self.sync).__name__, saved)
-        devices = {name: weight.device for name, weight in self.parameters}
-        arrived, self._began = load_arrived(ours, devices)
+        arrived, self._began = load_arrived(ours, self.parameters)
         arrives = pop_named(ours, "in flight, arrives", self.all_names)
         self._arrived = arrived if arrives else None
         self._arrives = max(arrives.values(), default=0)
@@ -195,6 +191,10 @@ class StreamedShare(InFlightShare[dict[str, Tensor]], DeltaShare):
         """Whether an exchange has started, and has not been used yet."""
         # An error that was found between turns is raised when the exchange would have landed.
         return self._flight is not None or self._arrived is not None or self.failure is not None
+
+    def _look(self) -> None:
+        # Steps count from the last start, and weights differ until the end.
+        self._set_weights.look(self.parameters, trained=self._apart or self.steps > 0)
 
     def _start(self, turn: Turn) -> None:
         self._bind()
@@ -210,9 +210,7 @@ class StreamedShare(InFlightShare[dict[str, Tensor]], DeltaShare):
             changes = [change_from(weight, self.anchored.of(name)) for name, weight in weights.items()]
             self._began = weights if self._mix == "keep" else {}
             # What is set from now on belongs to the next exchange.
-            self._noticed = copy.copy(self._set_weights)
-            self._noticed.found = dict(self._set_weights.found)
-            self._set_weights.forget()
+            self._noticed = self._set_weights.take()
             sent, context = times(changes, self.weight), self._context(turn, "weight update")
             work = partial(fly, self.channel, sent, weights, self._noticed, context)
             self._flight = self.stream.start(work, beside)
@@ -234,14 +232,13 @@ class StreamedShare(InFlightShare[dict[str, Tensor]], DeltaShare):
         if self._arrived is None:
             return
         with self.wire.ledger.exchanging():
-            (mean, sent, set_means), self._arrived = self._arrived, None
-            self.anchored.move_by({name: change for name, change in mean.items() if name not in set_means})
-            for name, value in set_means.items():
-                self.anchored.of(name).copy_(value)
-            for name, weight in [named for named in self.parameters if named[0] in mean]:
-                mix_(weight.detach(), self.anchored.of(name), self._began.get(name), self._mix)
+            # What was set since the last step is no training.
+            self._look()
+            arrived, self._arrived = self._arrived, None
+            # What was set in flight stays as it is: the next exchange averages it.
+            weights = [named for named in self.parameters if named[0] not in self._set_weights.found]
+            arrived.move(self.anchored, weights, self._began, self._mix)
             self._began = {}
             self._set_weights.note(self.parameters)
-            if sent:
-                whole = [sent.get(name, torch.zeros_like(weight)).flatten() for name, weight in self.parameters]
-                mask_momentum_(self.optimizer, self.parameters, torch.cat(whole), self.layout)
+            if arrived.sent:
+                mask_momentum_(self.optimizer, self.parameters, arrived.sent_of(self.parameters), self.layout)

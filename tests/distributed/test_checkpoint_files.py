@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import pytorch_lightning as pl
 import torch
@@ -120,6 +121,28 @@ def test_what_is_written(tmp_path: Path) -> None:
         trainer, _ = train(tmp_path / "plain", 1, None, 3, resume=path, strategy="auto")
     assert trainer.current_epoch == 3
     assert words == []
+
+
+def _elsewhere(rank: int, folder: Path) -> tuple[list[str], list[str], list[str], int, int]:
+    """Saves at an address that is no path, twice, and resumes from there."""
+    outside_launcher(rank, 1)
+    os.chdir(folder)
+    address = "memory://runs/model.ckpt"
+    trainer, _ = train(folder / "run", 1, methods.gradient_dropping(0.1), 2)
+    trainer.save_checkpoint(address)
+    trainer.save_checkpoint(address)
+    here, there = names(folder), [path.removeprefix("/") for path in fsspec.filesystem("memory").find("/")]
+    begin = Begin()
+    with said() as words:
+        train(folder / "run", 1, methods.gradient_dropping(0.1), 3, resume=address, callbacks=(begin,))
+    return here, there, words, begin.state["streams"][0]["steps"], trainer.global_step
+
+
+def test_a_checkpoint_at_an_address_is_written_there_and_resumed(tmp_path: Path) -> None:
+    ((here, (checkpoint, file), words, resumed, steps),) = run_ranks(tmp_path, 1, _elsewhere, tmp_path)
+    assert (checkpoint, file.partition("/rank_")[0]) == ("runs/model.ckpt", "runs/model.ckpt.sparsecomm")
+    assert "runs" not in here and words == []
+    assert resumed == steps > 0
 
 
 def _overwritten(rank: int, folder: Path) -> list[Any]:

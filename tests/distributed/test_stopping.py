@@ -1,8 +1,11 @@
 """Whether rank 0 was told to stop, which all ranks heed in the same step, and wait for in few."""
 
 import itertools
+import os
+import signal
 import time
 import warnings
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -88,3 +91,49 @@ def test_where_weights_are_exchanged_ranks_seldom_wait_for_rank_0(tmp_path: Path
         assert before["calls"] >= 30 > 2 * found["calls"] > 0
         # The loop has Lightning's own question again.
         assert not found["own"]
+
+
+class _OwnLoop(_TrainingEpochLoop):
+    """A loop of the user's, from a module that knows nothing of what Lightning raises."""
+
+
+class _Told(_Model):
+    """Its rank gets SIGTERM in the fourth step."""
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        if self.trainer.global_step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().training_step(batch, batch_idx)
+
+
+def _fit_until_told(rank: int, told: set[int]) -> tuple[str, bool, int]:
+    join(rank, 2)
+    warnings.simplefilter("ignore")
+    stopping._UNDER_WAY_SECONDS = 0.02
+    before = signal.getsignal(signal.SIGTERM)
+    strategy: Any = SparseCommStrategy(federated_averaging(every=10))
+    options = {"enable_checkpointing": False, "plugins": [TorchElasticEnvironment()], **QUIET}
+    trainer = pl.Trainer(strategy=strategy, devices=2, max_steps=5000, **options)
+    trainer.fit_loop.epoch_loop.__class__ = _OwnLoop
+    how = "trained"
+    try:
+        trainer.fit(_Told() if rank in told else _Model(), DataLoader(TensorDataset(torch.randn(5000, 4))))
+    except BaseException as error:
+        how = type(error).__name__
+    return how, trainer.received_sigterm and signal.getsignal(signal.SIGTERM) == before, trainer.global_step
+
+
+@asks
+@pytest.mark.parametrize("told", [{0}, {0, 1}])
+def test_a_signal_to_rank_0_stops_all_ranks_in_the_same_step(tmp_path: Path, told: set[int]) -> None:
+    found = run_ranks(tmp_path, 2, _fit_until_told, told, patience=timedelta(seconds=20))
+    assert found[0] == found[1]
+    how, heard, step = found[0]
+    assert how == "SIGTERMException" and heard and 3 < step < 5000
+
+
+@asks
+def test_another_rank_that_is_told_alone_leaves_and_the_others_learn_it(tmp_path: Path) -> None:
+    found = run_ranks(tmp_path, 2, _fit_until_told, {1}, patience=timedelta(seconds=20))
+    assert [how for how, _, _ in found] == ["PeerError", "SIGTERMException"]
+    assert found[1][1] and found[1][2] < 5000

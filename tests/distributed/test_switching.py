@@ -105,6 +105,33 @@ def test_without_the_residual_it_would_not(tmp_path: Path, monkeypatch: pytest.M
     assert np.abs(weights - _ddp(RATES, 0.9)).max() > 1
 
 
+@pytest.mark.parametrize("maximize", [False, True])
+def test_momentum_goes_on_as_it_was(wire: Wire, maximize: bool) -> None:
+    """As for Adam, below; with weight decay, whose momentum is the optimizer's own."""
+    ours, theirs = chain(), chain()
+    theirs.load_state_dict(ours.state_dict())
+    engine = Engine(auto(), wire)
+    engine.registry.add_module(ours)
+    options: dict[str, Any] = {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1, "maximize": maximize}
+    optimizer, other = (torch.optim.SGD(each.parameters(), **options) for each in (ours, theirs))
+    engine.register(optimizer)
+    for method in (None, dgc(1.0, warmup_steps=0), dense(), sketched_sgd(1.0), dense()):
+        if method is not None:
+            switch(engine, method)
+        for _ in range(3):
+            for module in (ours, theirs):
+                for number, parameter in enumerate(module.parameters()):
+                    parameter.grad = parameter.detach().cos() * (number + 1)
+            with engine.stepping(optimizer):
+                engine.synchronize(optimizer)
+                optimizer.step()
+            other.step()
+    engine.settle()
+    for mine, other_s in zip(ours.parameters(), theirs.parameters()):
+        torch.testing.assert_close(mine, other_s, rtol=1e-4, atol=1e-4)
+    engine.close()
+
+
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
 def test_adam_goes_on_as_it_was(wire: Wire, kind: type[torch.optim.Adam], decay: float) -> None:

@@ -81,3 +81,44 @@ def test_nothing_is_called_when_the_watcher_is_gone() -> None:
     gc.collect()
     optimizer.step(lambda: 0.0)
     assert calls == []
+
+
+class _Shrinking(SGD):
+    """Changes weights after its parent's step."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        (weight,) = self.param_groups[0]["params"]
+        set_to(weight, weight.item() / 2)
+        return loss
+
+
+@pytest.mark.parametrize("with_closure", [False, True])
+def test_a_step_within_a_subclass_s_step_is_the_same_update(with_closure: bool) -> None:
+    calls: list[tuple[str, float]] = []
+    # Torch calls hooks around the parent's step once an optimizer of that class exists.
+    made([])
+    weight = nn.Parameter(torch.tensor(1.0))
+    weight.grad = torch.tensor(1.0)
+    optimizer = _Shrinking([weight], lr=0.5)
+    _watch = Watch(optimizer, weight, calls)
+    for _ in range(2):
+        set_to(weight, 1.0)
+        calls.clear()
+        optimizer.step((lambda: 0.0) if with_closure else None)
+        assert calls == [("before", 1.0), ("after", 0.25)]
+
+
+def test_a_step_that_an_error_has_ended_is_forgotten() -> None:
+    calls: list[tuple[str, float]] = []
+    weight, optimizer, watch = made(calls)
+
+    def fail() -> float:
+        raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        optimizer.step(fail)
+    watch.around.forget()
+    optimizer.step()
+    assert calls == [("before", 1.0), ("after", 0.75)]
+    assert weight.item() == 8.0

@@ -20,6 +20,14 @@ from lightning_sparsecomm.run.engine import Engine
 from lightning_sparsecomm.sharing import GradientSync, Method, Sync
 from lightning_sparsecomm.sharing.late import LateShare
 
+
+class Calling(SGD):
+    """Calls its parent's step, around which torch calls hooks too, once there is an optimizer of that class."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
 RATES = [[0.1] * 6, [0.1, 0.2, 0.05, 0.0, 0.0, 0.3], [0.3, 0.3, 1e-6, 1e-6, 1e-6, 0.0]]
 
 
@@ -90,6 +98,25 @@ def flat(*tensors: Tensor) -> Tensor:
 def drawn(seed: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(4, 5, generator=generator), torch.randn(4, generator=generator)
+
+
+@pytest.mark.usefixtures("wire")
+def test_an_optimizer_whose_step_calls_its_parent_s_trains_alike() -> None:
+    ends = []
+    for kind in (SGD, Calling):
+        training = Training(late(density=0.25), kind)
+        for step in range(4):
+            training.train(*drawn(step))
+            if step == 1 and kind is Calling:
+                # An error amid a step leaves nothing behind.
+                with pytest.raises(ArithmeticError), training.engine.stepping(training.optimizer):
+                    training.optimizer.step(_fail)
+        ends.append((training.own(), training.shared()))
+    assert all(torch.equal(*each) for each in zip(*ends))
+
+
+def _fail() -> float:
+    raise ArithmeticError
 
 
 class Reusing(DenseAllReduce):
@@ -272,6 +299,37 @@ def test_saved_between_the_exchange_and_the_step_it_goes_on_to_the_bit(steps: in
     assert torch.equal(first.shared(), second.shared())
     for training in (first, second):
         training.train(*drawn(steps + 1))
+        training.engine.settle()
+    assert torch.equal(first.own(), second.own())
+
+
+@pytest.mark.usefixtures("wire")
+def test_a_save_between_the_exchange_and_the_step_changes_nothing() -> None:
+    """Though it waits for the exchange, after which momentum is masked."""
+    ends = []
+    for saves in (False, True):
+        training = Training(dgc(0.25, warmup_steps=0, delay=1, momentum_masking=True), momentum=0.9)
+        for step in range(4):
+            training.module.weight.grad, training.module.bias.grad = drawn(step)
+            with training.engine.stepping(training.optimizer):
+                training.engine.synchronize(training.optimizer)
+                if saves:
+                    training.engine.state.state_dict()
+                training.optimizer.step()
+        ends.append(training.own())
+    assert torch.equal(*ends)
+
+
+@pytest.mark.usefixtures("wire")
+@pytest.mark.parametrize("follow_rate", [False, True])
+def test_a_run_that_is_resumed_with_no_step_left_ends(follow_rate: bool) -> None:
+    first, second = (
+        Training(dgc(0.25, warmup_steps=0, delay=1, follow_rate=follow_rate), momentum=0.9) for _ in range(2)
+    )
+    for step in range(3):
+        first.train(*drawn(step))
+    second.load(first.saved())
+    for training in (first, second):
         training.engine.settle()
     assert torch.equal(first.own(), second.own())
 

@@ -2,6 +2,7 @@
 
 import threading
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from lightning_sparsecomm.codecs import PayloadError, SparseCodec, TopK
 from lightning_sparsecomm.exchange import DenseAllReduce, Exchanged, Gather
 from lightning_sparsecomm.sharing import DeltaSync, Turn
 from lightning_sparsecomm.sharing.streamed import Mix, StreamedShare
+from tests.distributed.launch import run_ranks
 
 DENSE = Channel(DenseAllReduce())
 SPARSE = Channel(Gather(SparseCodec(TopK(0.5))), [ErrorFeedback()])
@@ -213,6 +215,38 @@ def test_weights_that_the_user_sets_arrive_whole(wire: Wire, when: int) -> None:
     run.turn("end")
     # And what was trained before it was set does not come on top of it; what was trained since is not all sent.
     assert 100.0 <= run.module.bias.item() <= 100.0 + 4 * (13 - when)
+
+
+@pytest.mark.filterwarnings("ignore:other code than the optimizer")
+@pytest.mark.parametrize("mix", ["keep", 0.5])
+@pytest.mark.parametrize("more", [0, 2])
+def test_weights_that_are_set_in_flight_stay_what_they_were_set_to(wire: Wire, mix: Mix, more: int) -> None:
+    """Whether or not a step follows, and though the outer optimizer moves the anchors away from the weights."""
+    run = Run(wire, SPARSE, 5, mix=mix, outer=partial(SGD, lr=0.5))
+    with torch.no_grad():
+        run.module.weight.fill_(10.0)
+    run.step(more, by=0.0)
+    run.turn("end")
+    assert run.module.weight.tolist() == [[10.0] * 3]
+
+
+def _clamped(rank: int, when: int, delay: int) -> float:
+    """Ranks train differently, and all clamp a weight after a step, which leaves it different."""
+    run = Run(Wire(), every=4, delay=delay)
+    for made in range(12):
+        run.step(by=rank + 1)
+        if made + 1 == when:
+            with torch.no_grad():
+                run.module.weight.clamp_(-1e4, 2.0 * when)
+    run.turn("end")
+    return run.weights.sum().item()
+
+
+@pytest.mark.filterwarnings("ignore:other code than the optimizer")
+@pytest.mark.parametrize("when", [4, 8])
+def test_ranks_may_set_weights_that_differ_while_an_exchange_is_in_flight(tmp_path: Path, when: int) -> None:
+    first, second = run_ranks(tmp_path, 2, _clamped, when, 2)
+    assert first == second
 
 
 def test_parameters_may_be_added_in_flight(wire: Wire) -> None:
