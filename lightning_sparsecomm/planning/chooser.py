@@ -90,7 +90,7 @@ class AutoChooser:
         self._trained = 0
         self._times = StepTimes(engine)
         self._watch = DriftWatch(engine.wire)
-        self._begun = False
+        self._begun = self._round_over = False
         self.measuring_seconds = 0.0
 
     def begin(self) -> None:
@@ -121,12 +121,16 @@ class AutoChooser:
         self._times.begin()
 
     def after_step(self, tracked: TrackedOptimizer) -> None:
-        # Several optimizers take turns; the last one ends a round.
-        engine = self._engine
-        last = tracked is engine.registry.optimizers[-1]
+        engine, optimizers = self._engine, self._engine.registry.optimizers
         # A trial run, such as a search for a learning rate, stays with ddp.
-        if not (last and self._begun and self._has_choice) or tracked.steps == engine.length:
+        if not (self._begun and self._has_choice) or tracked.steps == engine.length:
             return
+        # Several optimizers take turns; the last one ends a round. Gradients that are shared, as where they were
+        # clipped, belong to a step with the method that has shared them.
+        self._round_over = self._round_over or tracked is optimizers[-1]
+        if not self._round_over or any(each.shared for each in optimizers):
+            return
+        self._round_over = False
         self._times.end()
         with engine.wire.in_step():
             if self.record.settled:
@@ -214,7 +218,7 @@ class AutoChooser:
             enough = self._engine.length - tracked.steps > _LEFT
             record.queue = worth[:_MOST_TRIED] if enough else []
         if record.queue:
-            self._use(record.queue.pop(0), "to try it")
+            self._use(record.queue.pop(0), "to try it", tracked)
             return
         best = min(record.measured, key=lambda name: record.measured[name])
         # ddp comes first, and what rounds before what is sparse.
@@ -222,7 +226,7 @@ class AutoChooser:
         chosen = next(name for name in order if record.measured[name] <= _ALIKE * record.measured[best])
         record.settled = True
         if chosen != record.current:
-            self._use(chosen, "")
+            self._use(chosen, "", tracked)
         self._watch.begin(record.measured[chosen])
         line = f"sparsecomm: step {tracked.steps}: {_reason(record, self.link, chosen)}"
         record.history.append({"step": tracked.steps, "method": chosen, "why": line})
@@ -236,10 +240,13 @@ class AutoChooser:
         record.measured, record.predicted, record.settled, record.queue = {}, {}, False, []
         self._decide(tracked)
 
-    def _use(self, name: str, why: str, deliver: bool = True) -> None:
-        record = self.record
-        method = self.choices[name]
-        (switch if deliver else adopt)(self._engine, method)
+    def _use(self, name: str, why: str, stepped: TrackedOptimizer | None = None, deliver: bool = True) -> None:
+        """Goes on with another method, after a step of `stepped`, or before the first one."""
+        record, method = self.record, self.choices[name]
+        if deliver:
+            switch(self._engine, method, stepped)
+        else:
+            adopt(self._engine, method)
         record.current = name
         steps = self._engine.registry.steps
         if why:
