@@ -155,8 +155,8 @@ class CompressionReport(Observer):
             where = self._where or self._open(trainer)
             run.save(where)
             return write_report(where)
-        except (OSError, ValueError) as error:
-            # A training must not end for it.
+        except Exception as error:
+            # Neither the folder nor another run's file is this training's: it must not end for them.
             warnings.warn(f"the report was not written: {error}", stacklevel=2)
             return None
 

@@ -92,7 +92,7 @@ def _summary(runs: Sequence[Run], colors: Sequence[str]) -> str:
                 str(run.world_size),
                 _steps(run),
                 plain(last.loss) if last is not None and last.loss is not None else "–",
-                *(plain(run.metrics[name]) if name in run.metrics else "–" for name in metrics),
+                *("–" if (value := run.metrics.get(name)) is None else plain(value) for name in metrics),
                 size(sent),
                 f"{run.ddp_link_bytes / sent:,.1f} ×" if sent else "–",
                 f"{last.seconds:,.1f} s" if last is not None else "–",

@@ -131,6 +131,15 @@ def test_runs_are_read_as_they_were_written(tmp_path: Path) -> None:
     assert [file.name for file in (tmp_path / "new").iterdir()] == ["run.run.json"]
 
 
+def test_a_metric_that_is_not_finite_is_left_out(tmp_path: Path) -> None:
+    run = a_run("run")
+    run.metrics |= {"perplexity": float("inf"), "size": float("nan")}
+    run.save(tmp_path)
+    text = write_report(tmp_path).read_text()
+    checked(text)
+    assert "<td>0.75</td><td>–</td><td>–</td>" in text
+
+
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"format": "another"}', '{"format": "lightning_sparsecomm run"}'])
 def test_a_damaged_run_is_named(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "broken.run.json").write_text(text)
