@@ -130,6 +130,11 @@ class CompressionReport(Observer):
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         self._write(trainer)
 
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        # What is left of the last batches, and what was exchanged after them.
+        if trainer.is_global_zero:
+            self._record(trainer)
+
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         path = self._write(trainer)
         if path is not None:

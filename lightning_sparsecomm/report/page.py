@@ -5,6 +5,7 @@ from html import escape
 from pathlib import Path
 
 from lightning_sparsecomm.basis import PHASES
+from lightning_sparsecomm.basis.ledger import OURS
 from lightning_sparsecomm.report.chart import COLORS, Axis, Line, bar, chart, plain, size
 from lightning_sparsecomm.report.run import SUFFIX, Point, Run
 
@@ -85,7 +86,8 @@ def _summary(runs: Sequence[Run], colors: Sequence[str]) -> str:
     rows = []
     for run, color in zip(runs, colors):
         last = run.points[-1] if run.points else None
-        sent = last.sent_bytes if last is not None else 0.0
+        # Of the whole run, as ddp's: what is exchanged after the last point, too.
+        sent = sum(link for purpose, (_, _, link) in run.rows.items() if purpose in OURS)
         rows.append(
             [
                 _named(run, color),
