@@ -12,6 +12,8 @@ import pytorch_lightning
 
 import lightning_sparsecomm
 from lightning_sparsecomm import methods, testing
+from lightning_sparsecomm.basis.parts import parts_in
+from lightning_sparsecomm.basis.schedules import ByLength
 
 ROOT = Path(lightning_sparsecomm.__file__).parents[1]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
@@ -119,3 +121,16 @@ def test_there_are_pages_quotes_and_references() -> None:
     assert len(PAGES) > 15
     assert len(QUOTES) > 15
     assert len(LISTED) > 50
+
+
+def test_the_densities_of_the_default_are_those_of_the_code() -> None:
+    page = (ROOT / "docs/guide/tune.md").read_text(encoding="utf-8")
+    lengths, _, *rows = re.findall(r"^\| .*|^\|-.*", page.partition("## The default's density")[2], re.MULTILINE)[:4]
+    sgd = methods.default()
+    assert sgd.fallback is not None
+    for row, method in zip(rows, (sgd, sgd.fallback), strict=True):
+        density = next(parts_in(method.syncs, ByLength))
+        for length, said in zip(lengths.split("|")[2:-1], row.split("|")[2:-1], strict=True):
+            exact = 100 * density.for_length(int(length.replace(",", "")))
+            number = said.strip(" %")
+            assert float(number) == pytest.approx(exact, abs=0.501 / 10 ** len(number.partition(".")[2])), row

@@ -96,7 +96,8 @@ def network(environment: Mapping[str, str]) -> Iterator[Finding]:
     """The network card that Gloo and NCCL would use."""
     devices = [name for _, name in socket.if_nameindex()]
     chosen = environment.get("GLOO_SOCKET_IFNAME")
-    if chosen is not None:
+    # As for torch, an empty one counts for none.
+    if chosen:
         missing = [name for name in chosen.split(",") if name not in devices]
         yield Finding(
             f"Gloo uses GLOO_SOCKET_IFNAME={chosen}; devices: {', '.join(devices)}",

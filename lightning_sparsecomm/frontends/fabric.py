@@ -128,7 +128,7 @@ class FabricMixin(SynchronizingMixin, DDPStrategy):
             self._checked = True
             get_fabric_ready(self)
             if self._chooser is not None:
-                self._chooser.begin()
+                self._chooser.begin(in_backward=True)
         if self._uneven is not None and self._uneven.filling:
             tensor = tensor * 0
         with self.engine.guards.backward():

@@ -125,8 +125,9 @@ class CompressionMonitor(Observer):
       host's time. ddp has `seconds_wait` only, as DDP's own logging samples it.
     - `exchange_share`: exchange_seconds of the time in training batches.
 
-    And as they are now: `bytes_sent_total`, `residual_norm`; and `choice`, what `methods.auto` uses: 0 for ddp, 1 for
-    ddp in bfloat16, 2 for sparsecomm, and then its candidates.
+    And as they are now: `bytes_sent_total`, `residual_norm`; and `choice`, what `methods.auto` uses, as its place in
+    `choices` of the method: 0 for ddp, 1 for ddp in bfloat16, 2 for sparsecomm, as far as its quality allows them, and
+    then its candidates.
 
     >>> import pytorch_lightning as pl
     >>> trainer = pl.Trainer(accelerator="cpu", callbacks=[CompressionMonitor(progress_bar=False)], logger=False)
@@ -166,7 +167,7 @@ class CompressionMonitor(Observer):
         values["bytes_sent_total"] = totals.counts["sent_link_bytes"]
         values["residual_norm"] = self.residual_norm(trainer)
         if (chooser := getattr(trainer.strategy, "chooser", None)) is not None:
-            values["choice"] = list(chooser.choices).index(chooser.record.current)
+            values["choice"] = chooser.number
         named = {f"sparsecomm/{name}": value for name, value in values.items()}
         pl_module.log_dict(named, on_step=True, on_epoch=False)
         if self.progress_bar and "compression_ratio" in values:

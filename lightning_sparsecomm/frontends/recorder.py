@@ -130,6 +130,11 @@ class CompressionReport(Observer):
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         self._write(trainer)
 
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        # What is left of the last batches, and what was exchanged after them.
+        if trainer.is_global_zero:
+            self._record(trainer)
+
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         path = self._write(trainer)
         if path is not None:
@@ -155,8 +160,8 @@ class CompressionReport(Observer):
             where = self._where or self._open(trainer)
             run.save(where)
             return write_report(where)
-        except (OSError, ValueError) as error:
-            # A training must not end for it.
+        except Exception as error:
+            # Neither the folder nor another run's file is this training's: it must not end for them.
             warnings.warn(f"the report was not written: {error}", stacklevel=2)
             return None
 

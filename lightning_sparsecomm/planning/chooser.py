@@ -3,7 +3,7 @@
 import math
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 
 import torch
@@ -56,6 +56,18 @@ class Record:
     ranks: int = 0
     history: list[dict[str, object]] = field(default_factory=list)
 
+    @property
+    def worth_trying(self) -> list[str]:
+        """Methods whose predictions are near the best of them and of what was measured, the best first."""
+        rest = {name: seconds for name, seconds in self.predicted.items() if name != self.current}
+        bound = _WORTH_TRYING * min([*self.measured.values(), *rest.values()])
+        return sorted((name for name in rest if rest[name] <= bound), key=lambda name: rest[name])[:_MOST_TRIED]
+
+    def fastest_of(self, names: Iterable[str]) -> str:
+        """Of the methods that were measured, the first of `names` that is about as fast as the fastest."""
+        bound = _ALIKE * min(self.measured.values())
+        return next(name for name in names if self.measured.get(name, math.inf) <= bound)
+
 
 class AutoChooser:
     """Runs `methods.auto`. All ranks decide alike, from numbers that they have agreed on.
@@ -81,6 +93,7 @@ class AutoChooser:
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.choices = dict(choices)
+        self._names = list(choices)
         self.record = Record()
         self.say = say
         self.link: MeasuredLink | None = None
@@ -90,13 +103,16 @@ class AutoChooser:
         self._trained = 0
         self._times = StepTimes(engine)
         self._watch = DriftWatch(engine.wire)
-        self._begun = False
+        self._begun = self._round_over = False
+        # What to begin with instead of ddp, and why, until that is done.
+        self._first: tuple[str, str] | None = None
         self.measuring_seconds = 0.0
 
-    def begin(self) -> None:
+    def begin(self, in_backward: bool = False) -> None:
         """Measures the network, rehearses the methods, and chooses how to begin. A collective, before the first step.
 
-        A resumed run goes on with the method that it had.
+        A resumed run goes on with the method that it had. Where a forward pass has told DDP's reducer to sum already,
+        `in_backward`, the first step stays with ddp.
         """
         if self._begun:
             return
@@ -115,21 +131,34 @@ class AutoChooser:
             best = min(nets, key=lambda name: nets[name])
             assert self.link is not None
             if self.link.rate_is_known and nets[BASELINE] > max(_HOPELESS * nets[best], nets[best] + _HOPELESS_SECONDS):
-                self._use(best, f"ddp's sums alone would take {as_time(nets[BASELINE])}", deliver=False)
+                self._first = best, f"ddp's sums alone would take {as_time(nets[BASELINE])}"
+                if not in_backward:
+                    self._use(*self._first, deliver=False)
+
+    @property
+    def number(self) -> int:
+        """The place of the method in use among all that were given; those that the run cannot use count, too."""
+        return self._names.index(self.record.current)
 
     def before_batch(self) -> None:
         self._times.begin()
 
     def after_step(self, tracked: TrackedOptimizer) -> None:
-        # Several optimizers take turns; the last one ends a round.
-        engine = self._engine
-        last = tracked is engine.registry.optimizers[-1]
+        engine, optimizers = self._engine, self._engine.registry.optimizers
         # A trial run, such as a search for a learning rate, stays with ddp.
-        if not (last and self._begun and self._has_choice) or tracked.steps == engine.length:
+        if not (self._begun and self._has_choice) or tracked.steps == engine.length:
             return
+        # Several optimizers take turns; the last one ends a round. Gradients that are shared, as where they were
+        # clipped, belong to a step with the method that has shared them.
+        self._round_over = self._round_over or tracked is optimizers[-1]
+        if not self._round_over or any(each.shared for each in optimizers):
+            return
+        self._round_over = False
         self._times.end()
         with engine.wire.in_step():
-            if self.record.settled:
+            if self._first is not None:
+                self._use(*self._first, tracked)
+            elif self.record.settled:
                 if self._watch.drifted(self._times.last, self._times.waited, self._device):
                     self._look_again(tracked)
             elif self._times.enough:
@@ -208,21 +237,13 @@ class AutoChooser:
                 # What the rate is learned from was predicted before, if at all.
                 predicted = self._predicted(work) | {record.current: predicted[record.current] if known else math.inf}
             record.predicted |= {name: seconds for name, seconds in predicted.items() if seconds < math.inf}
-            rest = {name: seconds for name, seconds in record.predicted.items() if name != record.current}
-            bound = _WORTH_TRYING * min(step, *rest.values())
-            worth = sorted((name for name in rest if rest[name] <= bound), key=lambda name: rest[name])
-            enough = self._engine.length - tracked.steps > _LEFT
-            record.queue = worth[:_MOST_TRIED] if enough else []
+            record.queue = record.worth_trying if self._engine.length - tracked.steps > _LEFT else []
         if record.queue:
-            self._use(record.queue.pop(0), "to try it")
+            self._use(record.queue.pop(0), "to try it", tracked)
             return
-        best = min(record.measured, key=lambda name: record.measured[name])
-        # ddp comes first, and what rounds before what is sparse.
-        order = [name for name in self.choices if name in record.measured]
-        chosen = next(name for name in order if record.measured[name] <= _ALIKE * record.measured[best])
-        record.settled = True
+        chosen, record.settled = record.fastest_of(self.choices), True
         if chosen != record.current:
-            self._use(chosen, "")
+            self._use(chosen, "", tracked)
         self._watch.begin(record.measured[chosen])
         line = f"sparsecomm: step {tracked.steps}: {_reason(record, self.link, chosen)}"
         record.history.append({"step": tracked.steps, "method": chosen, "why": line})
@@ -236,11 +257,14 @@ class AutoChooser:
         record.measured, record.predicted, record.settled, record.queue = {}, {}, False, []
         self._decide(tracked)
 
-    def _use(self, name: str, why: str, deliver: bool = True) -> None:
-        record = self.record
-        method = self.choices[name]
-        (switch if deliver else adopt)(self._engine, method)
-        record.current = name
+    def _use(self, name: str, why: str, stepped: TrackedOptimizer | None = None, deliver: bool = True) -> None:
+        """Goes on with another method, after a step of `stepped`, or before the first one."""
+        record, method = self.record, self.choices[name]
+        if deliver:
+            switch(self._engine, method, stepped)
+        else:
+            adopt(self._engine, method)
+        record.current, self._first = name, None
         steps = self._engine.registry.steps
         if why:
             record.history.append({"step": steps, "method": name, "why": why})

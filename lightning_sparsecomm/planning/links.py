@@ -72,7 +72,11 @@ class Network(Link):
         calls = straight(collective, handed_bytes, ranks, far_of(self.rtt)) if may else []
         if calls:
             return sum(self._call_seconds(link_bytes(*call, ranks), 1, ranks - 1) for call in calls)
-        return self._call_seconds(link_bytes(collective, handed_bytes, ranks), hops(collective, ranks), 1)
+        sent = link_bytes(collective, handed_bytes, ranks)
+        if collective == "send":
+            # A message to each of the others, all at once.
+            return (ranks - 2) * self.call + self._call_seconds(sent, 1, ranks - 1)
+        return self._call_seconds(sent, hops(collective, ranks), 1)
 
     def _call_seconds(self, sent: float, count: int, connections: int) -> float:
         """Of a call that puts `sent` bytes on the link in `count` hops, each over so many connections at once."""
@@ -96,7 +100,7 @@ class MeasuredLink(Link):
     Args:
         ranks: Number of ranks that measured.
         points: For each collective, pairs of bytes handed over, in rising order, and seconds. At least two. An
-            all-to-all takes what a gather of one of its parts takes.
+            all-to-all takes what a gather of one of its parts takes, and so does a message to each of the others.
         around: Seconds of the smallest sum around the ring, where others went straight; None where all went around.
         rate: Bits per second on the link beyond the largest size, where `fitted` has found it; None for what the two
             largest sizes tell.
@@ -129,6 +133,8 @@ class MeasuredLink(Link):
         if collective == "all_to_all":
             # As many bytes on the link, in as many messages, as a gather of one rank's part.
             return self.seconds("all_gather", handed_bytes / ranks, ranks)
+        if collective == "send":
+            return self.seconds("all_gather", handed_bytes / (ranks - 1), ranks)
         if ranks != self.ranks or collective not in self.points:
             raise ValueError(
                 f"the link was measured with {self.ranks} ranks and {', '.join(self.points)}; got {ranks} ranks and"
@@ -213,4 +219,4 @@ class MeasuredLink(Link):
 
 def hops(collective: Collective, ranks: int) -> int:
     """Round trips that wait for each other: in a ring such as Gloo's, or one where all send to all at once."""
-    return {"all_reduce": 2 * (ranks - 1), "all_to_all": 1}.get(collective, ranks - 1)
+    return {"all_reduce": 2 * (ranks - 1), "all_to_all": 1, "send": 1}.get(collective, ranks - 1)

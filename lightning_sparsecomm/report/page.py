@@ -5,6 +5,7 @@ from html import escape
 from pathlib import Path
 
 from lightning_sparsecomm.basis import PHASES
+from lightning_sparsecomm.basis.ledger import OURS
 from lightning_sparsecomm.report.chart import COLORS, Axis, Line, bar, chart, plain, size
 from lightning_sparsecomm.report.run import SUFFIX, Point, Run
 
@@ -85,14 +86,15 @@ def _summary(runs: Sequence[Run], colors: Sequence[str]) -> str:
     rows = []
     for run, color in zip(runs, colors):
         last = run.points[-1] if run.points else None
-        sent = last.sent_bytes if last is not None else 0.0
+        # Of the whole run, as ddp's: what is exchanged after the last point, too.
+        sent = sum(link for purpose, (_, _, link) in run.rows.items() if purpose in OURS)
         rows.append(
             [
                 _named(run, color),
                 str(run.world_size),
                 _steps(run),
                 plain(last.loss) if last is not None and last.loss is not None else "–",
-                *(plain(run.metrics[name]) if name in run.metrics else "–" for name in metrics),
+                *("–" if (value := run.metrics.get(name)) is None else plain(value) for name in metrics),
                 size(sent),
                 f"{run.ddp_link_bytes / sent:,.1f} ×" if sent else "–",
                 f"{last.seconds:,.1f} s" if last is not None else "–",

@@ -42,7 +42,7 @@ class Run:
         points: In the order of steps.
         rows: By purpose: calls, bytes handed over, and bytes on the link.
         ddp_link_bytes: What ddp would have sent.
-        metrics: The Trainer's last metrics, by name.
+        metrics: The Trainer's last metrics, by name; None where one was not finite.
         resumed_at: The step after which it goes on with an earlier run; 0 for a new one. Bytes, calls and time are
             those since then.
     """
@@ -53,7 +53,7 @@ class Run:
     points: list[Point] = field(default_factory=list)
     rows: dict[str, tuple[int, float, float]] = field(default_factory=dict)
     ddp_link_bytes: float = 0.0
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float | None] = field(default_factory=dict)
     resumed_at: int = 0
 
     @staticmethod

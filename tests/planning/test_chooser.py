@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
+from lightning_fabric import Fabric
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.plugins.environments import TorchElasticEnvironment
 from torch.utils.data import DataLoader, TensorDataset
@@ -18,7 +19,9 @@ from lightning_sparsecomm.planning import MeasuredLink, chooser
 from lightning_sparsecomm.planning.chooser import AutoChooser
 from lightning_sparsecomm.planning.probe import measure_link
 from lightning_sparsecomm.planning.watch import DriftWatch, StepTimes
+from lightning_sparsecomm.run.engine import Engine
 from lightning_sparsecomm.sharing import Method
+from lightning_sparsecomm.strategies.lightning_fabric import SparseCommStrategy as FabricStrategy
 from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
 from tests.distributed.launch import QUIET, run_ranks
 
@@ -236,6 +239,97 @@ def test_a_resumed_run_goes_on_with_its_choice_to_the_bit(tmp_path: Path, epochs
         assert record.current == "sparsecomm"
         # It was not measured anew.
         assert switches(record) == [(0, "sparsecomm"), (7, "sparsecomm")]
+
+
+class TwoOptimizers(Network):
+    """The optimizer that comes last steps first. Only rank 0 uses all weights."""
+
+    def __init__(self, clips: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.clips = clips
+        self.extra = torch.nn.Parameter(torch.zeros(3))
+        self.never = torch.nn.Parameter(torch.zeros(3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        first, second = self.optimizers()  # type: ignore[misc]
+        first.zero_grad()
+        second.zero_grad()
+        outputs = self.layers(batch[0]) + (self.extra if self.global_rank == 0 else 0.0)
+        self.manual_backward(torch.nn.functional.cross_entropy(outputs, batch[1]))
+        if self.clips:
+            self.clip_gradients(first, 0.1, "norm")
+        second.step()
+        first.step()
+
+    def configure_optimizers(self) -> Any:
+        first = [self.extra, self.never, *self.layers[0].parameters()]
+        return [torch.optim.SGD(first, 0.1, 0.9), torch.optim.SGD(self.layers[2].parameters(), 0.1)]
+
+
+def _two_optimizers(rank: int, folder: str, clips: bool) -> Any:
+    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
+    os.environ.update({"MASTER_ADDR": "localhost", "MASTER_PORT": "0"})
+    switched: list[list[bool]] = []
+
+    def decide(self: AutoChooser, tracked: Any) -> None:
+        switched.append([each.shared for each in self._engine.registry.optimizers])
+        self._use("ddp" if self.record.current == "sparsecomm" else "sparsecomm", "", tracked)
+
+    AutoChooser._decide = decide  # type: ignore[method-assign]
+    model = TwoOptimizers(clips)
+    strategy = SparseCommStrategy(methods.auto(), check_replicas_every=1, find_unused_parameters=True)
+    options: dict[str, Any] = {"devices": 2, "max_epochs": 1, "enable_checkpointing": False, **QUIET}
+    trainer = pl.Trainer(
+        plugins=[TorchElasticEnvironment()],
+        strategy=strategy,
+        use_distributed_sampler=False,
+        default_root_dir=folder,
+        **options,
+    )
+    trainer.fit(model, data(rank))
+    return [parameter.grad is None for parameter in (model.extra, model.never)], switched
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_what_waits_for_another_optimizers_step_is_shared(tmp_path: Path, clips: bool) -> None:
+    """Else the comparison of replicas fails; what is clipped is used by the method that has shared it."""
+    for gone, switched in run_ranks(tmp_path, 2, _two_optimizers, str(tmp_path), clips):
+        assert gone == [False, True]
+        assert switched == [[False, False]] * 4
+
+
+def _fabric(rank: int) -> Any:
+    pretend(SLOW)
+    points = [(8.0, 0.001), (1e6, 0.25)]
+    link = MeasuredLink(2, {"all_reduce": points, "all_gather": points})
+    chooser.measure_link = lambda *_: link  # type: ignore[assignment, misc]
+    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
+    os.environ.update({"MASTER_ADDR": "localhost", "MASTER_PORT": "0"})
+    strategy = FabricStrategy(methods.auto())
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, plugins=[TorchElasticEnvironment()])
+    fabric.launch()
+    network = torch.nn.Linear(6, 3)
+    module, optimizer = fabric.setup(network, torch.optim.SGD(network.parameters(), 0.1))
+    fabric.backward(module(torch.ones(2, 6)).sum())
+    optimizer.step()
+    return strategy.ledger.handed_bytes("gradients"), strategy.chooser.record
+
+
+def test_in_fabric_the_first_step_is_exchanged_once(tmp_path: Path) -> None:
+    """By then, its forward pass has told DDP's reducer to sum."""
+    for handed, record in run_ranks(tmp_path, 2, _fabric):
+        assert handed == 4 * 21
+        assert switches(record) == [(1, "sparsecomm")]
+
+
+def test_a_methods_number_does_not_depend_on_what_the_run_can_use(wire: Wire) -> None:
+    engine = Engine(methods.auto(), wire)
+    chooser = AutoChooser(engine, methods.auto().choices)
+    del chooser.choices["ddp-bf16"]
+    chooser.record.current = "sparsecomm"
+    assert chooser.number == 2
+    engine.close()
 
 
 def test_a_static_graph_is_refused(tmp_path: Path) -> None:

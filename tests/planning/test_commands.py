@@ -156,6 +156,7 @@ def test_a_device_that_is_not_there_is_found(monkeypatch: pytest.MonkeyPatch) ->
     assert remedies(doctor.network({"GLOO_SOCKET_IFNAME": "eth0"})) == []
     assert "names eth1, which this machine does not have" in remedies(doctor.network({"GLOO_SOCKET_IFNAME": "eth1"}))[0]
     monkeypatch.setattr(doctor.socket, "gethostbyname", lambda _: "127.0.1.1")
-    assert "set GLOO_SOCKET_IFNAME=eth0" in remedies(doctor.network({}))[0]
+    for unset in ({}, {"GLOO_SOCKET_IFNAME": ""}):
+        assert "set GLOO_SOCKET_IFNAME=eth0" in remedies(doctor.network(unset))[0]
     monkeypatch.setattr(doctor.socket, "gethostbyname", lambda _: "10.0.0.7")
     assert remedies(doctor.network({})) == []

@@ -21,7 +21,7 @@ def test_a_large_sum_takes_its_bytes_by_the_rate() -> None:
 def test_a_small_collective_takes_its_hops() -> None:
     """Each takes a round trip; over a long way, ours goes straight to all, in one."""
     far, near = Network(1e12, rtt=0.1, **EXACT), Network(1e12, rtt=0.001, **EXACT)
-    for kind, count in (("all_reduce", 6), ("all_gather", 3), ("all_to_all", 1)):
+    for kind, count in (("all_reduce", 6), ("all_gather", 3), ("all_to_all", 1), ("send", 1)):
         assert near.seconds(kind, 8, 4) == pytest.approx(count * 0.001)
         assert far.seconds(kind, 8, 4, ring=True) == pytest.approx(count * 0.1)
         assert far.seconds(kind, 8, 4) == pytest.approx(0.1)
@@ -65,6 +65,12 @@ def test_a_measured_link_is_straight_between_its_points() -> None:
 def test_an_all_to_all_takes_as_long_as_a_gather_of_a_part() -> None:
     for link in (MeasuredLink(4, POINTS), Network(1e9, 0.1)):
         assert link.seconds("all_to_all", 4e4, 4) == pytest.approx(link.seconds("all_gather", 1e4, 4))
+    assert MeasuredLink(4, POINTS).seconds("send", 3e4, 4) == MeasuredLink(4, POINTS).seconds("all_gather", 1e4, 4)
+
+
+def test_software_takes_its_time_for_each_message() -> None:
+    network = Network(1e12, rtt=0.001, call=0.01)
+    assert network.seconds("send", 8, 4) == pytest.approx(0.031)
 
 
 def test_noise_never_makes_more_bytes_cheaper() -> None:

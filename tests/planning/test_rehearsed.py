@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_sparsecomm import Method, methods
-from lightning_sparsecomm.planning import rehearse, square_layers
+from lightning_sparsecomm.planning import MeasuredLink, Work, predict, rehearse, square_layers
 from lightning_sparsecomm.planning.planner import optimizer_for
 from lightning_sparsecomm.planning.rehearsed import Rehearsed
 
@@ -82,6 +82,9 @@ def test_every_recipe_can_be_rehearsed(make: Callable[[], Method]) -> None:
     assert seen.link_bytes > 0
     assert seen.computing >= 0
     assert seen.name == repr(make())
+    # On a link that was measured, too.
+    points = [(8.0, 0.001), (1e6, 0.25)]
+    assert predict(seen, MeasuredLink(4, {"all_reduce": points, "all_gather": points}), Work(0.1)).seconds > 0.1
 
 
 def test_a_method_that_is_not_defined_says_so() -> None:

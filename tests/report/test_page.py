@@ -131,6 +131,21 @@ def test_runs_are_read_as_they_were_written(tmp_path: Path) -> None:
     assert [file.name for file in (tmp_path / "new").iterdir()] == ["run.run.json"]
 
 
+def test_bytes_after_the_last_point_count() -> None:
+    run = a_run("run")
+    run.rows["weight updates"] = (1, 500.0, 1500.0)
+    assert "<td>4.5 kB</td><td>2.0 ×</td>" in page([run])
+
+
+def test_a_metric_that_is_not_finite_is_left_out(tmp_path: Path) -> None:
+    run = a_run("run")
+    run.metrics |= {"perplexity": float("inf"), "size": float("nan")}
+    run.save(tmp_path)
+    text = write_report(tmp_path).read_text()
+    checked(text)
+    assert "<td>0.75</td><td>–</td><td>–</td>" in text
+
+
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"format": "another"}', '{"format": "lightning_sparsecomm run"}'])
 def test_a_damaged_run_is_named(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "broken.run.json").write_text(text)
@@ -204,6 +219,12 @@ def test_two_trainings_in_one_folder(tmp_path: Path) -> None:
     assert ddp.points[0].loss > ddp.points[-1].loss  # type: ignore[operator]
     assert ddp.metrics.keys() == sbc.metrics.keys() == {"size"}
     assert sbc.strategy.startswith("2 ranks, SGD by sbc(")
+
+
+def test_the_last_batches_are_a_point(tmp_path: Path) -> None:
+    train("ddp_fork", CompressionReport(tmp_path, every=7), epochs=1)
+    assert [point.step for point in Run.load(tmp_path / "ddp.run.json").points] == [7, 10]
+    assert "<td>1.0 ×</td>" in (tmp_path / "report.html").read_text()
 
 
 @pytest.mark.parametrize("strategy", ["ddp_fork", "sparsecomm_fork"])
