@@ -21,8 +21,10 @@ from lightning_sparsecomm.basis.parts import parts_in
 from lightning_sparsecomm.basis.phases import PHASES
 from lightning_sparsecomm.basis.rounds import Round
 from lightning_sparsecomm.basis.schedules import Schedule, every_at
-from lightning_sparsecomm.exchange import PowerSGD, Staged
+from lightning_sparsecomm.exchange import Staged
+from lightning_sparsecomm.planning import stand_ins
 from lightning_sparsecomm.planning.model_layout import ddp_buckets
+from lightning_sparsecomm.planning.stand_ins import HALVED, Halved, extrapolated, features
 from lightning_sparsecomm.run.engine import Engine
 from lightning_sparsecomm.run.rehearsal import alike, own_randomness
 from lightning_sparsecomm.sharing.bucket import BucketSync
@@ -32,8 +34,8 @@ from lightning_sparsecomm.sharing.gradient import GradientSync
 from lightning_sparsecomm.sharing.gradients import NamedParameters
 from lightning_sparsecomm.sharing.method import Method
 
-# Elements of the small model, and by how many times fewer a second one has, which tells what does not grow with it.
-_ELEMENTS, _FEWER = 4_000_000, 4
+# Elements of the small model.
+_ELEMENTS = 4_000_000
 
 # In the first step buffers are touched for the first time; only from the second on does a residual hold something.
 _WARM_UP_STEPS, _STEPS = 2, 3
@@ -50,6 +52,8 @@ _FIRST = 0
 
 Kinds = Sequence[tuple[Optimizer, NamedParameters]]
 """Optimizers, with the parameters that each trains."""
+
+Shapes = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,7 @@ def rehearse(
     ranks: int,
     length: float = math.inf,
     elements: int = _ELEMENTS,
+    timed: bool = True,
 ) -> Rehearsed:
     """Plays steps of a method on small stand-ins of parameters, as if all ranks sent what this one does.
 
@@ -100,40 +105,57 @@ def rehearse(
         kinds: Optimizers, with the parameters that each trains.
         ranks: Number of ranks to play.
         length: Optimizer steps of the run, which densities may follow; infinite where unknown.
-        elements: Most elements of the stand-ins.
+        elements: Most elements of the stand-ins, as far as matrices of 128 rows and columns allow it.
+        timed: Whether seconds are wanted, which takes more steps, and stand-ins for all tensors.
 
     Raises:
         TypeError: The method is not defined for one of the optimizers.
     """
-    total = sum(parameter.numel() for _, parameters in kinds for _, parameter in parameters)
     if isinstance(method.syncs[0], BucketSync):
         return _rehearse_buckets(method, [p for _, named in kinds for _, p in named], ranks)
-    fraction = min(1.0, elements / total)
+    shapes = [parameter.shape for _, named in kinds for _, parameter in named]
+    if not timed:
+        kinds = [(optimizer, stand_ins.few_of_each_shape(method, named)) for optimizer, named in kinds]
+    taken = [parameter for _, named in kinds for _, parameter in named]
+    fraction = stand_ins.fraction_for(taken, elements)
     with own_randomness(kinds), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
-        result, played = _play(method, kinds, ranks, length, fraction)
-        seconds, sizes = result.seconds, [size for _, size, _ in result.calls]
-        if fraction < 1:
-            # A part of what a step takes does not grow with the model.
-            fewer, less = _play(method, kinds, ranks, length, fraction / _FEWER)
-            more = (total - played) / (played - less)
-            seconds = {name: value + more * max(0.0, value - fewer.seconds[name]) for name, value in seconds.items()}
-            # Lengths and statuses do not grow with the model.
-            sizes = [size * total / played if size > 256 else size for size in sizes]
-            if any(parts_in(method, PowerSGD)):
-                # Stand-ins have fewer rows, but as many columns, which are also sent.
-                pairs = zip(result.calls, fewer.calls)
-                sizes = [call[1] + more * (call[1] - smaller[1]) for call, smaller in pairs]
-    calls = tuple((kind, size, often) for (kind, _, often), size in zip(result.calls, sizes))
-    held_bytes = result.held_bytes * total / played
-    return replace(result, name=repr(method), seconds=seconds, calls=calls, held_bytes=held_bytes)
+        if fraction == 1 and len(taken) == len(shapes):
+            result, _ = _play(method, kinds, ranks, length, fraction, HALVED[0], timed)
+        else:
+            ends = HALVED[0], HALVED[-1]
+            plays = [_play(method, kinds, ranks, length, fraction, each, timed and each in ends) for each in HALVED]
+            result = _of_whole(shapes, plays)
+    return replace(result, name=repr(method))
 
 
-def _play(method: Method, kinds: Kinds, ranks: int, length: float, fraction: float) -> tuple[Rehearsed, int]:
-    """A step on stand-ins with this fraction of the rows, and the elements that these have."""
+def _of_whole(shapes: Shapes, plays: Sequence[tuple[Rehearsed, Shapes]]) -> Rehearsed:
+    """What a step takes with parameters of these shapes, by what it took with several sets of smaller ones."""
+    (result, of_result), (least, of_least) = plays[0], plays[-1]
+    total, played, less = (sum(map(math.prod, each)) for each in (shapes, of_result, of_least))
+    # A part of what a step takes does not grow with the model.
+    more = (total - played) / (played - less) if played > less else 0.0
+    seconds = {name: value + more * max(0.0, value - least.seconds[name]) for name, value in result.seconds.items()}
+    sets, whole = [features(each) for _, each in plays], features(shapes)
+    calls = result.calls
+    if all([kind for kind, _, _ in each.calls] == [kind for kind, _, _ in calls] for each, _ in plays):
+        columns = zip(*(each.calls for each, _ in plays))
+        sizes = [extrapolated([size for _, size, _ in column], sets, whole) for column in columns]
+    else:
+        # Lengths and statuses do not grow with the model.
+        sizes = [size * total / played if size > 256 else size for _, size, _ in calls]
+    calls = tuple((kind, size, often) for (kind, _, often), size in zip(calls, sizes))
+    held_bytes = extrapolated([each.held_bytes for each, _ in plays], sets, whole)
+    return replace(result, seconds=seconds, calls=calls, held_bytes=held_bytes)
+
+
+def _play(
+    method: Method, kinds: Kinds, ranks: int, length: float, fraction: float, halved: Halved, timed: bool
+) -> tuple[Rehearsed, Shapes]:
+    """A step on stand-ins that are so much smaller, and their shapes."""
     every = _every(method)
-    stage = _Stage(method, kinds, ranks, length, fraction)
+    stage = _Stage(method, kinds, ranks, length, fraction, halved, _STEPS if timed else 1)
     between = stage.play(0) if every > 1 else None
     due = stage.play(every - 1)
     result = due if between is None else _mixed(between, due, _share_of_exchanges(method, every, length))
@@ -142,7 +164,7 @@ def _play(method: Method, kinds: Kinds, ranks: int, length: float, fraction: flo
         result = _mixed(stage.play(0, _FIRST), result, 1 - min(first, length) / length)
     result = replace(result, held_bytes=stage.held_bytes())
     stage.close()
-    return result, stage.elements
+    return result, [weight.shape for weight in stage.weights]
 
 
 class _Stage:
@@ -155,8 +177,11 @@ class _Stage:
         ranks: int,
         length: float,
         fraction: float,
+        halved: Halved,
+        steps: int,
     ) -> None:
         self.ranks = ranks
+        self.steps = steps
         self.wire = MirrorWire(ranks)
         method = copy.deepcopy(method)
         for sync in parts_in(method, DeltaSync):
@@ -167,19 +192,18 @@ class _Stage:
         self.engine = Engine(method, self.wire)
         self.optimizers: list[Optimizer] = []
         for optimizer, parameters in kinds:
-            stand_ins = [(name, _stand_in(parameter, fraction)) for name, parameter in parameters]
-            self.engine.registry.known |= {id(parameter): (name, parameter) for name, parameter in stand_ins}
-            weights = [parameter for _, parameter in stand_ins]
+            small = [(name, stand_ins.stand_in(parameter, fraction, halved)) for name, parameter in parameters]
+            self.engine.registry.known |= {id(parameter): (name, parameter) for name, parameter in small}
+            weights = [parameter for _, parameter in small]
             self.optimizers.append(alike(optimizer, weights))
         self.weights = [weight for each in self.optimizers for group in each.param_groups for weight in group["params"]]
-        self.elements = sum(weight.numel() for weight in self.weights)
         self.engine.length = length
         self._gradients = itertools.cycle([[_gradient_like(weight) for weight in self.weights] for _ in range(3)])
 
     def play(self, local: int, step: int = _LATE) -> Rehearsed:
         """Some repetitions of a late step, or of another one, so many steps after an exchange of weights."""
         times: list[dict[str, float]] = []
-        for repetition in range(_WARM_UP_STEPS + _STEPS):
+        for repetition in range(_WARM_UP_STEPS + self.steps):
             clock = self.wire.ledger.clock
             clock.seconds = dict.fromkeys(PHASES, 0.0)
             self.wire.calls.clear()
@@ -263,14 +287,6 @@ def _rehearse_buckets(method: Method, parameters: Sequence[Parameter], ranks: in
         computing = (time.perf_counter() - begin) * sum(p.numel() for p in parameters) / _ELEMENTS
     seconds = dict.fromkeys(PHASES, 0.0) | {"update": computing}
     return Rehearsed(repr(method), ranks, seconds, tuple(calls), 0.0, overlaps=True)
-
-
-def _stand_in(parameter: Parameter, fraction: float) -> Parameter:
-    """A parameter with fewer rows; biases and norms keep at least a few elements."""
-    shape = list(parameter.shape)
-    if shape:
-        shape[0] = max(1, round(shape[0] * fraction))
-    return Parameter(torch.randn(shape, device=parameter.device).to(parameter.dtype))
 
 
 def _gradient_like(weight: Tensor) -> Tensor:

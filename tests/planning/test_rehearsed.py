@@ -11,6 +11,7 @@ from lightning_sparsecomm import Method, methods
 from lightning_sparsecomm.planning import MeasuredLink, Work, predict, rehearse, square_layers
 from lightning_sparsecomm.planning.planner import optimizer_for
 from lightning_sparsecomm.planning.rehearsed import Rehearsed
+from lightning_sparsecomm.planning.stand_ins import extrapolated
 
 
 def rehearsed(method: Method, size: int = 200_000, optimizer: str = "sgd", **options: Any) -> Rehearsed:
@@ -23,6 +24,35 @@ def test_bytes_do_not_depend_on_the_size_of_the_stand_ins() -> None:
     whole, small = rehearsed(method, 400_000), rehearsed(method, 400_000, elements=50_000)
     assert small.link_bytes == pytest.approx(whole.link_bytes, rel=0.1)
     assert small.held_bytes == pytest.approx(whole.held_bytes, rel=0.05)
+
+
+@pytest.mark.parametrize("timed", [True, False])
+@pytest.mark.parametrize("method", [methods.powersgd(2), methods.onebit_sgd()], ids=repr)
+def test_nor_where_bytes_grow_with_rows_and_columns_too(method: Method, timed: bool) -> None:
+    whole, small = rehearsed(method, 2_000_000), rehearsed(method, 2_000_000, elements=50_000, timed=timed)
+    assert small.link_bytes == pytest.approx(whole.link_bytes, rel=0.02)
+    assert small.held_bytes == pytest.approx(whole.held_bytes, rel=0.02)
+
+
+def test_blocks_that_stand_ins_have_the_fewest_of_count_by_elements() -> None:
+    whole, small = (rehearsed(methods.aligned_topk(), 2_000_000, elements=size) for size in (2_000_000, 50_000))
+    assert whole.link_bytes < small.link_bytes < 2 * whole.link_bytes
+
+
+@pytest.mark.parametrize("shape", [(1, 5_000_000), (5_000_000, 1), (7_000_000,), (300_000, 3_000_000)])
+def test_models_of_any_size_and_shape_are_rehearsed(shape: tuple[int, ...]) -> None:
+    parameters = [("weight", torch.nn.Parameter(torch.zeros(1).expand(shape)))]
+    for method in (methods.default(), methods.powersgd(2)):
+        kinds = [(optimizer_for("sgd", parameters), parameters)]
+        seen = rehearse(method, kinds, 4, length=1000, elements=50_000, timed=False)
+        assert 0 < seen.link_bytes < 7 * math.prod(shape)
+
+
+def test_no_figure_is_negative() -> None:
+    """Whatever is found: here less the more there is of all."""
+    sets = [[1.0, rows, columns, rows * columns, 0.0] for rows in (64.0, 32.0) for columns in (64.0, 32.0)]
+    assert extrapolated([100, 200, 300, 400], sets, [1.0, 1e4, 1e4, 1e8, 0.0]) >= 0
+    assert extrapolated([0, 0, 0, 0], sets, [1.0, 1e4, 1e4, 1e8, 0.0]) == 0
 
 
 def test_gradient_dropping_sends_what_its_docstring_says() -> None:
