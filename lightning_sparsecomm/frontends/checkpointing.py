@@ -87,7 +87,9 @@ class CheckpointingMixin(SynchronizingMixin, DDPStrategy):
 
     @property
     def _interrupted(self) -> bool:
-        return self.lightning_module is not None and self._trainer.interrupted
+        # After a fit in forks, the module in the main process has no Trainer.
+        trainer = getattr(self.lightning_module, "_trainer", None)
+        return trainer is not None and bool(trainer.interrupted)
 
     def _defers(self) -> bool:
         """Whether a save must wait for the end of the batch; see `DeferredSaves`."""

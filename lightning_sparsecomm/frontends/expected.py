@@ -1,7 +1,7 @@
 """How long a Trainer's fit will be, as far as can be said at its start."""
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
@@ -32,12 +32,15 @@ def expected(trainer: "pl.Trainer") -> Expected:
     max_steps, max_epochs, sooner = _limits(trainer)
     # An epoch's length in batches may be unknown.
     batches = trainer.num_training_batches if 0 < trainer.num_training_batches < math.inf else math.inf
-    each = math.ceil(batches / trainer.accumulate_grad_batches) if batches < math.inf else math.inf
+    whole = _steps_in(trainer, batches, 0, max_epochs)
     # Several optimizers share the Trainer's count of steps.
-    left = min(max_steps / optimizers, max_epochs * each) - trainer.global_step / optimizers
+    left = min(max_steps / optimizers, whole) - trainer.global_step / optimizers
+    if not automatic:
+        whole = math.inf
+    steps = min(max_steps, whole)
+    each = whole / max_epochs if whole < math.inf and max_epochs else _steps_in(trainer, batches, 0, 1)
     if not automatic:
         each = math.inf
-    steps = min(max_steps, max_epochs * each)
     epochs = min(max_epochs, steps / each if each < math.inf else math.inf)
     return Expected(steps, epochs, max(0, math.ceil(left)) if left < math.inf else left, not automatic, sooner)
 
@@ -53,15 +56,35 @@ def steps_left(trainer: "pl.Trainer", done: int, batches: float, later: int) -> 
     """
     each, optimizers = trainer.accumulate_grad_batches, max(1, len(trainer.optimizers))
     max_steps, max_epochs, _ = _limits(trainer)
-    follow = max_epochs - trainer.current_epoch - 1
-    of_epochs = math.ceil(batches / each) - done // each + (follow * math.ceil(later / each) if follow > 0 else 0)
+    follow = _steps_in(trainer, later, trainer.current_epoch + 1, max_epochs)
+    of_epochs = math.ceil(batches / each) - done // each + follow
     return max(0, min((max_steps - trainer.global_step) / optimizers, of_epochs))
+
+
+def _callbacks(trainer: "pl.Trainer") -> list[tuple[Any, set[str]]]:
+    """Callbacks, each with the names of its classes: either package's may be in use."""
+    return [(each, {kind.__name__ for kind in type(each).__mro__}) for each in vars(trainer)["callbacks"]]
+
+
+def _steps_in(trainer: "pl.Trainer", batches: float, first: int, end: float) -> float:
+    """Steps in the epochs from `first` to before `end`, each of so many batches; infinite where unknown."""
+    if math.inf in (batches, end):
+        return math.inf if end > first else 0
+    schedule = next((each for each, names in _callbacks(trainer) if "GradientAccumulationScheduler" in names), None)
+    if schedule is None:
+        return max(0, end - first) * math.ceil(batches / trainer.accumulate_grad_batches)
+    # It sets the Trainer's number as each epoch begins, and from its last entry on to the same.
+    last = max(schedule.scheduling)
+    steps = 0.0
+    for epoch in range(first, int(min(end, last))):
+        steps += math.ceil(batches / schedule.get_accumulate_grad_batches(epoch))
+    rest = max(0, end - max(first, last))
+    return steps + (rest * math.ceil(batches / schedule.get_accumulate_grad_batches(last)) if rest else 0)
 
 
 def _limits(trainer: "pl.Trainer") -> tuple[float, float, bool]:
     """Steps and epochs at which a fit ends, and whether a callback may end it sooner."""
-    # By name, as either package's callbacks may be in use.
-    callbacks = [(each, {kind.__name__ for kind in type(each).__mro__}) for each in vars(trainer)["callbacks"]]
+    callbacks = _callbacks(trainer)
     max_steps = trainer.max_steps if trainer.max_steps >= 0 else math.inf
     max_epochs = trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs >= 0 else math.inf
     for callback, names in callbacks:

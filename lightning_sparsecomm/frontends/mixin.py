@@ -21,7 +21,7 @@ from lightning_sparsecomm.basis.ledger import Ledger
 from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.frontends.data_parallel import CountedDataParallel, LocalDataParallel, SwitchedDataParallel
 from lightning_sparsecomm.frontends.saving import SavingMixin
-from lightning_sparsecomm.planning.chooser import AutoChooser
+from lightning_sparsecomm.planning.chooser import AutoChooser, forget_run
 from lightning_sparsecomm.run.agreement import CHECK_REPLICAS_EVERY
 from lightning_sparsecomm.run.engine import Engine
 from lightning_sparsecomm.run.node_turns import check_nodes, divide
@@ -221,6 +221,8 @@ class SynchronizingMixin(SavingMixin):
 
     def teardown(self) -> None:
         self._end()
+        if self._chooser is not None:
+            forget_run(self._chooser)
         super().teardown()  # type: ignore[misc]
 
     # Lightning prints this when a Trainer gets the other package's strategy.

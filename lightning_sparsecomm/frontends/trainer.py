@@ -140,7 +140,9 @@ class TrainerMixin(UnevenMixin, CheckpointingMixin, DDPStrategy):
         # StochasticWeightAveraging's last epoch only measures for batch norm. Lightning steps once in it, with the
         # gradients of the epoch before: that would move the averaged weights.
         if getattr(self._trainer.fit_loop, "_skip_backward", False):
-            return closure()
+            result = closure()
+            self.engine.reunite()  # Each rank has averaged its own weights.
+            return result
         engine = self.engine
         engine.epoch = self._epoch()
         with engine.stepping(optimizer):

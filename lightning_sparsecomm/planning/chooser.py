@@ -271,6 +271,12 @@ class AutoChooser:
         self._times.restart()
 
 
+def forget_run(chooser: AutoChooser) -> None:
+    """The run is over: the chooser keeps what it knows, and lets go of the model and of what the method holds."""
+    for name in ("_engine", "_times", "_watch"):
+        vars(chooser).pop(name, None)
+
+
 def _reason(record: Record, link: MeasuredLink | None, chosen: str) -> str:
     """The choice in words, with what was known."""
     measured, predicted = record.measured, record.predicted

@@ -13,7 +13,8 @@ from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.run.agreement import Agreement
 from lightning_sparsecomm.run.chooser import Chooser
 from lightning_sparsecomm.run.clipping import check_clipping, check_trainers_clipping, clips_locally
-from lightning_sparsecomm.run.guards import Guards, not_shared, unchanged, versions_of
+from lightning_sparsecomm.run.closures import sharing_closure
+from lightning_sparsecomm.run.guards import Guards, not_shared
 from lightning_sparsecomm.run.length import likely_length
 from lightning_sparsecomm.run.optimizers import TrackedOptimizer
 from lightning_sparsecomm.run.registry import Registry
@@ -160,18 +161,7 @@ class Engine:
 
         If `closure` computes no new gradients (as in manual optimization), those that are shared already are kept.
         """
-
-        def shared_closure() -> object:
-            tracked = self.register(optimizer)
-            before = versions_of(tracked) if tracked.shared else []
-            result = closure()
-            if not unchanged(before, versions_of(tracked)):
-                tracked.unshare()
-            self.synchronize(optimizer)
-            # A user's closure may return None: with a loss scaler, Lightning would skip the step on this rank alone.
-            return torch.zeros(()) if result is None and self.scaling is not None else result
-
-        return shared_closure
+        return sharing_closure(self, optimizer, closure)
 
     @contextmanager
     def stepping(self, optimizer: Optimizer) -> Iterator[None]:

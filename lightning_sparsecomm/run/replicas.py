@@ -21,10 +21,12 @@ class Viewed(NamedTuple):
     Attributes:
         own: This rank's own value.
         shared: The value that was written, perhaps in a wider dtype.
+        tensor: Where it was written.
     """
 
     own: Tensor
     shared: Tensor
+    tensor: Tensor
 
     def kept(self, now: Tensor) -> Tensor:
         """What the tensor, of which `now` is the value, is to hold afterwards.
@@ -125,11 +127,11 @@ class Replicas:
             own = [tensor.clone() for tensor in averaged]
             average_([tensor.data for tensor in averaged], self._wire)
             self._viewed = {
-                names[tensor.data_ptr()]: Viewed(mine, tensor.clone()) for tensor, mine in zip(averaged, own)
+                names[tensor.data_ptr()]: Viewed(mine, tensor.clone(), tensor) for tensor, mine in zip(averaged, own)
             }
             for tensor, shared in kept:
                 if (name := names[tensor.data_ptr()]) not in self._viewed:
-                    self._viewed[name] = Viewed(tensor.clone(), shared)
+                    self._viewed[name] = Viewed(tensor.clone(), shared, tensor)
                     tensor.data.copy_(shared)
         return True
 
@@ -139,7 +141,9 @@ class Replicas:
         current = self._all_by_name() if self._viewed else {}
         with torch.no_grad():
             for name, viewed in (self._viewed or {}).items():
-                current[name].data.copy_(viewed.kept(current[name]))
+                # Pruning renames parameters.
+                tensor = current.get(name, viewed.tensor)
+                tensor.data.copy_(viewed.kept(tensor))
         self._viewed = None
 
     def state_dict(self, buffers: bool) -> dict[str, Tensor]:
@@ -153,7 +157,8 @@ class Replicas:
             drifted = *self._drifted(), *(tensor for tensor, _ in self._kept())
             return own | {names[tensor.data_ptr()]: tensor for tensor in drifted}
         current = self._all_by_name()
-        return own | {name: viewed.kept(current[name].detach()) for name, viewed in self._viewed.items()}
+        now = {name: current.get(name, viewed.tensor).detach() for name, viewed in self._viewed.items()}
+        return own | {name: viewed.kept(now[name]) for name, viewed in self._viewed.items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Loads this rank's own weights."""

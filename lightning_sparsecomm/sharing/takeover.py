@@ -57,6 +57,14 @@ def learning_rates(optimizer: Optimizer, parameters: NamedParameters) -> list[fl
     return [rates[id(parameter)] for _, parameter in parameters]
 
 
+def evaluated_again(optimizer: Optimizer) -> RuntimeError:
+    """The error for an optimizer that evaluates its closure twice in a step, where memories take gradients in."""
+    return RuntimeError(
+        f"{type(optimizer).__name__}.step() evaluates its closure more than once, and momentum and residual would take"
+        " in each gradient. Use methods.dense(), or an optimizer that evaluates it once."
+    )
+
+
 class Takeover(ABC):
     """Changes what an optimizer does, from the end of its closure to the end of its step.
 
@@ -87,10 +95,7 @@ class Takeover(ABC):
         def closure_then_engage() -> Any:
             nonlocal evaluated
             if evaluated:
-                raise RuntimeError(
-                    f"{type(optimizer).__name__}.step() evaluates its closure more than once, and momentum and residual"
-                    " would take in each gradient. Use methods.dense(), or an optimizer that evaluates it once."
-                )
+                raise evaluated_again(optimizer)
             evaluated = True
             result = closure()
             self._engage()

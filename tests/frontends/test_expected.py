@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import StochasticWeightAveraging
+from pytorch_lightning.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
 from torch import Tensor, nn
 
 from lightning_sparsecomm.basis.schedules import ByLength
-from lightning_sparsecomm.methods import dgc
+from lightning_sparsecomm.methods import dgc, diloco
 from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
 from tests.frontends.fitting import Model, fit
 
@@ -92,3 +92,17 @@ def test_averaged_weights_with_batch_norm_stay_the_average(tmp_path: Path) -> No
     _, length, made, difference = _noted(tmp_path, Model(network), averaging, max_epochs=3)
     assert (length, made) == (3 * BATCHES, 3 * BATCHES)
     assert difference == 0
+
+
+@pytest.mark.parametrize("schedule", [{0: 4}, {0: 1, 1: 2, 3: 3}])
+def test_schedules_of_accumulation_count(tmp_path: Path, schedule: dict[int, int]) -> None:
+    _, length, made, _ = _noted(tmp_path, Model(), GradientAccumulationScheduler(schedule), max_epochs=5)
+    assert length == made == {1: 5, 3: 4 + 2 + 2 + 2 + 2}[len(schedule)]
+
+
+def test_averages_of_weights_that_drift_end_equal_with_batch_norm(tmp_path: Path) -> None:
+    """Each rank has averaged its own; the replicas are compared when training ends."""
+    network = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+    averaging = StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1)
+    ends = fit(tmp_path, Model(network), SparseCommStrategy(diloco(every=3)), callbacks=[averaging], max_epochs=4)
+    assert all((weight == ends[1][name]).all() for name, weight in ends[0].items())

@@ -83,6 +83,12 @@ def test_dgc_refuses(tmp_path: Path, model: Any, text: str) -> None:
         fit(tmp_path, Scenario(model, steps=3), 2, dgc())
 
 
+@pytest.mark.parametrize("method", [gradient_dropping(0.1), dgc(0.1, momentum_correction=False)], ids=repr)
+def test_no_residual_takes_in_the_gradients_of_two_evaluations(tmp_path: Path, method: Method) -> None:
+    with pytest.raises(Exception, match=r"Twice.step\(\) evaluates its closure more than once.*methods.dense\(\)"):
+        fit(tmp_path, Scenario(Sharp, steps=3), 2, method)
+
+
 def test_dgc_without_momentum_correction_takes_any_optimizer(tmp_path: Path) -> None:
     method = dgc(0.1, warmup_steps=0, momentum_correction=False)
     ranks = fit(tmp_path, Scenario(Adam, steps=3), 2, method)

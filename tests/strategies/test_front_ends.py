@@ -130,6 +130,19 @@ def test_trainer(package: str, tmp_path: Path) -> None:
     assert 0 < warming[0]["link_bytes"] < dense[0]["link_bytes"] / 2
 
 
+@pytest.mark.parametrize("strategy", ["ddp_fork", "sparsecomm_gradient_dropping_fork"])
+def test_a_checkpoint_is_saved_after_a_fit_in_forks(strategy: str, tmp_path: Path) -> None:
+    trainer = pl.Trainer(strategy=strategy, devices=2, max_epochs=1, enable_checkpointing=False, **QUIET)
+    model = PytorchLightningModel(tmp_path)
+    model.on_train_end = lambda: None  # type: ignore[method-assign]
+    trainer.fit(model, DataLoader(torch.cat(batches() + batches(1)), batch_size=8))
+    trainer.save_checkpoint(tmp_path / "after.ckpt")
+    saved = torch.load(tmp_path / "after.ckpt", weights_only=False)["state_dict"]
+    assert all(torch.equal(saved[name], tensor) for name, tensor in model.state_dict().items())
+    start = network().state_dict()
+    assert not all(torch.equal(saved[f"network.{name}"], tensor) for name, tensor in start.items())
+
+
 @pytest.mark.parametrize("package", TRAINERS[:1] + FABRICS[:1])
 def test_forks_make_their_own_pool_of_threads(package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before there are other threads, such as Gloo's, two of which could make it at once."""
