@@ -136,7 +136,7 @@ def test_a_slow_one_makes_fewer_steps_between_exchanges() -> None:
     ("method", "place"),
     [
         (DILOCO, "exchange"),
-        (SBC, "vote"),
+        pytest.param(SBC, "vote", marks=pytest.mark.slow),
         pytest.param(DILOCO, "vote", marks=pytest.mark.slow),
         pytest.param(SBC, "exchange", marks=pytest.mark.slow),
     ],

@@ -122,7 +122,7 @@ def test_a_run_in_which_one_was_killed_and_came_again_is_made_again(method: Any,
 @pytest.mark.parametrize(
     ("method", "place"),
     [
-        (DROPPING, "exchange"),
+        pytest.param(DROPPING, "exchange", marks=pytest.mark.slow),
         pytest.param(DROPPING, "vote", marks=pytest.mark.slow),
         pytest.param(SBC, "vote", marks=pytest.mark.slow),
     ],
