@@ -40,7 +40,7 @@ def _begin_together(pipe: Any, *args: Any, **options: Any) -> dict[str, Any]:
 
 def fitted(method: Any, *each: dict[str, Any], **options: Any) -> list[dict[str, Any]]:
     """What replicas end with that begin together, by the options of each."""
-    with lighthouse() as address, replicas() as start:
+    with lighthouse(least=len(each)) as address, replicas() as start:
         started = [start(_begin_together, address, name, method, **options, **own) for name, own in zip("abc", each)]
         for replica in started:
             assert replica.hear() == "ready"

@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from lightning_sparsecomm.channel import Channel
 from lightning_sparsecomm.elastic import streams
-from lightning_sparsecomm.elastic.quorum import Quorum
+from lightning_sparsecomm.elastic.quorum import Quorum, load_torchft
 from lightning_sparsecomm.elastic.rounds import Rounds
 from lightning_sparsecomm.elastic.streams import Sending
 from lightning_sparsecomm.elastic.turns import ElasticTurns
@@ -442,10 +443,18 @@ def weigh_it() -> None:
 
 
 def wait_for_the_start() -> None:
-    """Alters this process: before it meets others for the first time, it says so, and waits for a word."""
+    """Alters this process: before it meets others for the first time, it says so, and waits for a word.
+
+    The lighthouse knows it by then, and lets no others meet without it.
+    """
     begin = ElasticTurns.begin
 
     def beginning(turns: ElasticTurns) -> None:
+        quorum = turns._quorum
+        assert isinstance(quorum, Quorum)
+        # torchft's own thread may be late on a machine that is busy.
+        client = load_torchft().coordination.LighthouseClient(quorum._lighthouse, timedelta(seconds=60))
+        client.heartbeat(quorum.name, timedelta(seconds=60))
         PIPE[0].send(("told", "ready"))
         PIPE[0].recv()
         begin(turns)
