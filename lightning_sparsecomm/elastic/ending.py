@@ -31,15 +31,16 @@ class Ending:
         word = self._word()
         return word is not None and word.state == state
 
-    def check(self, state: str, steps: int) -> None:
+    def check(self, state: str, steps: int, exchanges: bool) -> None:
         """Others that were there are gone. Raises `PeerError` if they have ended the run without this replica.
 
         Args:
             state: What this replica shares with those that are left.
             steps: Optimizer steps that it has made.
+            exchanges: Whether it has more to exchange than buffers, which are all that is left after the last step.
         """
         word = self._word()
-        if word is not None and word.state != state:
+        if word is not None and word.state != state and (exchanges or word.steps > steps):
             raise PeerError(
                 f"the other replicas have ended the run after {word.steps} steps, while this one was away after"
                 f" {steps}. It ends too, and saves nothing: the run's last checkpoint has the weights."

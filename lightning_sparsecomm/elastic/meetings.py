@@ -129,7 +129,8 @@ class Meetings(Outcomes):
         if change is not None and change.gone:
             # If this raises, callbacks and loggers that save what is left must not: it leads no more.
             self.leads = False
-            self._ending.check(plan.state, self._registry.steps)
+            exchanges = plan.offer is not None and bool(plan.offer.units)
+            self._ending.check(plan.state, self._registry.steps, exchanges)
         self.leads = self.lead.note(plan, members, rank)
         if change is not None:
             self.record.change(change)
