@@ -25,17 +25,12 @@ class Meetings(Outcomes):
     """What turns among replicas have in common: each begins with a meeting, in which what is in flight has landed.
 
     Args:
-        engine: The run, whose wire is `wire`.
-        wire: Of this replica.
-        quorum: Meets other replicas.
-        joining: Packs and takes over what a replica that joins needs.
+        engine, wire, quorum, joining, stop, record: As of `Outcomes`.
         setup: By topic, a digest of what must be equal on all replicas.
         tell: Called with each change of members, and whether this replica leads.
-        stop: Called after the last exchange of a replica's run, with which all end.
         adapts: Whether a slow replica makes fewer steps between exchanges than the fastest one.
         compare_every: Rounds between two comparisons of weights that are to be equal after each step; None for none. A
             replica that differs from most gets the state anew.
-        record: Where meetings are noted; None for nowhere.
 
     Attributes:
         leads: Whether this replica has led the last round.
