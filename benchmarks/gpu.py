@@ -1,7 +1,12 @@
-"""What a step's parts cost on a GPU, next to copying the gradient there; and how payloads travel best between two GPUs.
+"""What a step's parts cost on a GPU, next to copying the gradient there; what methods add to a step of GPT-2 small; and
+how payloads travel best between two GPUs.
 
-Nobody has run this on a GPU yet: please send us what it prints. It needs one NVIDIA GPU, and a second one for the part
-about payloads. `--device cpu` tries it out without any, with Gloo in the place of NCCL.
+It needs one NVIDIA GPU, and a second one for the part about payloads. `--device cpu` tries it out without any, with
+Gloo in the place of NCCL.
+
+Steps are those of one rank, which sends itself what it would send to others: memories, selection, encoding, the
+exchange with nobody, decoding. Of each other rank, a step decodes as much again. The model computes nothing: gradients
+are random numbers.
 
 Payloads can travel in two ways: by NCCL from GPU to GPU, which is what the strategies do, or by Gloo from memory that
 both GPU and network card reach (pinned), with a copy before and after. Which is faster depends on the machines, so run
@@ -22,9 +27,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from runs import COMMIT, made_with, versions
 from selection import layout_of, ours, torch_topk
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from lightning_sparsecomm.basis import Layout, Round, Vector
+from lightning_sparsecomm import methods
+from lightning_sparsecomm.basis import Layout, Round, Vector, Wire
 from lightning_sparsecomm.basis.groups import destroy_all
 from lightning_sparsecomm.codecs import (
     Auto,
@@ -37,6 +44,8 @@ from lightning_sparsecomm.codecs import (
     TopK,
     TwoBit,
 )
+from lightning_sparsecomm.run.engine import Engine
+from lightning_sparsecomm.sharing import Method
 
 Rows = dict[str, Callable[[int], object]]
 
@@ -76,6 +85,72 @@ def kernels(elements: int, device: torch.device) -> Rows:
     rows["insert into a count sketch, 5 rows"] = lambda _: sketch.insert_(table, gradients[0], 1)
     rows["find its largest 3.6%"] = lambda _: sketch.largest(table, elements, int(0.036 * elements), 1)
     return rows | codecs(gradients[0])
+
+
+def gpt2(width: int, layers: int) -> nn.Module:
+    """The parameters of a GPT-2 of this size; small has a width of 768 and 12 layers, 124 million in 148 tensors."""
+    model = nn.Module()
+    shapes: list[tuple[int, ...]] = [(50257, width), (1024, width)]
+    for _ in range(layers):
+        for inputs, outputs in ((width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)):
+            shapes += [(outputs, inputs), (outputs,)]
+        shapes += [(width,)] * 4
+    for index, shape in enumerate([*shapes, (width,), (width,)]):
+        model.register_parameter(f"weight_{index}", nn.Parameter(torch.randn(shape) / 50))
+    return model
+
+
+METHODS: dict[str, tuple[str, Callable[[], Method]]] = {
+    "default, AdamW": ("adamw", lambda: methods.default()),
+    "default, SGD": ("sgd", lambda: methods.default()),
+    "dgc(0.001)": ("sgd", lambda: methods.dgc(0.001, warmup_steps=0)),
+    "gradient_dropping(0.01)": ("adamw", lambda: methods.gradient_dropping(0.01)),
+    "sketched_sgd(0.001)": ("sgd", lambda: methods.sketched_sgd(0.001)),
+    "s2_reducer()": ("sgd", lambda: methods.s2_reducer()),
+    "powersgd()": ("adamw", lambda: methods.powersgd()),
+    "quantized()": ("adamw", lambda: methods.quantized()),
+    "sparse_loco(every=1)": ("adamw", lambda: methods.sparse_loco(every=1)),
+    "streaming_diloco(every=1)": ("adamw", lambda: methods.streaming_diloco(every=1, fragments=1, delay=0)),
+}
+OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9),
+    "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-4),
+}
+
+
+def step_of(optimizer: str, method: Method | None, model: nn.Module) -> Callable[[int], None]:
+    """A whole optimizer step, with a method's exchange or with none."""
+    for weight in model.parameters():
+        weight.grad = torch.randn_like(weight) / 100
+    stepping = OPTIMIZERS[optimizer](model)
+    if method is None:
+        return lambda _: stepping.step()
+    engine = Engine(method, Wire())
+    engine.registry.add_module(model)
+    engine.register(stepping)
+
+    def step(_: int) -> None:
+        with engine.stepping(stepping):
+            engine.synchronize(stepping)
+            stepping.step()
+
+    return step
+
+
+def steps(device: torch.device, rounds: int, width: int, layers: int) -> dict[str, dict[str, list[float]]]:
+    """Milliseconds of optimizer steps with each method, and of the same steps with none."""
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
+        for name, (optimizer, method) in METHODS.items():
+            rows: Rows = {
+                "alone": step_of(optimizer, None, gpt2(width, layers).to(device)),
+                "with it": step_of(optimizer, method(), gpt2(width, layers).to(device)),
+            }
+            found[name] = timed(rows, rounds, device)
+        destroy_all()
+    return found
 
 
 def timed(rows: Rows, rounds: int, device: torch.device) -> dict[str, list[float]]:
@@ -152,6 +227,16 @@ def report(times: dict[str, list[float]], base: str) -> list[str]:
     ]
 
 
+def report_steps(times: dict[str, dict[str, list[float]]]) -> list[str]:
+    """A table's lines: medians of steps without and with each method, and what it adds."""
+    lines = []
+    for name, rows in times.items():
+        alone, ours = (statistics.median(rows[row]) for row in ("alone", "with it"))
+        spread = f"{min(rows['with it']):.2f} – {max(rows['with it']):.2f}"
+        lines.append(f"| {name} | {alone:.2f} | {ours:.2f} | {spread} | {ours - alone:.2f} |")
+    return lines
+
+
 def main() -> None:
     """Runs what this machine allows, and says what it leaves out."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -159,18 +244,26 @@ def main() -> None:
     add("--device", choices=["cuda", "cpu"], default="cuda")
     add("--elements", type=int, default=25_000_000, metavar="N", help="length of the gradient, float32")
     add("--rounds", type=int, default=15, metavar="N", help=f"timed calls of each row, after {WARM_UP} that warm up")
+    add("--gpt2", type=int, nargs=2, default=[768, 12], metavar=("WIDTH", "LAYERS"), help="size of the model of steps")
     add("--output", type=Path, metavar="FILE", help="JSON file for all times")
     options = parser.parse_args()
     found = torch.cuda.device_count()
     if options.device == "cuda" and not found:
         parser.error("--device cuda needs an NVIDIA GPU, and torch finds none. Try it out with --device cpu.")
     device = torch.device(options.device)
-    name = torch.cuda.get_device_name(device) if options.device == "cuda" else "the CPU"
+    where = torch.cuda.get_device_name(device) if options.device == "cuda" else "the CPU"
 
-    print(f"{options.elements:,} float32 on {name}; ms, median of {options.rounds}\n")
+    print(f"{options.elements:,} float32 on {where}; ms, median of {options.rounds}\n")
     print("| row | median | least – most | of copy_ |\n|---|---:|---:|---:|")
     parts = timed(kernels(options.elements, device), options.rounds, device)
     print("\n".join(report(parts, "copy_")))
+
+    model = gpt2(*options.gpt2)
+    sizes = [weight.numel() for weight in model.parameters()]
+    print(f"\nOptimizer steps of {sum(sizes):,} parameters in {len(sizes)} tensors\n")
+    print("| method | step alone | with it | least – most | it adds |\n|---|---:|---:|---:|---:|")
+    whole = steps(device, options.rounds, *options.gpt2)
+    print("\n".join(report_steps(whole)))
 
     payloads: dict[str, dict[str, list[float]]] = {}
     if options.device == "cuda" and found < 2:
@@ -183,7 +276,8 @@ def main() -> None:
             print("\n".join(report(rows, next(iter(rows)))))
     print(f"\n{made_with([COMMIT])} torch {torch.__version__}")
     if options.output:
-        stored = {"device": name, **versions(), "commit": COMMIT, "ms": parts, "payload_ms": payloads}
+        times = {"ms": parts, "step_ms": whole, "payload_ms": payloads}
+        stored = {"device": where, **versions(), "commit": COMMIT, **times}
         options.output.write_text(json.dumps(stored, indent=2))
 
 

@@ -87,3 +87,13 @@ def test_table_of_the_gallery(monkeypatch: pytest.MonkeyPatch) -> None:
     printed = gallery.table(json.loads(stored.read_text())["runs"]).splitlines() if stored.exists() else []
     assert [line for line in printed if line and line not in lines] == []
     assert not printed or gallery.GALLERY.keys() == {line.split("`")[1] for line in printed if line.startswith("| `")}
+
+
+def test_tables_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    benchmark = import_module("gpu")
+    stored = json.loads((ROOT / "docs" / "results" / "gpu.json").read_text())
+    lines = (ROOT / "docs" / "results.md").read_text().splitlines()
+    printed = [*benchmark.report(stored["ms"], "copy_"), *benchmark.report_steps(stored["step_ms"])]
+    assert len(printed) == 25
+    assert [line for line in printed if line not in lines] == []

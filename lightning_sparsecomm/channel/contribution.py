@@ -188,6 +188,14 @@ class Contribution:
     def _apply_all(self, updates: Sequence[tuple[int, Update]]) -> dict[tuple[int, int, int], Tensor]:
         """Applies updates, given with their offsets in order; the candidates found for the wanted stretches."""
         hints: dict[tuple[int, int, int], Tensor] = {}
+        if updates:
+            residual = updates[0][1].residual
+            kernels = kernels_for(residual.device, residual.dtype)
+            if kernels.many_at_once:
+                # Noted first, as in `_apply`.
+                self.done.extend(update for _, update in updates)
+                kernels.update_all_([update for _, update in updates])
+                return hints
         waiting = deque(updates)
         for stretch in self.wanted:
             while waiting and waiting[0][0] < stretch.start:

@@ -32,6 +32,7 @@ class AdaptiveGolomb(PartialCodec):
     """
 
     code: ClassVar[int] = 6
+    reads_on_gpus: ClassVar[bool] = True
     name: ClassVar[str] = "adaptive Golomb"
 
     def part_bytes(self, indices: Tensor, size: int) -> int:

@@ -20,10 +20,12 @@ class Codec(ABC):
     Attributes:
         code: The byte that names the codec in a payload.
         parameters: The values that `parameter` can have: a range within 0 to 255.
+        reads_on_gpus: Whether `decode` is meant for GPUs too: without loops over elements, and tried out there.
     """
 
     code: ClassVar[int]
     parameters: ClassVar[range] = range(1)
+    reads_on_gpus: ClassVar[bool] = False
     # Where a payload has the parameter, for messages.
     _parameter_field: ClassVar[str]
 

@@ -30,6 +30,11 @@ class Compressor(Part, ABC):
         """The largest magnitude that it can send: larger values are clamped to it."""
         return math.inf
 
+    @property
+    def reads_on_gpus(self) -> bool:
+        """Whether long payloads are decoded on the GPU where they arrive. Otherwise they are on the CPU."""
+        return False
+
     @abstractmethod
     def encode(self, x: Vector, context: Round) -> Tensor:
         """The payload for `x`.

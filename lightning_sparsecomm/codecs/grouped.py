@@ -26,6 +26,7 @@ class Grouped(ValueCodec):
     bits: ClassVar[int]
     head_bytes: ClassVar[int] = 4
     parameters: ClassVar[range] = range(1, 256)
+    reads_on_gpus: ClassVar[bool] = True
     _kind: ClassVar[str]
 
     def __post_init__(self) -> None:

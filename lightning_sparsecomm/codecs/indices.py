@@ -61,6 +61,7 @@ class Raw32(PartialCodec):
     """Each position as an unsigned 32-bit integer: 4 bytes. A full selection costs no bytes."""
 
     code: ClassVar[int] = 1
+    reads_on_gpus: ClassVar[bool] = True
     name: ClassVar[str] = "raw"
 
     def part_bytes(self, indices: Tensor, size: int) -> int:
@@ -98,6 +99,7 @@ class RunLength16(PartialCodec):
     """
 
     code: ClassVar[int] = 2
+    reads_on_gpus: ClassVar[bool] = True
     name: ClassVar[str] = "run-length"
 
     def part_bytes(self, indices: Tensor, size: int) -> int:
@@ -140,6 +142,7 @@ class Golomb(PartialCodec):
     """
 
     code: ClassVar[int] = 3
+    reads_on_gpus: ClassVar[bool] = True
     name: ClassVar[str] = "Golomb"
     parameters: ClassVar[range] = range(32)
 
@@ -182,6 +185,7 @@ class Bitmap(PartialCodec):
     """One bit for each element of the vector. A full selection costs no bytes."""
 
     code: ClassVar[int] = 4
+    reads_on_gpus: ClassVar[bool] = True
     name: ClassVar[str] = "bitmap"
 
     def part_bytes(self, indices: Tensor, size: int) -> int:

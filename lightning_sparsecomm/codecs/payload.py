@@ -9,12 +9,15 @@ import torch
 from torch import Tensor
 
 from lightning_sparsecomm.basis.layout import Layout
+from lightning_sparsecomm.kernels import checksum_kernels_for
 
 HEADER_BYTES = 16
 FORMAT_VERSION = 1
 _MAGIC = b"LS"
 _SOME_ABSENT = 1
 _NONFINITE = 2
+# Fewer bytes are read in less time than it takes to start the kernels that read them on a GPU.
+_SHORT = 1 << 18
 _SEGMENT_BYTES = 4
 _MAX_LENGTH = 2**32 - 1
 # Of a length that is sent ahead; the rest of 63 bits is its checksum.
@@ -107,7 +110,7 @@ def seal(envelope: Envelope, layout: Layout) -> Tensor:
     """Packs an envelope into one payload. `open_envelope` unpacks it, and refuses it if any byte was altered.
 
     The payload is `[bytes]` uint8 on the body's device. It adds 16 bytes to the body, and one bit for each segment if
-    some are absent. The checksum is computed on the CPU.
+    some are absent.
 
     Raises:
         ValueError: `present` or `nonfinite_segment` does not fit the layout, or the length does not fit 32 bits.
@@ -199,6 +202,11 @@ def open_envelope(payload: Tensor, layout: Layout, rank: int) -> Envelope:
     return Envelope(content[length:], present, segment)
 
 
+def readable(payloads: Tensor, on_gpus: bool) -> Tensor:
+    """Payloads, `[W, bytes]` uint8, where they are read fastest: short ones on the CPU, and all unless `on_gpus`."""
+    return payloads if on_gpus and payloads.shape[1] >= _SHORT else payloads.cpu()
+
+
 def _bitmap_bytes(layout: Layout) -> int:
     return (len(layout.segments) + 7) // 8
 
@@ -209,4 +217,4 @@ def _from_bytes(data: bytes, device: torch.device) -> Tensor:
 
 
 def _checksum(head: bytes, content: Tensor) -> int:
-    return zlib.crc32(content.cpu().contiguous().numpy().data, zlib.crc32(head))
+    return checksum_kernels_for(content.device).crc32(content, zlib.crc32(head))

@@ -24,8 +24,8 @@ class CountSketch:
     A table is `[rows, columns]`, float32 or float64, and is all that is stored: hashes come from a seed, taken modulo
     2^64. Tables are linear: the sum of the ranks' tables is the table of the ranks' sum, so they can be all-reduced.
     Estimates depend only on the table's bits and the seed, so all ranks and devices get equal ones. Insertion adds in
-    order of position on the CPU. On CUDA it adds in any order, and float32 additions flush subnormal numbers to zero.
-    Tables and values must be finite.
+    order of position on the CPU. On CUDA it adds whole multiples of about 2⁻³⁶ of the largest float32, whose sum has
+    the same bits in any order, and float64 numbers in any order. Tables and values must be finite.
 
     **Guarantee.** For r rows, c columns and any x, the estimate of an element x_p is unbiased. It is off by more than
     √(3/c)·‖x‖₂ with probability at most Σ C(r, i)·(1/3)^i·(2/3)^(r − i) over i = ⌈r/2⌉ … r: 0.333 for one row, 0.210

@@ -73,6 +73,10 @@ class SparseCodec(Compressor):
         return SparseVector(indices, x.values if indices.numel() == size else picked(x.values, indices), size)
 
     @property
+    def reads_on_gpus(self) -> bool:
+        return all(codec.reads_on_gpus for codec in (*self.values.codecs(), *self.indices.codecs()))
+
+    @property
     def largest(self) -> float:
         return min(codec.largest for codec in self.values.codecs())
 

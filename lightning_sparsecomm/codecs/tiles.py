@@ -32,17 +32,21 @@ def matrix_of(segment: Segment) -> tuple[int, int]:
     return rows, segment.size // rows
 
 
-# Elements of a region: what is computed of it stays in the processor's caches.
-_MOST = 1 << 17
+# Elements of a region. On CPUs, what is computed of it stays in the caches.
+_MOST, _MOST_ELSEWHERE = 1 << 17, 1 << 25
 
 
-def regions(matrix: tuple[int, int], tile: tuple[int, int]) -> Iterator[Region]:
-    """A matrix in tiles of a shape: the whole ones, in strips, and what is left at its right and lower edges."""
+def regions(matrix: tuple[int, int], tile: tuple[int, int], device: torch.device | None = None) -> Iterator[Region]:
+    """A matrix in tiles of a shape: the whole ones, in strips, and what is left at its right and lower edges.
+
+    Strips are narrow on the CPU, which `device` is by default.
+    """
+    most = _MOST if device is None or device.type == "cpu" else _MOST_ELSEWHERE
     for (top, bottom, height), (left, right, width) in product(*map(_cuts, matrix, tile)):
-        wide = max(1, _MOST // (height * width)) * width
+        wide = max(1, most // (height * width)) * width
         for begin in range(left, right, wide):
             end = min(begin + wide, right)
-            high = max(1, _MOST // (height * (end - begin))) * height
+            high = max(1, most // (height * (end - begin))) * height
             for start in range(top, bottom, high):
                 yield Region(start, min(start + high, bottom), height, begin, end, width)
 
@@ -63,7 +67,7 @@ def largest_in_tiles(matrix: Tensor, tile: tuple[int, int], k_of_size: Callable[
     """
     rows, columns = matrix.shape
     found = []
-    for top, bottom, height, left, right, width in regions((rows, columns), tile):
+    for top, bottom, height, left, right, width in regions((rows, columns), tile, matrix.device):
         part = matrix[top:bottom, left:right]
         blocks = part.unflatten(0, (-1, height)).unflatten(2, (-1, width)).transpose(1, 2)
         at = _largest_in_rows(blocks.reshape(-1, height * width), k_of_size(height * width))

@@ -93,7 +93,7 @@ class TiledDCT(Transform):
         result = torch.empty_like(x)
         for segment, flat, into in zip(layout.segments, layout.flats(x), layout.flats(result)):
             matrix = matrix_of(segment)
-            for region in regions(matrix, (self.side, self.side)):
+            for region in regions(matrix, (self.side, self.side), x.device):
                 top, bottom, _, left, right, _ = region
                 part = flat.view(matrix)[top:bottom, left:right]
                 into.view(matrix)[top:bottom, left:right] = of_region(part, region).view(part.shape)

@@ -25,6 +25,7 @@ class _Float(ValueCodec):
 
     dtype: ClassVar[torch.dtype]
     elementwise: ClassVar[bool] = True
+    reads_on_gpus: ClassVar[bool] = True
 
     def encode(self, values: Tensor, indices: Tensor, layout: Layout) -> Tensor:
         if values.dtype.itemsize > self.dtype.itemsize:

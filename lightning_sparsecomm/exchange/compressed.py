@@ -10,7 +10,7 @@ from lightning_sparsecomm.basis import Round, SparseVector, Vector, Wire, phase
 from lightning_sparsecomm.basis.allocation import copied
 from lightning_sparsecomm.basis.layout import add_to_, count_of
 from lightning_sparsecomm.codecs import Compressor, Envelope
-from lightning_sparsecomm.codecs.payload import open_envelope, seal
+from lightning_sparsecomm.codecs.payload import open_envelope, readable, seal
 from lightning_sparsecomm.codecs.selectors.candidates import Wanted
 from lightning_sparsecomm.exchange.base import Exchange, Exchanged, dense_values
 from lightning_sparsecomm.exchange.gather import Gather, count_clamped, decoded, padded_bytes
@@ -63,7 +63,7 @@ class CompressedAllReduce(Exchange):
         with phase("encode"):
             brought = pieces.cut(values)
             messages = [self._message(each, x, part, rank == own) for rank, each in enumerate(brought)]
-        received = wire.all_to_all(self._padded(messages, part, wire)).cpu()
+        received = readable(wire.all_to_all(self._padded(messages, part, wire)), self.compressor.reads_on_gpus)
         with phase("decode"):
             # All are opened before any is used.
             envelopes = [open_envelope(message, part.layout, rank) for rank, message in enumerate(received)]
@@ -77,7 +77,8 @@ class CompressedAllReduce(Exchange):
             pieces.clear_filling_(mean, own)
         with phase("encode"):
             message = seal(Envelope(self.compressor.encode(Vector(mean), part)), part.layout)
-        gathered = wire.all_gather(self._padded([message], part, wire)[0]).cpu()
+        gathered = wire.all_gather(self._padded([message], part, wire)[0])
+        gathered = readable(gathered, self.compressor.reads_on_gpus)
         with phase("decode"):
             opened = [open_envelope(message, part.layout, rank) for rank, message in enumerate(gathered)]
             means = [self._vector(envelope, rank, x, part) for rank, envelope in enumerate(opened)]

@@ -10,7 +10,15 @@ from torch import Tensor
 from lightning_sparsecomm.basis import Round, SparseVector, Vector, Wire, link_bytes, phase
 from lightning_sparsecomm.basis.layout import mean
 from lightning_sparsecomm.codecs import Compressor, Envelope, PayloadError
-from lightning_sparsecomm.codecs.payload import most_bytes, open_envelope, open_length, seal, seal_length, sealed_bytes
+from lightning_sparsecomm.codecs.payload import (
+    most_bytes,
+    open_envelope,
+    open_length,
+    readable,
+    seal,
+    seal_length,
+    sealed_bytes,
+)
 from lightning_sparsecomm.exchange.base import Exchange, Exchanged, dense_values
 from lightning_sparsecomm.exchange.dense import DenseAllReduce
 from lightning_sparsecomm.exchange.status import masked, read_envelopes
@@ -59,15 +67,14 @@ class Gather(Exchange):
             return self._reduced(x, body, context, wire)
         if payload.numel() < capacity:
             payload = torch.cat([payload, payload.new_zeros(capacity - payload.numel())])
-        # Payloads are checked and parsed on the CPU, whatever the device.
-        gathered = wire.all_gather(payload).cpu()
+        gathered = readable(wire.all_gather(payload), self.compressor.reads_on_gpus)
         # In a warm-up they are large.
         del body, payload
         with phase("decode"):
             return self._mean(gathered, x, context, wire)
 
     def _mean(self, gathered: Tensor, x: Vector, context: Round, wire: Wire) -> Exchanged:
-        """The mean of what all ranks have sent: `gathered` is `[W, bytes]` uint8, on the CPU."""
+        """The mean of what all ranks have sent: `gathered` is `[W, bytes]` uint8."""
         layout, device = context.layout, x.values.device
         # Open all before using any: ranks agree on which error comes first, and nothing is half done.
         envelopes = [open_envelope(gathered[rank], layout, rank) for rank in range(wire.world_size)]

@@ -6,7 +6,7 @@ from torch import Tensor
 from lightning_sparsecomm.basis import Round, Vector, Wire, phase
 from lightning_sparsecomm.codecs import Envelope, PayloadError, dense_codec
 from lightning_sparsecomm.codecs.blockwise import Bits
-from lightning_sparsecomm.codecs.payload import open_envelope, seal
+from lightning_sparsecomm.codecs.payload import open_envelope, readable, seal
 from lightning_sparsecomm.exchange.base import Exchange, Exchanged, dense_values
 from lightning_sparsecomm.exchange.gather import count_clamped
 from lightning_sparsecomm.exchange.status import masked, read_envelopes, sealed_status
@@ -52,7 +52,7 @@ class QuantizedAllReduce(Exchange):
             pieces = torch.nn.functional.pad(values, (0, world_size * length - n)).view(world_size, length)
             bodies = [self._codec.encode(piece) for piece in pieces]
             messages = torch.stack([sealed_status(body, x, context) for body in bodies])
-        received = wire.all_to_all(messages).cpu()
+        received = readable(wire.all_to_all(messages), on_gpus=True)
         with phase("decode"):
             # Open all before using any: all ranks agree on which error comes first.
             envelopes = [open_envelope(message, context.layout, rank) for rank, message in enumerate(received)]
@@ -66,7 +66,7 @@ class QuantizedAllReduce(Exchange):
         with phase("encode"):
             rounded = self._codec.encode(mean)
             message = seal(Envelope(rounded), context.layout)
-        gathered = wire.all_gather(message).cpu()
+        gathered = readable(wire.all_gather(message), on_gpus=True)
         with phase("decode"):
             opened = [open_envelope(each, context.layout, rank) for rank, each in enumerate(gathered)]
             shared = torch.cat([self._decoded(each.body, length, rank, values) for rank, each in enumerate(opened)])

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from lightning_sparsecomm.kernels.checksums.reference import ChecksumKernels as ChecksumKernels
 from lightning_sparsecomm.kernels.factors.reference import FactorKernels as FactorKernels
 from lightning_sparsecomm.kernels.positions.reference import Parsed as Parsed
 from lightning_sparsecomm.kernels.positions.reference import PositionKernels as PositionKernels
@@ -48,12 +49,18 @@ def factor_kernels_for(device: torch.device, dtype: torch.dtype) -> FactorKernel
     return _kernels(device.type if dtype in _COMPILED_DTYPES else "reference").factors
 
 
+def checksum_kernels_for(device: torch.device) -> ChecksumKernels:
+    """The fastest kernel for the checksum of bytes on `device`."""
+    return _kernels(device.type).checksums
+
+
 class _Kernels(NamedTuple):
     updates: Reference = Reference()
     positions: PositionKernels = PositionKernels()
     sketches: SketchKernels = SketchKernels()
     values: ValueKernels = ValueKernels()
     factors: FactorKernels = FactorKernels()
+    checksums: ChecksumKernels = ChecksumKernels()
 
 
 @lru_cache
@@ -68,8 +75,10 @@ def _kernels(device_type: str) -> _Kernels:
 
         return _Kernels(Cpu(), CpuPositionKernels(), CpuSketchKernels(), CpuValueKernels(), CpuFactorKernels())
     if device_type == "cuda" and find_spec("triton") is not None:
+        from lightning_sparsecomm.kernels.checksums.cuda import CudaChecksumKernels
+        from lightning_sparsecomm.kernels.positions.cuda import CudaPositionKernels
         from lightning_sparsecomm.kernels.sketch.cuda import CudaSketchKernels
         from lightning_sparsecomm.kernels.updates.cuda import Cuda
 
-        return _Kernels(Cuda(), sketches=CudaSketchKernels())
+        return _Kernels(Cuda(), CudaPositionKernels(), CudaSketchKernels(), checksums=CudaChecksumKernels())
     return _Kernels()

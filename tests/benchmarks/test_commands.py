@@ -184,12 +184,14 @@ def test_selection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
 @pytest.mark.slow
 def test_gpu_tried_out_without_one(tmp_path: Path) -> None:
-    arguments = ["--device=cpu", "--elements=20000", "--rounds=1", "--output=out.json"]
+    arguments = ["--device=cpu", "--elements=20000", "--rounds=1", "--gpt2", "8", "1", "--output=out.json"]
     output = run("gpu.py", *arguments, folder=tmp_path)
     written = json.loads((tmp_path / "out.json").read_text())
     # A copy, two ways to select in two shapes, a sketch's two, and four codecs in two directions.
     assert (written["device"], len(written["ms"])) == ("the CPU", 15)
     assert all(len(ways) == 2 for ways in written["payload_ms"].values())
+    assert "Optimizer steps of 411,136 parameters in 16 tensors" in output
+    assert all(len(rows) == 2 for rows in written["step_ms"].values()) and "| powersgd() |" in output
     assert "| 16,777,216 bytes, pinned memory and gloo |" in output
 
 

@@ -7,14 +7,13 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from lightning_sparsecomm.basis.allocation import joined
 from lightning_sparsecomm.basis.arguments import check_one_of
 from lightning_sparsecomm.basis.layout import Layout
 from lightning_sparsecomm.basis.rounds import Round
 from lightning_sparsecomm.basis.schedules import Density, check_density
 from lightning_sparsecomm.codecs.selectors.base import Selector, k_of
 from lightning_sparsecomm.codecs.selectors.candidates import Wanted
-from lightning_sparsecomm.codecs.selectors.top_k import largest_of
+from lightning_sparsecomm.codecs.selectors.top_k import largest_of_each
 
 Share = Literal["norm", "entropy"]
 
@@ -60,14 +59,9 @@ class LayerwiseTopK(Selector):
         check_one_of("by", self.by, get_args(Share), "'norm' is the cheaper one.")
 
     def select(self, x: Tensor, context: Round) -> Tensor:
-        layout, seed = context.layout, context.shared_seed()
-        counts = self.counts(x, context)
-        parts = [
-            largest_of(x, Wanted(s.offset, s.offset + s.size, k), seed)
-            for s, k in zip(layout.segments, counts)
-            if s.size
-        ]
-        return joined(parts) if parts else x.new_empty(0, dtype=torch.int64)
+        counts = zip(context.layout.segments, self.counts(x, context))
+        wanted = [Wanted(s.offset, s.offset + s.size, k) for s, k in counts if s.size]
+        return largest_of_each(x, wanted, context.shared_seed(), {})
 
     def counts(self, x: Tensor, context: Round) -> list[int]:
         """How many elements of each tensor to send, at most; arguments as for `select`."""

@@ -1,6 +1,7 @@
 """The elements of largest magnitude."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import repeat
@@ -80,9 +81,7 @@ class TopK(HintedSelector):
         ]
 
     def select_hinted(self, x: Tensor, context: Round, hints: Hints) -> Tensor:
-        seed = context.shared_seed()
-        parts = [largest_of(x, stretch, seed, hints.get(stretch)) for stretch in self.wanted(context)]
-        return joined(parts) if parts else x.new_empty(0, dtype=torch.int64)
+        return largest_of_each(x, self.wanted(context), context.shared_seed(), hints)
 
     def count(self, context: Round) -> int:
         return sum(stretch.k for stretch in self.wanted(context))
@@ -101,8 +100,16 @@ def _balanced(layout: Layout, density: float) -> tuple[float, ...]:
     return tuple(min(1.0, factor / math.sqrt(segment.size)) if segment.size else 1.0 for segment in layout.segments)
 
 
-def largest_of(x: Tensor, stretch: Wanted, seed: int, candidates: Tensor | None = None) -> Tensor:
-    """Sorted positions of a stretch's min(k, non-zeros) largest magnitudes. Ties are broken as `TopK` says."""
+def largest_of_each(x: Tensor, stretches: Sequence[Wanted], seed: int, hints: Hints) -> Tensor:
+    """Sorted positions of each stretch's min(k, non-zeros) largest magnitudes. Ties are broken as `TopK` says."""
+    kernels = kernels_for(x.device, x.dtype)
+    if kernels.many_at_once and not hints:
+        return kernels.largest_of_each(x, stretches, seed)
+    parts = [_largest_of(x, stretch, seed, hints.get(stretch)) for stretch in stretches]
+    return joined(parts) if parts else x.new_empty(0, dtype=torch.int64)
+
+
+def _largest_of(x: Tensor, stretch: Wanted, seed: int, candidates: Tensor | None) -> Tensor:
     start, stop, k = stretch
     kernels = kernels_for(x.device, x.dtype)
     if candidates is not None:

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-# Elements of a product that are computed at once: they stay in the processor's cache.
-_BLOCK = 2**16
+# Elements of a product that are computed at once. On CPUs, they stay in the processor's cache.
+_BLOCK, _BLOCK_ELSEWHERE = 2**16, 2**24
 
 
 class FactorKernels:
@@ -20,7 +20,8 @@ class FactorKernels:
             p: `[rank, rows]`, of the same dtype; a rank of 1 or more.
             q: `[rank, columns]`, of the same dtype.
         """
-        step = max(1, _BLOCK // max(1, out.shape[1]))
+        block = _BLOCK if out.device.type == "cpu" else _BLOCK_ELSEWHERE
+        step = max(1, block // max(1, out.shape[1]))
         for start in range(0, out.shape[0], step):
             part, own = out[start : start + step], p[:, start : start + step, None]
             torch.mul(own[0], q[0], out=part)

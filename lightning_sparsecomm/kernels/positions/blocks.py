@@ -34,6 +34,8 @@ class ParsedBlocks(NamedTuple):
 
 
 _NOTHING = 0, 0, -1
+# The bits of a number that are written at a time.
+_STEP = 24
 
 
 class BlockKernels:
@@ -64,20 +66,38 @@ class BlockKernels:
         2 with b = g and g − 1, where g = ⌊mean of ⌊log₂(run + 1)⌋⌋, at most 20; and that of the block before. Any other
         than that counts as six bits longer. Of equally short ones, it is the lowest.
         """
+        return self.follow(*self.choices(indices))
+
+    def choices(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """What each block chooses, if that of the block before suits it less, and which of those suit it no less.
+
+        Returns:
+            best: `[⌈k / 64⌉]` uint8, a code.
+            kept: `[⌈k / 64⌉]` int64. Bit c is set if the block takes code c where the block before has it.
+        """
         runs, held = _in_blocks(indices)
         counts = held.sum(1)
         means = runs.sum(1) // counts
-        logs = (_log(runs + 1) * held).sum(1) // counts
+        lengths = torch.where(means > 0, _log(means.clamp(min=1)) + 1, 0)[:, None]
+        shifts = ((_log(runs + 1) * held).sum(1) // counts).clamp(max=MOST_SHIFT)[:, None]
         bits = torch.stack([(_bits(runs, code) * held).sum(1) for code in range(LAST_CODE + 1)], 1)
-        codes, before = [], 0
-        for row, mean, log in zip(bits.tolist(), means.tolist(), logs.tolist()):
-            length, shift = mean.bit_length(), min(log, MOST_SHIFT)
-            near = {code for code in range(3 * (length - 2), 3 * length + 1) if code % 3 != EXPONENTIAL}
-            near |= {3 * shift + EXPONENTIAL, 3 * max(0, shift - 1) + EXPONENTIAL, before}
-            possible = sorted(code for code in near if 0 <= code <= LAST_CODE)
-            before = min(possible, key=lambda code: row[code] + CODE_BITS * (code != before))
-            codes.append(before)
-        return torch.tensor(codes, dtype=torch.uint8, device=indices.device)
+        codes = torch.arange(LAST_CODE + 1, device=indices.device)
+        near = (codes >= 3 * (lengths - 2)) & (codes <= 3 * lengths) & (codes % 3 != EXPONENTIAL)
+        near |= (codes == 3 * shifts + EXPONENTIAL) | (codes == 3 * (shifts - 1).clamp(min=0) + EXPONENTIAL)
+        least = torch.where(near, bits, torch.iinfo(torch.int64).max).amin(1, keepdim=True)
+        best = torch.where(near & (bits == least), codes, LAST_CODE).amin(1, keepdim=True)
+        another = least + CODE_BITS
+        kept = (bits < another) | (bits == another) & (codes < best)
+        return best.view(-1).to(torch.uint8), (kept.to(torch.int64) << codes).sum(1)
+
+    def follow(self, best: Tensor, kept: Tensor) -> Tensor:
+        """The codes, given the result of `choices`: from block to block, since each looks at the one before."""
+        codes, code = [], 0
+        for own, mask in zip(best.tolist(), kept.tolist()):
+            if not mask >> code & 1:
+                code = own
+            codes.append(code)
+        return torch.tensor(codes, dtype=torch.uint8, device=best.device)
 
     def blocks_bits(self, indices: Tensor, codes: Tensor) -> int:
         """How many bits `write_blocks` needs."""
@@ -93,20 +113,20 @@ class BlockKernels:
         shifts, kinds = each // 3, each % 3
         prefixes, suffixes, thirds = _parts(runs, shifts, kinds)
         changes = _changes(codes)
-        numbers = codes[changes][:, None] >> torch.arange(CODE_BITS, dtype=torch.uint8, device=device) & 1
-        ends = torch.cumsum(prefixes + 1, 0)
-        ones = torch.zeros(int(ends[-1]) if ends.numel() else 0, dtype=torch.uint8, device=device)
-        ones[ends - 1] = 1
-        widths = _widths(prefixes, shifts, kinds)
-        starts = torch.cumsum(widths, 0) - widths
-        rest = torch.zeros(int(widths.sum()), dtype=torch.uint8, device=device)
-        for i in range(int(widths.max()) if widths.numel() else 0):
-            wide = widths > i
-            rest[starts[wide] + i] = (suffixes[wide] >> i & 1).to(torch.uint8)
-        last = thirds[thirds >= 0].to(torch.uint8)
-        bits = torch.cat([changes.to(torch.uint8), numbers.view(-1), ones, rest, last])
-        whole = torch.nn.functional.pad(bits, (0, -bits.numel() % 8)).view(-1, 8)
-        return (whole << torch.arange(8, dtype=torch.uint8, device=device)).sum(1, dtype=torch.uint8)
+        named = codes[changes].to(torch.int64)
+        widths, has_third = _widths(prefixes, shifts, kinds), thirds >= 0
+        flags_end = codes.numel() + CODE_BITS * named.numel()
+        ends = flags_end + torch.cumsum(prefixes + 1, 0)
+        suffix_ends = _last(ends, flags_end) + torch.cumsum(widths, 0)
+        third_ends = _last(suffix_ends, flags_end) + torch.cumsum(has_third, 0)
+        total = int(_last(third_ends, flags_end))
+        words = torch.zeros(total // 32 + 4, dtype=torch.int64, device=device)
+        _put(words, changes.nonzero().view(-1), torch.ones_like(named), 1)
+        _put(words, codes.numel() + CODE_BITS * torch.arange(named.numel(), device=device), named, CODE_BITS)
+        _put(words, ends - 1, torch.ones_like(ends), 1)
+        _put(words, suffix_ends - widths, suffixes, int(widths.max()) if widths.numel() else 0)
+        _put(words, third_ends[has_third] - 1, thirds[has_third], 1)
+        return words.to(torch.int32).view(torch.uint8)[: (total + 7) // 8]
 
     def read_codes(self, section: Tensor, count: int) -> tuple[Tensor, int]:
         """The codes of `count` positions' blocks, and the bit after them. The section has a bit for each block."""
@@ -148,10 +168,7 @@ class BlockKernels:
         stops = start + torch.cumsum(widths, 0)
         sound = (stops <= total) & ((kinds != EXPONENTIAL) | (prefixes <= LONGEST_PREFIX))
         reading = torch.where(sound, widths, 0)
-        suffixes = torch.zeros_like(prefixes)
-        for i in range(int(reading.max()) if count else 0):
-            wide = reading > i
-            suffixes[wide] |= bits[(stops - widths)[wide] + i].to(torch.int64) << i
+        suffixes = _read(section, torch.where(sound, stops - widths, 0), reading)
         more = sound & (kinds == THIRDS) & (suffixes >> shifts == 1)
         places = (int(stops[-1]) if count else start) + torch.cumsum(more, 0) - 1
         sound &= ~more | (places < total)
@@ -204,6 +221,33 @@ def _parts(runs: Tensor, shifts: Tensor, kinds: Tensor) -> tuple[Tensor, Tensor,
     low = runs - (whole << shifts)
     high = torch.where(kinds == THIRDS, rest.clamp(max=1), rest)
     return prefixes, low + (high << shifts), torch.where((kinds == THIRDS) & (rest > 0), rest - 1, -1)
+
+
+def _last(numbers: Tensor, otherwise: int) -> Tensor | int:
+    """The last number, if there is one."""
+    return numbers[-1] if numbers.numel() else otherwise
+
+
+def _put(words: Tensor, starts: Tensor, numbers: Tensor, most: int) -> None:
+    """Writes numbers of at most `most` bits into 32-bit words, which are int64, from these bits on.
+
+    Nothing but zeros was written there. So adding a number writes it, in whichever order a GPU adds them.
+    """
+    for shift in range(0, most, _STEP):
+        places = starts + shift
+        shifted = (numbers >> shift & (1 << _STEP) - 1) << (places & 31)
+        words.index_add_(0, places >> 5, shifted & 0xFFFFFFFF)
+        words.index_add_(0, (places >> 5) + 1, shifted >> 32)
+
+
+def _read(section: Tensor, starts: Tensor, widths: Tensor) -> Tensor:
+    """The numbers of `widths` bits, at most 56, from these bits on, all within the section."""
+    numbers = torch.zeros_like(starts)
+    most = int(widths.max()) if widths.numel() else 0
+    for byte in range((most + 14) // 8 if most else 0):
+        place = ((starts >> 3) + byte).clamp(max=section.numel() - 1)
+        numbers |= section[place].to(torch.int64) << 8 * byte
+    return numbers >> (starts & 7) & (1 << widths) - 1
 
 
 def _widths(prefixes: Tensor, shifts: Tensor, kinds: Tensor) -> Tensor:

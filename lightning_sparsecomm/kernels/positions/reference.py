@@ -60,20 +60,9 @@ class PositionKernels(BlockKernels):
         `1 + remainder_bits` bits of the section, and `size`, the length of the vector, at most 2^32.
         """
         bits = _unpacked(section)
-        total = bits.numel()
-        places = torch.arange(total + 2, device=section.device)
-        # The next zero from each bit on; then, in `follow`, the end of a code word that begins there. total + 1: none.
-        zeros = torch.where(bits == 0, places[:total], total + 1).flip(0)
-        zeros = torch.cummin(zeros, 0).values.flip(0) if total else zeros
-        follow = places.new_full((total + 2,), total + 1)
-        follow[:total] = (zeros + (1 + remainder_bits)).clamp_(max=total + 1)
-        # Pointer doubling: the starts of the first 2^i code words; jumps[b] is the start 2^i words after bit b.
-        starts, jumps = places[:1], follow
-        while starts.numel() <= count:
-            starts = torch.cat([starts, jumps[starts]])
-            jumps = jumps[jumps]
-        starts, ends = starts[:count], starts[1 : count + 1]
-        sound = ends <= total
+        ends = self.word_ends(section, count, remainder_bits) + (1 + remainder_bits)
+        starts = torch.cat([ends.new_zeros(1), ends])[:-1]
+        sound = ends <= bits.numel()
         starts, ends = starts[sound], ends[sound]
         quotients = ends - (1 + remainder_bits) - starts
         runs = quotients.clamp(max=(size >> remainder_bits) + 1) << remainder_bits
@@ -84,6 +73,29 @@ class PositionKernels(BlockKernels):
         indices = indices[indices < size]
         held = indices.numel()
         return Parsed(indices, held, int(ends[held - 1]) if held else 0)
+
+    def word_ends(self, section: Tensor, count: int, remainder_bits: int) -> Tensor:
+        """The bits that end the prefixes of a Golomb section's first `count` code words: `[n]` int64, at most so many.
+
+        The last word's remainder may exceed the section.
+        """
+        bits = _unpacked(section)
+        total = bits.numel()
+        places = torch.arange(total + 2, device=section.device)
+        # The next zero from each bit on; then, in `follow`, the end of a code word that begins there. total + 1: none.
+        zeros = torch.where(bits == 0, places[:total], total + 1).flip(0)
+        zeros = torch.cummin(zeros, 0).values.flip(0) if total else zeros
+        follow = places.new_full((total + 2,), total + 1)
+        follow[:total] = (zeros + (1 + remainder_bits)).clamp_(max=total + 1)
+        # Pointer doubling: the starts of the first 2^i code words; jumps[b] is the start 2^i words after bit b.
+        starts, jumps = places[:1], follow
+        while starts.numel() < count:
+            starts = torch.cat([starts, jumps[starts]])
+            jumps = jumps[jumps]
+        starts = starts[:count]
+        starts = starts[starts < total]
+        ends = zeros[starts]
+        return ends[ends < total]
 
     def run_length_words(self, indices: Tensor) -> int:
         """How many 16-bit words `write_run_lengths` needs."""

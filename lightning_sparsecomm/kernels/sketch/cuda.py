@@ -1,5 +1,6 @@
 """Count sketches in Triton: each element computes its own hash, since that costs a GPU less than to share one."""
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -27,7 +28,11 @@ _FIRST, _SECOND = (tl.constexpr(multiplier) for multiplier in MULTIPLIERS)
 
 
 class CudaSketchKernels(SketchKernels):
-    """Triton kernels for float32 and float64 on CUDA. The order in which insertion adds is undefined."""
+    """Triton kernels for float32 and float64 on CUDA.
+
+    The order in which insertion adds is undefined. So it adds float32 numbers as whole multiples of a part of the
+    largest, which have one sum in any order. Sums of float64 numbers may differ in their last bits from call to call.
+    """
 
     def insert_(self, table: Tensor, x: Tensor, seed: int) -> None:
         self._insert_(table, None, x, seed)
@@ -56,9 +61,21 @@ class CudaSketchKernels(SketchKernels):
 
     def _insert_(self, table: Tensor, positions: Tensor | None, values: Tensor, seed: int) -> None:
         (rows, columns), size = table.shape, values.numel()
-        arguments = table, values.contiguous(), positions, size, columns, as_int64(seed)
+        if not size:
+            return
+        exact = table.dtype == torch.float32
+        into = torch.zeros(table.shape, dtype=torch.int64, device=table.device) if exact else table
+        largest = values.abs().amax().double()
+        # No sum of `size` multiples reaches 2^62.
+        shift = 61 - size.bit_length() - torch.frexp(largest).exponent.to(torch.int64)
+        # A float64 whose exponent is `shift`.
+        scale = (((shift if exact else torch.zeros_like(shift)) + 1023) << 52).view(torch.float64)
+        arguments = into, values.contiguous(), positions, scale, size, columns, as_int64(seed)
         grid = (triton.cdiv(size, _BLOCK), rows)
         launch(_insert, grid, table.device, *arguments, width=block_of(columns), block=_BLOCK)
+        if exact:
+            # What is not finite stays so: whoever sums tables looks for it there.
+            table += torch.where(largest.isfinite(), into.double() / scale, largest).to(table.dtype)
 
     def _estimates_of(self, table: Tensor, positions: Tensor | None, size: int, seed: int, stride: int) -> Tensor:
         rows, columns = table.shape
@@ -131,18 +148,21 @@ def _insert(
     table: tl.tensor,
     x: tl.tensor,
     at: tl.tensor,
+    scale: tl.tensor,
     size: tl.int64,
     columns: tl.int64,
     seed: tl.int64,
     width: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
+    """Adds to a table in its own dtype. Values are scaled first, by a power of two."""
     places, inside = own_places(size, block)
     positions = places if at is None else tl.load(at + places, mask=inside, other=0)
     row = tl.program_id(1).to(tl.int64)
     column, negative = _hashed(positions, row, columns, seed, width)
     values = tl.load(x + places, mask=inside, other=0.0)
-    tl.atomic_add(table + row * columns + column, tl.where(negative, -values, values), mask=inside, sem="relaxed")
+    values = (tl.where(negative, -values, values).to(tl.float64) * tl.load(scale)).to(table.dtype.element_ty)
+    tl.atomic_add(table + row * columns + column, values, mask=inside, sem="relaxed")
 
 
 @compiled

@@ -1,6 +1,7 @@
 """The definition of every update kernel, in torch operations that run on any device."""
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,8 +65,19 @@ class Update(NamedTuple):
         return MOMENTUM if self.lookahead is None else NESTEROV
 
 
+Stretch = tuple[int, int, int]
+"""Where elements of a vector begin and stop, and k: how many of the largest of them are asked for, at least 1."""
+
+
 class Reference:
-    """The kernels in torch. Subclasses are faster and give the same bits."""
+    """The kernels in torch. Subclasses are faster and give the same bits.
+
+    Attributes:
+        many_at_once: Whether `update_all_` and `largest_of_each` are as fast for many tensors as for one. Then nothing
+            is gained by candidates that were noted before.
+    """
+
+    many_at_once: ClassVar[bool] = False
 
     def probe(self, update: Update, stride: int) -> Tensor:
         """The magnitudes that `update` would give every `stride`-th element of the residual; changes nothing."""
@@ -120,6 +132,21 @@ class Reference:
         if threshold is None:
             return residual.new_empty(0, dtype=torch.int64)
         return self.reaching(residual, threshold, capacity)
+
+    def update_all_(self, updates: Sequence[Update]) -> None:
+        """Applies updates of different tensors, in any order, and finds nothing.
+
+        Raises:
+            OutOfRangeError: As for `update_`; all have been applied.
+        """
+        in_range = True
+        for update in updates:
+            try:
+                self.update_(update, None, 0)
+            except OutOfRangeError:
+                in_range = False
+        if not in_range:
+            raise OutOfRangeError
 
     def take_back_(self, update: Update) -> None:
         """Undoes `update_` in place, up to round-off. Here the gradient may have any dtype, shape and memory format.
@@ -179,6 +206,11 @@ class Reference:
         places, ties = k - above.numel(), tied.numel()
         spaced = torch.arange(places, device=x.device) * ties // places
         return torch.cat([above, tied[(spaced + seed % ties) % ties]]).sort().values
+
+    def largest_of_each(self, x: Tensor, stretches: Sequence[Stretch], seed: int) -> Tensor:
+        """What `largest` finds in each stretch of `x`: sorted positions in `x`. Stretches are in order, not empty."""
+        found = [self.largest(x[start:stop], k, seed).add_(start) for start, stop, k in stretches]
+        return torch.cat(found) if found else torch.empty(0, dtype=torch.int64, device=x.device)
 
     def add_up(self, indices: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Sums the values of equal indices, in the order in which they appear.

@@ -34,6 +34,18 @@ def compare(device: str) -> None:
         kernels.insert_at_(actual, at.to(device), x[at].to(device), seed)
         assert same_bits(actual + 0.0, expected + 0.0)
 
+        # Sums that rounding would change have the same bits each time, and those of the reference to round-off.
+        x = torch.randn(size).to(dtype) * torch.logspace(-3, 3, size).to(dtype)
+        rounded, again, once_more = torch.zeros_like(expected), *torch.zeros(2, *expected.shape, dtype=dtype).to(device)
+        reference.insert_(rounded, x, seed)
+        kernels.insert_(again, x.to(device), seed)
+        kernels.insert_(once_more, x.to(device), seed)
+        assert same_bits(again, once_more.cpu()) or dtype == torch.float64
+        assert torch.allclose(again.cpu(), rounded, rtol=1e-5, atol=1e-3)
+        x[1] = float("inf")
+        kernels.insert_(again, x.to(device), seed)
+        assert not bool(again.isfinite().all())
+
         expected += torch.randn(rows, columns, dtype=dtype)
         actual = expected.to(device)
         estimates = reference.query(expected, size, seed)

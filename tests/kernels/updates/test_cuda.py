@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -12,7 +13,7 @@ import torch
 from lightning_sparsecomm.kernels import OutOfRangeError, Reference
 from tests.kernels.bits import DTYPES, numbers, same_bits
 from tests.kernels.triton_process import needs_triton, run
-from tests.kernels.updates.cases import copy_of, out_of_range, same_update, thresholds_for, update_of
+from tests.kernels.updates.cases import KINDS, copy_of, out_of_range, same_update, thresholds_for, update_of
 
 pytestmark = needs_triton
 
@@ -37,7 +38,7 @@ def compare(device: str, *more_sizes: int) -> None:
     kernels = Cuda()
     for dtype in DTYPES:
         for size in (0, 1, _BLOCK, _BLOCK + 1, *more_sizes):
-            for kind in ("sum", "fading", "dampened", "dampened nesterov"):
+            for kind in ("fading", "dampened", "dampened nesterov", "shared moments"):
                 start, expected = update_of(kind, size, dtype), update_of(kind, size, dtype)
                 Reference().update_(expected, None, 0)
 
@@ -78,6 +79,49 @@ def compare(device: str, *more_sizes: int) -> None:
         found = Reference().reaching(x[1:-2], 1.0, x.numel())
         assert same_bits(kernels.reaching(x.to(device)[1:-2], 1.0, x.numel()), found)
 
+    compare_many(device)
+    compare_ranking(device, *more_sizes)
+
+
+def compare_many(device: str) -> None:
+    """`Cuda.update_all_` gives the bits of the reference for tensors of all kinds at once."""
+    from lightning_sparsecomm.kernels.updates.cuda import _BLOCK, Cuda
+
+    sizes = (3, _BLOCK + 1, 1, 0, 70, 4, 99, 64, 2 * _BLOCK)
+    many = [update_of(kind, size, dtype) for dtype in DTYPES for kind, size in zip(KINDS, sizes, strict=True)]
+    for far in (False, True):
+        expected = [copy_of(update)._replace(checked=index % 2 > 0) for index, update in enumerate(many)]
+        if far:
+            expected[3].gradient[-1:] = expected[1].gradient[-1] = float("inf")
+        actual = [copy_of(update, device) for update in expected]
+        for kernels, updates in ((Reference(), expected), (Cuda(), actual)):
+            with pytest.raises(OutOfRangeError) if far else nullcontext():
+                kernels.update_all_(updates)
+        assert all(same_update(mine, other) for mine, other in zip(actual, expected))
+    Cuda().update_all_([])
+
+
+def compare_ranking(device: str, *more_sizes: int) -> None:
+    """`Cuda.largest_of_each` finds what the reference does, ties and zeros included."""
+    from lightning_sparsecomm.kernels.updates.cuda import Cuda
+
+    for dtype, size in itertools.product(DTYPES, (9000, *more_sizes)):
+        x = numbers(size, dtype, 3)
+        x[5000:6000] = x[5000:6000].mul(4).round().div(4)
+        x[7000:8000] = 0.0
+        x[7001:7003] = torch.tensor([-0.0, 1e-40])
+        stretches = [
+            (0, 300, 300),
+            (301, 4500, 42),
+            (4500, 6000, 333),
+            (6100, 6101, 1),
+            (7000, 8000, 30),
+            (8000, size, 99),
+        ]
+        for some, seed in itertools.product((stretches, stretches[2:3], []), (0, 2**40 + 7)):
+            expected = Reference().largest_of_each(x, some, seed)
+            assert same_bits(Cuda().largest_of_each(x.to(device), some, seed), expected)
+
 
 class Compiling:
     """Replaces a kernel: compiles it for the arguments of each call, and launches nothing."""
@@ -112,10 +156,9 @@ def check_compiled() -> None:
             compiling = Compiling(cuda._update)
             with mock.patch.object(cuda, "_update", compiling):
                 update = update_of(kind, 2048, dtype)._replace(checked=checked)
-                for factor in (1.0, 0.0, 0.9, 1e-300, 16.0):
+                for factor in (1.0, 0.0, 1e-300):
                     numbers = {"keep": factor, "scale": factor, "momentum": factor, "gain": factor}
-                    for capacity in (0, 1, 2, 16, 2**33):
-                        kernels.update_(update._replace(**numbers), factor, capacity)
+                    kernels.update_all_([update._replace(**numbers)] * int(1 + 16 * factor))
             kernel = compiling.compiled[0]
             assert all(again is kernel for again in compiling.compiled)
             ptx = kernel.asm["ptx"]
@@ -126,7 +169,13 @@ def check_compiled() -> None:
             # Triton 3.5 computes some products twice, to the same bits.
             found = len(re.findall(rf"\bmul(\.rn)?\.{width}", ptx))
             assert products * elements <= found < 1.2 * products * elements
-            assert len(re.findall(rf"\bsetp\.ge\.{width}", ptx)) == elements
+        compiling = Compiling(cuda._update)
+        with mock.patch.object(cuda, "_update", compiling):
+            kernels.update_all_([update_of("shared moments", 2048, dtype)])
+        ptx = compiling.compiled[0].asm["ptx"]
+        # Quotients and roots, too, are the nearest numbers.
+        assert re.search(rf"\bdiv\.rn\.{width}", ptx) and re.search(rf"\bsqrt\.rn\.{width}", ptx)
+        assert not re.search(r"\bfma\.|\.ftz\b|\.approx\b|\.full\b", ptx)
     # Lengths may need 64 bits.
     compiling = Compiling(cuda._reaching)
     with mock.patch.object(cuda, "_reaching", compiling):

@@ -1,0 +1,1 @@
+"""Checksums of payloads."""
