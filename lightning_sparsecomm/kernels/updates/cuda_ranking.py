@@ -78,7 +78,8 @@ def _thresholds(x: Tensor, ranked: Ranked, stretches: int) -> tuple[Tensor, Tens
     prefixes = torch.zeros(stretches, dtype=torch.int32, device=x.device)
     places = ranked.counts
     for shift, width in _DIGITS:
-        table = torch.zeros(stretches, 1 << width, dtype=torch.int32, device=x.device)
+        # A stretch may have 2³¹ elements or more, and nearly all of them be zeros.
+        table = torch.zeros(stretches, 1 << width, dtype=torch.int64, device=x.device)
         constants = {"shift": shift, "width": width, "block": _BLOCK}
         launch(_count, ranked.owners.shape, x.device, x, *ranked[:3], prefixes, table, **constants)
         # From the largest digit on: how many elements have this one or a larger one.
@@ -123,7 +124,8 @@ def _count(
     # Others count as zeros, and are subtracted again.
     found = tl.histogram(tl.where(counted, bits >> shift & (digits - 1), 0), digits)
     found -= tl.where(number == 0, block - tl.sum(counted.to(tl.int32), 0), 0)
-    tl.atomic_add(table + owner.to(tl.int64) * digits + number, found, mask=found > 0, sem="relaxed")
+    places = owner.to(tl.int64) * digits + number
+    tl.atomic_add(table + places, found.to(tl.int64), mask=found > 0, sem="relaxed")
 
 
 @compiled
