@@ -104,6 +104,7 @@ def compare_many(device: str) -> None:
 def compare_ranking(device: str, *more_sizes: int) -> None:
     """`Cuda.largest_of_each` finds what the reference does, ties and zeros included."""
     from lightning_sparsecomm.kernels.updates.cuda import Cuda
+    from lightning_sparsecomm.kernels.updates.cuda_ranking import _placed
 
     for dtype, size in itertools.product(DTYPES, (9000, *more_sizes)):
         x = numbers(size, dtype, 3)
@@ -121,6 +122,11 @@ def compare_ranking(device: str, *more_sizes: int) -> None:
         for some, seed in itertools.product((stretches, stretches[2:3], []), (0, 2**40 + 7)):
             expected = Reference().largest_of_each(x, some, seed)
             assert same_bits(Cuda().largest_of_each(x.to(device), some, seed), expected)
+    # What is as long as the vector is not made anew where only k changes, as in a warm-up.
+    made = _placed.cache_info().misses
+    for k in range(1, 5):
+        Cuda().largest_of_each(x.float().to(device), [(0, 300, k)], 0)
+    assert _placed.cache_info().misses == made + 1
 
 
 class Compiling:
