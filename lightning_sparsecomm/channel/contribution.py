@@ -192,9 +192,7 @@ class Contribution:
             residual = updates[0][1].residual
             kernels = kernels_for(residual.device, residual.dtype)
             if kernels.many_at_once:
-                # Noted first, as in `_apply`.
-                self.done.extend(update for _, update in updates)
-                kernels.update_all_([update for _, update in updates])
+                kernels.update_all_([update for _, update in updates], self.done)
                 return hints
         waiting = deque(updates)
         for stretch in self.wanted:

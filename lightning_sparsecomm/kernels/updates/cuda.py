@@ -45,12 +45,19 @@ class Cuda(Reference):
             return update.residual.new_empty(0, dtype=torch.int64)
         return self.reaching(update.residual, threshold, capacity)
 
-    def update_all_(self, updates: Sequence[Update]) -> None:
+    def update_all_(self, updates: Sequence[Update], done: list[Update] | None = None) -> None:
         alike = defaultdict(list)
         for update in updates:
             kind = update.kind if update.moments is None else _MOMENTS.value
             alike[update.residual.dtype, kind, update.checked].append(update)
-        flags = [_update_all_(several, kind) for (_, kind, _), several in alike.items()]
+        # Here the host waits until the device has the gradients. An interrupt most likely arrives meanwhile: nothing is
+        # applied by then, and nothing may be noted, or it would be taken back.
+        described = [_described(several) for several in alike.values()]
+        flags = []
+        for (_, kind, _), several, description in zip(alike, alike.values(), described):
+            if done is not None:
+                done.extend(several)
+            flags.append(_update_all_(*description, kind))
         if any(flag is not None and bool(flag.item()) for flag in flags):
             raise OutOfRangeError
 
@@ -68,17 +75,23 @@ class Cuda(Reference):
         return largest_of_each(x, stretches, seed)
 
 
-def _update_all_(updates: Sequence[Update], kind: int) -> Tensor | None:
-    """Applies updates of one kind and dtype; a flag that is not 0 if they are checked and out of range."""
+def _described(updates: Sequence[Update]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """What `_update` is told of updates of one kind and dtype."""
     residual = updates[0].residual
     device = residual.device
     out_of_range = torch.zeros(1, dtype=torch.int64, device=device) if updates[0].checked else None
     owners, starts = _blocks(tuple(update.residual.numel() for update in updates), device)
     rows = np.array([_row(update) for update in updates]).view(np.int64)
-    table = torch.from_numpy(rows).to(device)
-    # Names the dtype.
-    like = residual.new_empty(1)
-    launch(_update, owners.shape, device, table, owners, starts, like, out_of_range, kind=kind, block=_BLOCK)
+    # The new tensor names the dtype.
+    return torch.from_numpy(rows).to(device), owners, starts, residual.new_empty(1), out_of_range
+
+
+def _update_all_(
+    table: Tensor, owners: Tensor, starts: Tensor, like: Tensor, out_of_range: Tensor | None, kind: int
+) -> Tensor | None:
+    """Applies described updates; a flag that is not 0 if they are checked and out of range."""
+    arguments = table, owners, starts, like, out_of_range
+    launch(_update, owners.shape, table.device, *arguments, kind=kind, block=_BLOCK)
     return out_of_range
 
 

@@ -133,14 +133,20 @@ class Reference:
             return residual.new_empty(0, dtype=torch.int64)
         return self.reaching(residual, threshold, capacity)
 
-    def update_all_(self, updates: Sequence[Update]) -> None:
+    def update_all_(self, updates: Sequence[Update], done: list[Update] | None = None) -> None:
         """Applies updates of different tensors, in any order, and finds nothing.
+
+        Args:
+            updates: As for `update_`.
+            done: Each is appended to it right before it is applied, once all that may fail or wait has been done.
 
         Raises:
             OutOfRangeError: As for `update_`; all have been applied.
         """
         in_range = True
         for update in updates:
+            if done is not None:
+                done.append(update)
             try:
                 self.update_(update, None, 0)
             except OutOfRangeError:

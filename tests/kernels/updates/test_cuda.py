@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from lightning_sparsecomm.kernels import OutOfRangeError, Reference
+from lightning_sparsecomm.kernels import OutOfRangeError, Reference, Update
 from tests.kernels.bits import DTYPES, numbers, same_bits
 from tests.kernels.triton_process import needs_triton, run
 from tests.kernels.updates.cases import KINDS, copy_of, out_of_range, same_update, thresholds_for, update_of
@@ -85,6 +85,7 @@ def compare(device: str, *more_sizes: int) -> None:
 
 def compare_many(device: str) -> None:
     """`Cuda.update_all_` gives the bits of the reference for tensors of all kinds at once."""
+    from lightning_sparsecomm.kernels.updates import cuda
     from lightning_sparsecomm.kernels.updates.cuda import _BLOCK, Cuda
 
     sizes = (3, _BLOCK + 1, 1, 0, 70, 4, 99, 64, 2 * _BLOCK)
@@ -95,10 +96,17 @@ def compare_many(device: str) -> None:
             expected[3].gradient[-1:] = expected[1].gradient[-1] = float("inf")
         actual = [copy_of(update, device) for update in expected]
         for kernels, updates in ((Reference(), expected), (Cuda(), actual)):
+            done: list[Update] = []
             with pytest.raises(OutOfRangeError) if far else nullcontext():
-                kernels.update_all_(updates)
+                kernels.update_all_(updates, done)
+            assert {id(update) for update in done} == {id(update) for update in updates}
         assert all(same_update(mine, other) for mine, other in zip(actual, expected))
     Cuda().update_all_([])
+    # What an interrupt leaves undone is not noted.
+    done = []
+    with mock.patch.object(cuda, "_blocks", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        Cuda().update_all_(actual, done)
+    assert not done and all(same_update(mine, other) for mine, other in zip(actual, expected))
 
 
 def compare_ranking(device: str, *more_sizes: int) -> None:
