@@ -104,12 +104,15 @@ class SharedAdam(AdamMoments):
         moved = torch.zeros_like(shared)
         held = zip(self._flats(FIRST, context), self._flats(SECOND, context))
         vectors = zip(context.layout.flats(shared), context.layout.flats(moved), held)
-        move = self._by_moments if self.sends_moments(context) else self._by_gradients
+        sends_moments, updates = self.sends_moments(context), []
         for name, rule, here, (part, into, (first, second)) in zip(
             self._names, self._rules_now, exchanged.present, vectors, strict=True
         ):
-            if here:
-                move(name, rule, part, into, first, second)
+            if here and sends_moments:
+                self._by_moments(name, rule, part, into, first, second)
+            elif here:
+                updates.append(self._by_gradients(name, rule, part, into, first, second))
+        kernels_for(moved.device, moved.dtype).update_all_(updates)
         self._count(exchanged.present)
         self._before = {}
         return exchanged._replace(shared=moved)
@@ -131,7 +134,7 @@ class SharedAdam(AdamMoments):
 
     def _by_gradients(
         self, name: str, rule: AdamRule, mean: Tensor, into: Tensor, first: Tensor, second: Tensor
-    ) -> None:
+    ) -> Update:
         """Adam's step, given the mean gradient."""
         step = self._next[name]
         if self._frozen.pop(name, False):
@@ -143,7 +146,7 @@ class SharedAdam(AdamMoments):
             first, second, rule.fading, rule.fading_squares, unbias, unbias_squares, rule.epsilon, 1.0, rule.decay
         )
         moments = moments._replace(weights=weights_for(rule, first))
-        kernels_for(into.device, into.dtype).update_(Update(into, mean.contiguous(), moments=moments), None, 0)
+        return Update(into, mean.contiguous(), moments=moments)
 
     def _by_moments(self, name: str, rule: AdamRule, mean: Tensor, into: Tensor, first: Tensor, second: Tensor) -> None:
         """Takes over the mean of the ranks' first moments; x follows from it."""
