@@ -47,6 +47,9 @@ CLOSE, TRIES = 1.05, 20
 DRY_BATCH, DRY_RATE, DRY_STEPS = 2, 0.01, 60
 """A dry run's batch; the factor on its learning rate, so that it does not diverge; its steps, if all send as much."""
 
+WORST = 5
+"""The greatest difference from ddp's loss that the plot shows."""
+
 MISLEADING = 1.1
 """The factor from a dry run's bytes to the run's above which the search goes on with runs."""
 
@@ -408,7 +411,7 @@ def plot(runs: list[Run], path: Path) -> None:
             for budget in BUDGETS
             if any(each["method"] == name for each in runs)
         }
-        points = {name: (c.fewer, statistics.mean(c.losses)) for name, c in cells.items() if c.losses}
+        points = {name: (c.fewer, min(statistics.mean(c.losses), WORST)) for name, c in cells.items() if c.losses}
         best = front(points)
         axis.axhline(0, color="0.6", linewidth=1)
         axis.plot(*zip(*(points[name] for name in best)), color="0.5", drawstyle="steps-pre") if best else None
@@ -416,13 +419,19 @@ def plot(runs: list[Run], path: Path) -> None:
             mine = [point for name, point in points.items() if name.split()[0] == method]
             marker = "osD^vP*X<>"[number % 10]
             axis.plot(*zip(*mine), marker, color=f"C{number % 9}", label=method) if mine else None
-        for name in best:
-            axis.annotate(name.split()[0], points[name], fontsize=7, xytext=(3, 4), textcoords="offset points")
+        for number, name in enumerate(best):
+            above = 4 if number % 2 else -10
+            axis.annotate(name.split()[0], points[name], fontsize=7, xytext=(3, above), textcoords="offset points")
         axis.margins(0.08)
         axis.set(xscale="log", title=f"{task} by {OPTIMIZERS[task]}", ylabel="held-out loss, difference from ddp's")
         axis.set_yscale("symlog", linthresh=0.01)
-    axes[-1][0].set_xlabel("times fewer bytes on the link than ddp, whole run")
-    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside right upper", fontsize=8)
+        axis.set_ylim(min(-0.02, 2 * min((loss for _, loss in points.values()), default=0)), 1.5 * WORST)
+    note = f"; losses {WORST} above ddp's and more are at {WORST}"
+    axes[-1][0].set_xlabel("times fewer bytes on the link than ddp, whole run" + note)
+    # Some methods are in one panel only.
+    named = {label: point for axis in axes[:, 0] for point, label in zip(*axis.get_legend_handles_labels())}
+    methods = [method for method in GALLERY if method in named]
+    figure.legend([named[method] for method in methods], methods, loc="outside right upper", fontsize=8)
     figure.savefig(path, dpi=110)
 
 

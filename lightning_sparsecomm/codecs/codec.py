@@ -20,7 +20,8 @@ class Codec(ABC):
     Attributes:
         code: The byte that names the codec in a payload.
         parameters: The values that `parameter` can have: a range within 0 to 255.
-        reads_on_gpus: Whether `decode` is meant for GPUs too: without loops over elements, and tried out there.
+        reads_on_gpus: Whether `decode` is meant for GPUs too: without loops over elements, and tried out there; not in
+            a subclass that needs the CPU.
     """
 
     code: ClassVar[int]

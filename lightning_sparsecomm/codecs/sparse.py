@@ -154,13 +154,16 @@ def decode_sparse(body: Tensor, size: int) -> SparseVector:
     sections = body[_HEAD.size :]
 
     def values() -> Tensor:
-        section = sections[index_bytes:]
+        codec, section = VALUE_CODECS[value_code], sections[index_bytes:]
+        section = section if codec.reads_on_gpus else section.cpu()
         # So that any codec may view it in a wider dtype.
         aligned = section if section.storage_offset() % 8 == 0 else section.clone()
-        return VALUE_CODECS[value_code].decode(aligned, count, value_parameter)
+        return codec.decode(aligned, count, value_parameter).to(body.device)
 
     # Few bytes can stand for many elements: a full selection has no index section, and one number can stand for many
     # values. The other section is decoded first, and refuses a count that its length does not support.
     first = values() if count == size else None
-    indices = INDEX_CODECS[index_code].decode(sections[:index_bytes], count, size, index_parameter)
+    codec, section = INDEX_CODECS[index_code], sections[:index_bytes]
+    section = section if codec.reads_on_gpus else section.cpu()
+    indices = codec.decode(section, count, size, index_parameter).to(body.device)
     return SparseVector(indices, values() if first is None else first, size)

@@ -38,7 +38,11 @@ def largest_of_each(x: Tensor, stretches: Sequence[Stretch], seed: int) -> Tenso
     """See `Reference.largest_of_each`; for float32 on CUDA. The host waits twice, and more often for ties."""
     x = x.contiguous()
     ranked = _ranked(stretches, x.device)
-    least, ties, places = _thresholds(x, ranked, len(stretches))
+    if all(k >= stop - start for start, stop, k in stretches):
+        # All non-zeros: nothing is to be ranked.
+        least = ties = places = torch.zeros_like(ranked.counts)
+    else:
+        least, ties, places = _thresholds(x, ranked, len(stretches))
     reached = torch.zeros(x.numel(), dtype=torch.bool, device=x.device)
     launch(_mark, ranked.owners.shape, x.device, x, *ranked[:3], least, reached, block=_BLOCK)
     positions = reached.nonzero().view(-1)

@@ -127,7 +127,9 @@ def compare_ranking(device: str, *more_sizes: int) -> None:
             (7000, 8000, 30),
             (8000, size, 99),
         ]
-        for some, seed in itertools.product((stretches, stretches[2:3], []), (0, 2**40 + 7)):
+        for some, seed in itertools.product(
+            (stretches, stretches[2:3], [(0, 300, 300), (301, 4500, 5000)], []), (0, 2**40 + 7)
+        ):
             expected = Reference().largest_of_each(x, some, seed)
             assert same_bits(Cuda().largest_of_each(x.to(device), some, seed), expected)
     # What is as long as the vector is not made anew where only k changes, as in a warm-up.
