@@ -7,7 +7,7 @@ SIGKILL and started again at once; none in the last minute. A lighthouse of `spa
 same training, with as many steps, is left alone, with `--seeds` seeds. Replicas share this machine's cores, so each
 step sleeps until it has taken `--step-ms`, as if an accelerator computed it; one that is started again is then in
 nobody's way. Trainings that nobody kills do not sleep. Each training has a network of its own, whose kernel counts
-bytes: `--at-once` runs those of all methods together.
+bytes: `--at-once` runs all those with kills together.
 
 Prints for each method
 
@@ -292,6 +292,7 @@ def main() -> None:
     add("--methods", nargs="+", default=METHODS, help="as in Python, or torchft")
     add("--replicas", type=int, default=4)
     add("--seeds", type=int, default=3, help="of trainings that are left alone")
+    add("--kill-seeds", type=int, default=1, metavar="N", help="seeds of those with kills; a row for each")
     add("--minutes", type=float, default=30.0, help="of those with kills")
     add("--kill-every", type=float, default=60.0, help="seconds between two kills")
     add("--step-ms", type=float, default=400.0)
@@ -299,7 +300,7 @@ def main() -> None:
     add("--optimizer", choices=["sgd", "adamw"], default="adamw")
     add("--batch-size", type=int, default=32, help="of each replica")
     add("--hang", type=float, default=300.0, help="seconds after which replicas that do not end count as hanging")
-    add("--at-once", action="store_true", help="runs with kills of all methods at once")
+    add("--at-once", action="store_true", help="all runs with kills at once")
     add("--output", type=Path, default=Path("churn.json"))
     add("--resume", action="store_true", help="keep the runs in --output")
     add("--only-print", action="store_true", help="print the table of --output")
@@ -318,8 +319,9 @@ def main() -> None:
     settings |= {"step_ms": options.step_ms, "task": options.task, "optimizer": options.optimizer} | versions()
     runs: list[Line] = load(options.output, settings, options.resume or options.only_print)
     there = {(run["method"], run["seed"]) for run in runs}
-    # The seed 0 is that of the run with kills.
-    disturbed = [(method, 0, options.kill_every) for method in options.methods if (method, 0) not in there]
+    # Seeds of runs with kills: 0, 100, 200 and so on.
+    killed = [(method, 100 * number) for number in range(options.kill_seeds) for method in options.methods]
+    disturbed = [(*run, options.kill_every) for run in killed if run not in there]
     alone = [(method, seed, None) for seed in range(1, options.seeds + 1) for method in options.methods]
     alone = [run for run in alone if run[:2] not in there]
     if not options.only_print:
