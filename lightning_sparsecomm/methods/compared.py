@@ -33,10 +33,12 @@ class parallax(Method):
     """
 
     def __init__(self, tables: Sequence[str] = ()) -> None:
+        with renamed(parameters="tables"):
+            dense_tables = GradientSync(Channel(GatherNonZero()), parameters=tables)
         super().__init__(
             [
                 GradientSync(Channel(GatherNonZero()), sparse=True),
-                *([GradientSync(Channel(GatherNonZero()), parameters=tables)] if tables else []),
+                *([dense_tables] if tables else []),
                 GradientSync(Channel(DenseAllReduce()), rest=True),
             ]
         )

@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from lightning_sparsecomm.basis.arguments import check_booleans, renamed
 from lightning_sparsecomm.basis.schedules import Density, warmed
 from lightning_sparsecomm.channel import EF21, Channel, ClipLocalNorm, LocalAdam, Memory, Momentum, MomentumCorrection
-from lightning_sparsecomm.codecs.selectors.top_k import Scope
 from lightning_sparsecomm.exchange import Exchange
-from lightning_sparsecomm.methods.dropping import PositionName, ValueName, sparse
+from lightning_sparsecomm.methods.dropping import PositionName, ScopeName, ValueName, sparse
 from lightning_sparsecomm.methods.weights import rest
 from lightning_sparsecomm.sharing import GradientSync, Method
 
@@ -44,7 +43,8 @@ class ef21(Method):
         momentum_correction: Whether momentum, or Adam's moments, come before the estimate. Otherwise the optimizer,
             which may then be any, applies its own to the mean estimate.
         scope: What is ranked together: the elements of each "tensor", of the whole "model", or of each tensor with
-            small ones sent more densely ("balanced").
+            small ones sent more densely ("balanced"), or those that have more to send in each step, by their "norm" or
+            their "entropy" (`LayerwiseTopK`).
         values: As for `dgc`. What is rounded off is sent later, as part of the next change.
         positions: How positions are coded: "fast" takes 2 bytes for each element sent; "short" is the shortest of five
             codes.
@@ -61,7 +61,7 @@ class ef21(Method):
         warmup_steps: int | None = None,
         clip: float | None = None,
         momentum_correction: bool = True,
-        scope: Scope = "tensor",
+        scope: ScopeName = "tensor",
         values: ValueName = "float32",
         exclude: Sequence[str] = (),
         positions: PositionName = "fast",

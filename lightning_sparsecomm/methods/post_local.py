@@ -13,8 +13,8 @@ class post_local_sgd(Method):
     """Ranks average their weights after every step at first, and every few steps once training has settled.
 
     With SGD, with or without momentum, the first steps are ddp's, to float round-off: the mean of weights after a step
-    is the step of the mean gradient, if momentum is averaged too. With Adam they are not: the second moment is then the
-    mean of those of the ranks' own gradients.
+    is the step of the mean gradient. With Adam they are not: the second moment is then the mean of those of the ranks'
+    own gradients.
 
     Bytes per exchange and rank: 4 for each element, and as many for each of the optimizer's moments that is averaged.
 
@@ -27,7 +27,8 @@ class post_local_sgd(Method):
     Args:
         dense_steps: Optimizer steps after each of which weights are averaged, at least 1.
         every: Optimizer steps between two averages after that.
-        average_moments: Whether the optimizer's momentum and moments are averaged with the weights.
+        average_moments: Whether the optimizer's momentum and moments are averaged with the weights. In the paper they
+            are not. With SGD the first steps are ddp's either way.
         wire_dtype: Dtype of changes on the wire: "same" (float32 or wider), "float32", "float16" or "bfloat16".
         buffers: What happens to floating-point buffers: "average" in each exchange, "own" for each rank, or "broadcast"
             before every forward pass, as under ddp.

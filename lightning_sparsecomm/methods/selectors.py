@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from lightning_sparsecomm.basis.arguments import check_booleans
+from lightning_sparsecomm.basis.arguments import check_booleans, renamed
 from lightning_sparsecomm.basis.schedules import Density
 from lightning_sparsecomm.codecs import AdaptiveBins, Auto, Multiples, SignedMeans, SparseCodec, Threshold, TwoSidedTopK
 from lightning_sparsecomm.exchange import Gather
@@ -38,7 +38,7 @@ class strom(Method):
             that computed it, and what still waits after the last step is applied.
 
     Raises:
-        ValueError: `threshold` is not positive, or not finite.
+        ValueError: `threshold` is not positive, or not finite, or float32 has no such number.
         TypeError: A switch is neither True nor False.
     """
 
@@ -46,7 +46,8 @@ class strom(Method):
         self, threshold: float = 0.01, once: bool = False, exclude: Sequence[str] = (), follow_rate: bool = True
     ) -> None:
         check_booleans(follow_rate=follow_rate)
-        codec = SparseCodec(Threshold(threshold), Multiples(threshold, once), Auto())
+        with renamed(step="threshold"):
+            codec = SparseCodec(Threshold(threshold), Multiples(threshold, once), Auto())
         super().__init__(weights_by(Gather(codec), True, exclude, follow_rate))
 
 

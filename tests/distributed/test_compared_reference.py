@@ -154,22 +154,28 @@ def test_federated_averaging_with_a_fraction_and_weights(tmp_path: Path) -> None
     assert len(rounds) == 3 and all(len(clients) == 2 for clients in rounds)
 
 
-def test_post_local_sgd_is_ddp_and_then_local(tmp_path: Path) -> None:
+@pytest.mark.parametrize("average_moments", [True, False])
+def test_post_local_sgd_is_ddp_and_then_local(tmp_path: Path, average_moments: bool) -> None:
     first, every = 10, 4
-    ranks = run_ranks(tmp_path, 3, _train, post_local_sgd(first, every), dense, 0.9)
+    method = post_local_sgd(first, every, average_moments=average_moments)
+    ranks = run_ranks(tmp_path, 3, _train, method, dense, 0.9)
     weights = [starting_weights().astype(np.float64) for _ in range(3)]
     momenta = [np.zeros(sum(SIZES)) for _ in range(3)]
+    ddp, momentum_of_ddp = weights[0], momenta[0]
     since = 0
     for step in range(STEPS):
         gradients = [dense(rank, step) for rank in range(3)]
-        if step < first:
-            gradients = [np.mean(gradients, axis=0)] * 3
         momenta = [0.9 * momentum + gradient for momentum, gradient in zip(momenta, gradients)]
         weights = [own - 0.1 * momentum for own, momentum in zip(weights, momenta)]
         since = 0 if step < first else since + 1
-        if since == every:
-            weights, momenta = ([np.mean(each, axis=0)] * 3 for each in (weights, momenta))
+        if step < first or since == every:
+            weights = [np.mean(weights, axis=0)] * 3
+            momenta = [np.mean(momenta, axis=0)] * 3 if average_moments else momenta
             since = 0
+        if step < first:
+            momentum_of_ddp = 0.9 * momentum_of_ddp + np.mean(gradients, axis=0)
+            ddp = ddp - 0.1 * momentum_of_ddp
+            np.testing.assert_allclose(ranks[0]["weights"][step], ddp, rtol=1e-9, atol=1e-9)
         for trained, own in zip(ranks, weights):
             np.testing.assert_allclose(trained["weights"][step], own, rtol=1e-9, atol=1e-9)
 

@@ -239,6 +239,7 @@ CASES: dict[str, tuple[Callable[[], Method], dict[str, Any], Callable[[], tuple[
         lambda: (StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1),),
     ),
 }
+assert CASES.keys() >= methods.RECIPES.keys()
 
 
 def loss_scaler() -> dict[str, Any]:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from lightning_sparsecomm.basis.schedules import Stages
-from lightning_sparsecomm.methods import dgc, gradient_dropping, s2_reducer, sketched_sgd
+from lightning_sparsecomm.methods import dgc, gradient_dropping, parallax, s2_reducer, sketched_sgd, strom
 from lightning_sparsecomm.sharing import Method
 
 CASES: list[tuple[Callable[[], Method], type[Exception], str]] = [
@@ -27,6 +27,8 @@ CASES: list[tuple[Callable[[], Method], type[Exception], str]] = [
     (lambda: dgc(clip="x"), ValueError, "clip must be a positive number"),
     (lambda: gradient_dropping(average_every=0), ValueError, "average_every must be a whole number of optimizer steps"),
     (lambda: gradient_dropping(average_every=True), ValueError, "average_every must be a whole number"),
+    (lambda: strom(threshold=1e-50), ValueError, "threshold must be within float32's range, in which it is sent"),
+    (lambda: parallax(tables="words.*"), TypeError, "tables must be a list of patterns; got the string 'words.*'"),
 ]
 
 

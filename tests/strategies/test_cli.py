@@ -135,6 +135,7 @@ def test_of_two_clis_that_are_imported_the_one_that_runs_is_meant(cli: Cli, pack
         ("diloco", {"every": 50, "outer_lr": 0.5, "outer_momentum": 0.0}),
         ("sparse_loco", {"every": 5, "density": 0.125, "chunk": 64, "decay": 1.0, "outer_lr": 0.8}),
         ("ef21", {"density": 0.05, "clip": 0.5, "scope": "model"}),
+        ("ef21", {"scope": "norm"}),
         ("demo", {"k": 16, "side": 32, "decay": 0.99, "sign": False}),
     ],
 )
