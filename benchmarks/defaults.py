@@ -64,11 +64,12 @@ class Learner(pl.LightningModule):
         return cross_entropy(self.network(inputs).flatten(0, -2), targets.flatten())
 
     def configure_optimizers(self) -> Any:
-        """SGD with momentum, or AdamW; the learning rate falls along a cosine to 0."""
+        """SGD with momentum, plain SGD without, or AdamW; the learning rate falls along a cosine to 0."""
+        momentum = 0.9 if self.optimizer == "sgd" else 0.0
         optimizer: torch.optim.Optimizer = (
-            torch.optim.SGD(self.parameters(), self.rate, momentum=0.9, weight_decay=1e-4)
-            if self.optimizer == "sgd"
-            else torch.optim.AdamW(self.parameters(), self.rate)
+            torch.optim.AdamW(self.parameters(), self.rate)
+            if self.optimizer == "adamw"
+            else torch.optim.SGD(self.parameters(), self.rate, momentum=momentum, weight_decay=1e-4)
         )
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

@@ -122,6 +122,8 @@ class Method(NamedTuple):
         knob: What decides how much it sends; None if nothing does.
         adam: Options that it needs for Adam and AdamW.
         optimizers: What it is defined for.
+        optimizer: The one that it moves by on every network; the network's own by default. "plain" is SGD without
+            momentum.
         rates: Whose learning rates suit it with SGD: a sign moves every weight as far as Adam does.
     """
 
@@ -129,6 +131,7 @@ class Method(NamedTuple):
     knob: Knob | None = None
     adam: str = ""
     optimizers: tuple[str, ...] = ("sgd", "adamw")
+    optimizer: str = ""
     rates: str = "sgd"
 
     def strategy(self, knob: float | None, optimizer: str) -> str:
@@ -165,17 +168,17 @@ GALLERY = {
     "natural": Method("natural()"),
     "onebit_sgd": Method("onebit_sgd(follow_rate=False)"),
     "ef_signsgd": Method("ef_signsgd()"),
-    "signsgd": Method("signsgd()", adam="momentum_correction=False", rates="adamw"),
+    "signsgd": Method("signsgd()", optimizer="sgd", rates="adamw"),
     "strom": Method("strom(threshold={}, once=True, follow_rate=False)", Knob(10.0, 1e-6)),
     "dryden": Method("dryden(density={}, follow_rate=False)", DENSITY),
     "adacomp": Method("adacomp(bin_size={0}, convolution_bin_size={0}, follow_rate=False)", Knob(100_000, 1)),
     "ef21": Method("ef21(density={})", DENSITY),
-    "demo": Method("demo(k={})", Knob(1, 4096), rates="adamw"),
+    "demo": Method("demo(k={})", Knob(1, 4096), optimizer="plain", rates="adamw"),
     "onebit_adam": Method("onebit_adam()", optimizers=("adamw",)),
     "parallax": Method("parallax()"),
     "omnireduce": Method("omnireduce(block_density={}, follow_rate=False)", DENSITY),
     "sparcml": Method("sparcml(density={}, follow_rate=False)", DENSITY),
-    "post_local_sgd": Method("post_local_sgd(dense_steps=10, every={})", EVERY),
+    "post_local_sgd": Method("post_local_sgd(dense_steps=10, every={}, average_moments=False)", EVERY),
     "sbc": Method("sbc(density={}, every=1)", DENSITY),  # SBC (1): every=10 sends less than a hundredth
     "federated_averaging": Method("federated_averaging(every={})", EVERY),
     "diloco": Method("diloco(every={})", EVERY),
@@ -199,9 +202,9 @@ def weights_alone(network: nn.Module) -> None:
 
 def measured(name: str, knob: float | None, task: str, seed: int, dry: bool, options: argparse.Namespace) -> Run:
     """One training, also one that diverges or fails."""
-    optimizer = OPTIMIZERS[task]
     method = GALLERY.get(name, Method(name))
-    rate = RATES[method.rates if optimizer == "sgd" else optimizer][task] * (DRY_RATE if dry else 1)
+    optimizer = method.optimizer or OPTIMIZERS[task]
+    rate = RATES[optimizer if optimizer == "adamw" else method.rates][task] * (DRY_RATE if dry else 1)
     cell = {"method": name, "knob": knob, "strategy": method.strategy(knob, optimizer), "task": task, "seed": seed}
     cell |= {"optimizer": optimizer, "rate": rate, "dry": dry, "commit": COMMIT}
     steps, held_out = options.steps, None
@@ -412,7 +415,7 @@ def plot(runs: list[Run], path: Path) -> None:
             if any(each["method"] == name for each in runs)
         }
         points = {name: (c.fewer, min(statistics.mean(c.losses), WORST)) for name, c in cells.items() if c.losses}
-        best = front(points)
+        best = front({name: point for name, point in points.items() if not cells[name].diverged})
         axis.axhline(0, color="0.6", linewidth=1)
         axis.plot(*zip(*(points[name] for name in best)), color="0.5", drawstyle="steps-pre") if best else None
         for number, method in enumerate(GALLERY):

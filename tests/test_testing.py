@@ -1,10 +1,12 @@
 """The laws for other people's parts: ours obey them, and parts with one fault each do not."""
 
+import inspect
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,7 +17,16 @@ from torch import Tensor
 
 from lightning_sparsecomm import Channel, ErrorFeedback, GradientSync, Method, methods
 from lightning_sparsecomm.basis import Layout, Round, SparseVector, Vector, Wire
-from lightning_sparsecomm.channel import EF21, Contribution, Memory, Momentum, MomentumCorrection, SharedSign
+from lightning_sparsecomm.basis.parts import parts_in
+from lightning_sparsecomm.channel import (
+    EF21,
+    AdamMoments,
+    Contribution,
+    Memory,
+    Momentum,
+    MomentumCorrection,
+    SharedSign,
+)
 from lightning_sparsecomm.codecs import (
     INDEX_CODECS,
     VALUE_CODECS,
@@ -213,6 +224,23 @@ def test_our_memories(memory: Callable[[], Memory]) -> None:
 @pytest.mark.parametrize("name", ["dgc", "sbc"])
 def test_our_methods(name: str) -> None:
     check_method({"dgc": lambda: methods.dgc(0.1, warmup_steps=4), "sbc": lambda: methods.sbc(0.1, every=4)}[name])
+
+
+OPTIONS = {"every": 4, "fragments": 1, "delay": 0, "density": 0.2, "block_density": 0.5, "block_size": 8, "columns": 50}
+OPTIONS |= {"warmup_steps": 2, "dense_steps": 4, "bin_size": 5, "convolution_bin_size": 5, "tables": ["*"]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", methods.RECIPES)
+def test_all_recipes(name: str) -> None:
+    recipe = methods.RECIPES[name]
+    known = inspect.signature(recipe).parameters
+
+    def make() -> Method:
+        return recipe(**{option: value for option, value in OPTIONS.items() if option in known})  # type: ignore[call-arg]
+
+    adam = partial(torch.optim.AdamW, lr=0.01) if any(parts_in(make(), AdamMoments)) else None  # type: ignore[type-abstract]
+    check_method(make) if adam is None else check_method(make, optimizer=adam)
 
 
 # -- with one fault each

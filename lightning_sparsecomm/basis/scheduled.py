@@ -91,7 +91,7 @@ def check_every(name: str, every: Every) -> None:
                 raise _scheduled_wrong(f"{name} must be a number of optimizer steps, at least 1", number, every)
     elif not is_whole_number(every) or every < 1:
         rule = "must be a whole number of optimizer steps, at least 1"
-        raise ValueError(f"{name} {rule}; got {every!r}. Use 1 for each step.")
+        raise ValueError(f"{name} {rule}; got {every!r}. Use 1 or more.")
 
 
 def density_at(density: Density, step: int, epoch: float) -> float:

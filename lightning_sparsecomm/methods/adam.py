@@ -73,15 +73,12 @@ class local_adam(Method):
         rest_bits: RestBits = 32,
         delay: int = 0,
     ) -> None:
-        density = warmed(density, warmup_steps, warmup_epochs, "exponential")
-        how = sparse(density, scope, values, positions, exchange)
+        how = sparse(warmed(density, warmup_steps, warmup_epochs, "exponential"), scope, values, positions, exchange)
         with renamed(max_norm="clip"):
             before, after = ClipLocalNorm(clip), ClipLocalNorm(clip)
         whole = [after, LocalAdam(), ErrorFeedback()]
         weights = Channel(how, [before, LocalAdam(), ErrorFeedback()])
-        syncs = [
-            GradientSync(weights, exclude=exclude, min_dimensions=2),
-            # What is in flight must be in units of the learning rate, also for biases and norms.
-            rest(rest_bits, *([whole, whole] if delay else [[after], [after, ErrorFeedback()]])),
-        ]
+        # What is in flight must be in units of the learning rate, also for biases and norms.
+        others = rest(rest_bits, *([whole, whole] if delay else [[after], [after, ErrorFeedback()]]))
+        syncs = [GradientSync(weights, exclude=exclude, min_dimensions=2), others]
         super().__init__([sync.delayed(delay) for sync in syncs])

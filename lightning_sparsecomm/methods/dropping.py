@@ -28,7 +28,7 @@ from lightning_sparsecomm.codecs import (
 from lightning_sparsecomm.exchange import CompressedAllReduce, DenseAllReduce, Exchange, Gather, OkTopK, Sparse
 from lightning_sparsecomm.methods.corrected import corrected
 from lightning_sparsecomm.methods.weights import RestBits
-from lightning_sparsecomm.sharing import Averaging, GradientSync, Method, Sync
+from lightning_sparsecomm.sharing import Averaging, GradientSync, Method
 from lightning_sparsecomm.sharing.local_mode import LOCAL_MODES, LocalName
 
 ValueName = Literal["float32", "float16", "bfloat16", "one_bit", "two_bit", "three_bit", "short_three_bit", "few_bits"]
@@ -101,43 +101,13 @@ class gradient_dropping(Method):
         follow_rate: bool = True,
         positions: PositionName = "fast",
     ) -> None:
-        check_booleans(
-            error_feedback=error_feedback,
-            average_buffers=average_buffers,
-            average_optimizer_state=average_optimizer_state,
-            momentum_masking=momentum_masking,
-            follow_rate=follow_rate,
-        )
-        check_one_of(
-            "local",
-            local,
-            (*LOCAL_MODES, "error"),
-            "Use 'partial' with parameter averaging, which worked best in the paper.",
-        )
-        if local == "none" and (average_buffers or average_optimizer_state):
-            raise ValueError(
-                "average_buffers and average_optimizer_state need a local mode, with which ranks' parameters are"
-                " averaged; got local='none'. Use the callback ParameterAveraging, which averages with any method."
-            )
-        averaging = None
-        if average_every is not None:
-            with renamed(every="average_every"):
-                averaging = Averaging(average_every, average_buffers, average_optimizer_state)
-        elif local != "none":
-            warnings.warn(
-                f"local={local!r} lets every rank's parameters go their own way, and with average_every=None nothing"
-                " averages them before the end of fit. Use average_every=500, as the paper does.",
-                stacklevel=2,
-            )
-        mode: Literal["none", "sum", "partial"] = "partial" if local == "error" else local
+        check_booleans(error_feedback=error_feedback, momentum_masking=momentum_masking, follow_rate=follow_rate)
+        mode, averaging = _local(local, average_every, average_buffers, average_optimizer_state)
         memories = [ErrorFeedback(follow_rate=follow_rate)] if error_feedback and local != "error" else []
-        channel = Channel(
-            sparse(warmed(density, warmup_steps, None, "inverse_time"), scope, values, positions), memories
-        )
-        syncs: list[Sync] = [GradientSync(channel, exclude=exclude, local=mode, mask_momentum=momentum_masking)]
-        if exclude:
-            syncs.append(GradientSync(Channel(DenseAllReduce()), parameters=exclude))
-        super().__init__(syncs, averaging if mode != "none" else None)
+        how = sparse(warmed(density, warmup_steps, None, "inverse_time"), scope, values, positions)
+        sync = GradientSync(Channel(how, memories), exclude=exclude, local=mode, mask_momentum=momentum_masking)
+        others = [GradientSync(Channel(DenseAllReduce()), parameters=exclude)] if exclude else []
+        super().__init__([sync, *others], averaging)
 
 
 class dgc(Method):
@@ -212,19 +182,48 @@ class dgc(Method):
         rest_bits: RestBits = 32,
         delay: int = 0,
     ) -> None:
-        check_booleans(
-            momentum_correction=momentum_correction, momentum_masking=momentum_masking, follow_rate=follow_rate
-        )
-        if momentum_masking and exchange in ("all_reduce", "ok_topk"):
-            raise ValueError(
-                f"momentum_masking must be False with exchange={exchange!r}, with which a rank answers for all that it"
-                " adds up itself, and would mask momentum it has not sent; got True. Use exchange='auto', which shares"
-                " what the paper does."
-            )
+        check_booleans(momentum_correction=momentum_correction, follow_rate=follow_rate)
+        _check_masking(momentum_masking, exchange)
         density = warmed(density, warmup_steps, warmup_epochs, "exponential", 1000)
         how = sparse(density, scope, values, positions, exchange)
         syncs = corrected(how, clip, momentum_correction, momentum_masking, exclude, follow_rate, rest_bits, delay)
         super().__init__(syncs)
+
+
+def _local(
+    local: LocalName, every: int | None, buffers: bool, optimizer_state: bool
+) -> tuple[Literal["none", "sum", "partial"], Averaging | None]:
+    """How local gradients are used, and what averages parameters then."""
+    check_booleans(average_buffers=buffers, average_optimizer_state=optimizer_state)
+    remedy = "Use 'partial' with parameter averaging, which worked best in the paper."
+    check_one_of("local", local, (*LOCAL_MODES, "error"), remedy)
+    if local == "none" and (buffers or optimizer_state):
+        raise ValueError(
+            "average_buffers and average_optimizer_state need a local mode, with which ranks' parameters are"
+            " averaged; got local='none'. Use the callback ParameterAveraging, which averages with any method."
+        )
+    averaging = None
+    if every is not None:
+        with renamed(every="average_every"):
+            averaging = Averaging(every, buffers, optimizer_state)
+    elif local != "none":
+        warnings.warn(
+            f"local={local!r} lets every rank's parameters go their own way, and with average_every=None nothing"
+            " averages them before the end of fit. Use average_every=500, as the paper does.",
+            stacklevel=3,
+        )
+    return "partial" if local == "error" else local, averaging if local != "none" else None
+
+
+def _check_masking(momentum_masking: bool, exchange: ExchangeName) -> None:
+    """Raises `ValueError` where ranks would mask momentum that they have not sent."""
+    check_booleans(momentum_masking=momentum_masking)
+    if momentum_masking and exchange in ("all_reduce", "ok_topk"):
+        raise ValueError(
+            f"momentum_masking must be False with exchange={exchange!r}, with which a rank answers for all that it"
+            " adds up itself, and would mask momentum it has not sent; got True. Use exchange='auto', which shares"
+            " what the paper does."
+        )
 
 
 def sparse(

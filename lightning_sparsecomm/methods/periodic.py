@@ -68,18 +68,10 @@ class sbc(Method):
         check_booleans(error_feedback=error_feedback, momentum_masking=momentum_masking)
         codec = SparseCodec(OneSidedTopK(density), SharedMean(), Golomb())
         channel = Channel(Gather(codec), [ErrorFeedback()] if error_feedback else [])
-        sparse = DeltaSync(
-            channel,
-            every,
-            mask_momentum=momentum_masking,
-            buffers=buffers,
-            exclude=exclude,
-            fragments=fragments,
-            delay=delay,
-            mix=mix,
-        )
-        dense = DeltaSync(Channel(DenseAllReduce()), every, buffers=buffers, parameters=exclude)
-        super().__init__([sparse, dense] if exclude else [sparse])
+        now = partial(DeltaSync, every=every, buffers=buffers)
+        later = partial(now, mask_momentum=momentum_masking, fragments=fragments, delay=delay, mix=mix)
+        dense = [now(Channel(DenseAllReduce()), parameters=exclude)] if exclude else []
+        super().__init__([later(channel, exclude=exclude), *dense])
 
 
 class sbc1(sbc):

@@ -94,12 +94,8 @@ class sketched_sgd(Method):
         follow_rate: bool = True,
         recovery: Recovery = "candidates",
     ) -> None:
-        check_booleans(
-            always_sketch=always_sketch,
-            momentum_correction=momentum_correction,
-            momentum_masking=momentum_masking,
-            follow_rate=follow_rate,
-        )
+        check_booleans(always_sketch=always_sketch, momentum_correction=momentum_correction)
+        check_booleans(momentum_masking=momentum_masking, follow_rate=follow_rate)
         with renamed(wire_dtype="sketch_dtype"):
             sketched = SketchedTopK(density, k, rows, columns, candidates, sketch_dtype, always_sketch, recovery)
         super().__init__(corrected(sketched, clip, momentum_correction, momentum_masking, exclude, follow_rate))
@@ -155,18 +151,13 @@ class s2_reducer(Method):
         follow_rate: bool = True,
     ) -> None:
         check_booleans(always_sketch=always_sketch, error_feedback=error_feedback, follow_rate=follow_rate)
-
-        def reduce(density: Density) -> BlockReduce:
-            with renamed(density="block_density", size="block_size"):
-                blocks = TopBlocks(density, block_size, sparse_below)
-            return BlockReduce(blocks, sketch_ratio, rows, sized_by, always_sketch)
-
-        top = Channel(reduce(block_density), [ErrorFeedback(follow_rate=follow_rate)] if error_feedback else [])
-        super().__init__(
-            [
-                GradientSync(top, exclude=exclude, min_dimensions=2),
-                GradientSync(Channel(reduce(1.0)), exclude=exclude, sparse=True),
-                *([GradientSync(Channel(BlockReduce()), parameters=exclude, sparse=True)] if exclude else []),
-                GradientSync(Channel(DenseAllReduce()), rest=True),
-            ]
-        )
+        with renamed(density="block_density", size="block_size"):
+            some, all_blocks = (TopBlocks(density, block_size, sparse_below) for density in (block_density, 1.0))
+        top, whole = (BlockReduce(each, sketch_ratio, rows, sized_by, always_sketch) for each in (some, all_blocks))
+        memories = [ErrorFeedback(follow_rate=follow_rate)] if error_feedback else []
+        syncs = [
+            GradientSync(Channel(top, memories), exclude=exclude, min_dimensions=2),
+            GradientSync(Channel(whole), exclude=exclude, sparse=True),
+            *([GradientSync(Channel(BlockReduce()), parameters=exclude, sparse=True)] if exclude else []),
+        ]
+        super().__init__([*syncs, GradientSync(Channel(DenseAllReduce()), rest=True)])

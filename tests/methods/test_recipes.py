@@ -1,5 +1,6 @@
 """What all recipes have in common."""
 
+import ast
 import copy
 import functools
 import inspect
@@ -85,3 +86,12 @@ def test_the_default_is_dgc_then_local_adam_then_gradient_dropping() -> None:
 )
 def test_the_repr_of_a_recipe_is_its_call(method: Method, call: str) -> None:
     assert repr(method) == call
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=lambda recipe: recipe.__name__)
+def test_short_definitions(recipe: type[Method]) -> None:
+    (definition,) = ast.parse(inspect.getsource(recipe)).body
+    assert isinstance(definition, ast.ClassDef) and isinstance(definition.body[0], ast.Expr)
+    lines = [*inspect.getsource(recipe).splitlines()]
+    del lines[definition.body[0].lineno - 1 : definition.body[0].end_lineno]
+    assert len([line for line in lines if line.strip()]) <= 25

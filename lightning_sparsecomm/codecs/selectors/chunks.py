@@ -51,7 +51,7 @@ class ChunkTopK(Selector):
 
     def __post_init__(self) -> None:
         check_density("density", self.density)
-        check_whole_number("chunk", self.chunk, 1, "the elements in a chunk", "Use 4096, as the paper does.")
+        check_whole_number("chunk", self.chunk, 1, "the elements in a chunk", "Leave it out for its default.")
         check_booleans(tiles=self.tiles)
         if self.tiles and math.isqrt(self.chunk) ** 2 != self.chunk:
             raise ValueError(f"chunk must be a square number with tiles=True; got {self.chunk}. Use 4096, 64 × 64.")
