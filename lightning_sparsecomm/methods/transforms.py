@@ -14,7 +14,8 @@ class demo(Method):
     In every tile of 64 × 64 elements of what a rank has kept, the 32 largest coefficients of the discrete cosine
     transform are sent, and taken out of what it keeps. The optimizer is given the sign of their mean, transformed back.
     Use torch.optim.SGD without momentum, at a learning rate for signs, such as 1e-3: its `weight_decay` is then
-    decoupled, as in the paper. Other optimizers are given the signs too.
+    decoupled, as in the paper. Momentum or Adam's moments would average
+    the signs once more, and learn little: at the start of a run a line says so.
 
     Bytes per step and rank: 192 for each tile (2 of position, 4 of value for each coefficient): 0.05 for each element
     of large weights, but 3 for each of biases and norms. And 32 of headers.

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from lightning_sparsecomm.basis.parts import parts_in
 from lightning_sparsecomm.basis.schedules import ByLength, Schedule
+from lightning_sparsecomm.run.choice import advice_on_signs
 from lightning_sparsecomm.run.registry import Registry
 from lightning_sparsecomm.sharing.method import Method
 
@@ -12,7 +13,7 @@ from lightning_sparsecomm.sharing.method import Method
 def announcement(
     registry: Registry, length: float, world_size: int, estimated: bool = False, fewer: Sequence[float] = ()
 ) -> list[str]:
-    """A line for each optimizer.
+    """A line for each optimizer, and one more where it does not suit its method.
 
     Args:
         registry: The run's optimizers and their methods.
@@ -39,6 +40,7 @@ def announcement(
             ranks = f"{world_size} ranks" if world_size > 1 else "1 rank, so nothing crosses a network"
             ranks += f" on {len(registry.nodes.groups)} nodes" if registry.nodes is not None else ""
             lines.append(f"sparsecomm: {ranks}, {by}{densities}{bytes_sent}")
+            lines += advice_on_signs(tracked.optimizer, tracked.method)
     return lines
 
 

@@ -9,6 +9,7 @@ from lightning_sparsecomm.basis.parts import parts_in
 from lightning_sparsecomm.channel.adam_moments import AdamMoments
 from lightning_sparsecomm.channel.clipping import ClipLocalNorm
 from lightning_sparsecomm.channel.momentum import Momentum, Velocity
+from lightning_sparsecomm.channel.signs import SharedSign
 from lightning_sparsecomm.sharing.adam import AdamTakeover
 from lightning_sparsecomm.sharing.gradients import NamedParameters
 from lightning_sparsecomm.sharing.method import Method
@@ -32,6 +33,18 @@ def method_for(optimizer: Optimizer, methods: Sequence[Method], held: NamedParam
         if objection is None:
             return _joined(method, optimizer, held)
     raise TypeError(f"the method is not defined for {type(optimizer).__name__}: {objection}")
+
+
+def advice_on_signs(optimizer: Optimizer, method: Method) -> list[str]:
+    """A line where ranks step by signs, which the optimizer would average once more; none otherwise."""
+    averages = not isinstance(optimizer, SGD) or any(group["momentum"] for group in optimizer.param_groups)
+    if not averages or not any(parts_in(method, SharedSign)):
+        return []
+    kind = "momentum" if isinstance(optimizer, SGD) else f"the moments of {type(optimizer).__name__}"
+    return [
+        f"sparsecomm: {method} steps by signs, and averaging them by {kind} once more leaves little to learn. Use"
+        " torch.optim.SGD with momentum=0 and a learning rate for signs, such as 1e-3"
+    ]
 
 
 def takeover_for(optimizer: Optimizer, method: Method, held: NamedParameters, members: set[int]) -> Takeover | None:

@@ -43,7 +43,12 @@ MORE = [("partial", 4), ("split", 4), ("dense", 0), ("split", 0)]
 
 
 @pytest.mark.parametrize(
-    ("sharing", "overflows"), [(True, OVERFLOWS), (False, OVERFLOWS), pytest.param(True, MORE, marks=pytest.mark.slow)]
+    ("sharing", "overflows"),
+    [
+        (True, OVERFLOWS),
+        pytest.param(False, OVERFLOWS, marks=pytest.mark.slow),
+        pytest.param(True, MORE, marks=pytest.mark.slow),
+    ],
 )
 def test_what_overflows_on_one_rank_is_skipped_by_all(tmp_path: Path, sharing: bool, overflows: Any) -> None:
     """Where ranks share gradients. Where each steps by itself, the other ranks make their steps."""

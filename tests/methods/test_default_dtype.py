@@ -7,9 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sparsecomm.basis import Wire
+from lightning_sparsecomm.basis.parts import parts_in
+from lightning_sparsecomm.channel import AdamMoments
 from lightning_sparsecomm.methods import RECIPES
 from lightning_sparsecomm.run.engine import Engine
-from lightning_sparsecomm.sharing import Method
+from lightning_sparsecomm.sharing import DeltaSync, Method
 from lightning_sparsecomm.testing import run_ranks
 
 SMALL = {
@@ -58,7 +60,8 @@ def _trained(rank: int, method: Method, default: torch.dtype) -> list[Tensor]:
 
 
 def _wants_adam(method: Method) -> bool:
-    return "adam" in repr(method).lower() or "des_loc" in repr(method)
+    averages = any(isinstance(sync, DeltaSync) and sync.moments for sync in method.syncs)
+    return averages or any(parts_in(method, AdamMoments))  # type: ignore[type-abstract]
 
 
 @pytest.mark.parametrize("method", recipes(), ids=repr)

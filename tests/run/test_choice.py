@@ -1,5 +1,6 @@
 """Which method an optimizer gets: its own, the one for all others, or a refusal with the reason."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from lightning_sparsecomm.channel import Channel, ClipLocalNorm, ErrorFeedback, 
 from lightning_sparsecomm.channel.momentum import Velocity
 from lightning_sparsecomm.codecs import SparseCodec, TopK
 from lightning_sparsecomm.exchange import DenseAllReduce, Gather
-from lightning_sparsecomm.methods import default, dgc, gradient_dropping
-from lightning_sparsecomm.run.choice import method_for, takeover_for
+from lightning_sparsecomm.methods import default, demo, dgc, gradient_dropping, signsgd
+from lightning_sparsecomm.run.choice import advice_on_signs, method_for, takeover_for
 from lightning_sparsecomm.sharing import GradientSync, Method
 from tests import laws
 from tests.distributed.scenarios import Classifier, Scenario, fit
@@ -152,3 +153,18 @@ def test_momentum_is_taken_over_from_sgd_only_and_only_where_a_method_applies_it
     takeover.close()
     assert takeover_for(sgd, gradient_dropping(), held(sgd), set()) is None
     assert takeover_for(adam, dgc(momentum_correction=False), held(adam), set()) is None
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "words"),
+    [
+        (partial(torch.optim.SGD, lr=1e-3), None),
+        (partial(torch.optim.SGD, lr=1e-3, momentum=0.9), "averaging them by momentum once more"),
+        (torch.optim.AdamW, "averaging them by the moments of AdamW once more"),
+    ],
+)
+def test_advice_where_an_optimizer_would_average_signs(optimizer: Any, words: str | None) -> None:
+    weights = [torch.nn.Parameter(torch.zeros(2, 2))]
+    found = advice_on_signs(optimizer(weights), demo())
+    assert [words in line and "momentum=0" in line for line in found] == ([True] if words else [])
+    assert advice_on_signs(optimizer(weights), signsgd()) == []
