@@ -70,8 +70,8 @@ class sbc(Method):
         channel = Channel(Gather(codec), [ErrorFeedback()] if error_feedback else [])
         now = partial(DeltaSync, every=every, buffers=buffers)
         later = partial(now, mask_momentum=momentum_masking, fragments=fragments, delay=delay, mix=mix)
-        dense = [now(Channel(DenseAllReduce()), parameters=exclude)] if exclude else []
-        super().__init__([later(channel, exclude=exclude), *dense])
+        sparse = later(channel, exclude=exclude)
+        super().__init__([sparse, now(Channel(DenseAllReduce()), parameters=exclude)] if exclude else [sparse])
 
 
 class sbc1(sbc):

@@ -327,3 +327,15 @@ def test_replicas_that_are_killed_lose_little(tmp_path: Path) -> None:
         assert max(each["repeated"]) <= 1
         of_round = 30 if "every" in each["method"] else 1
         assert each["made"] - each["counted"] <= each["kills"] * of_round
+
+
+def test_estimates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--noise=0", "--densities", "0.1", "--steps=200", "--seeds=2", f"--output={tmp_path}/out.json"]
+    monkeypatch.setattr("sys.argv", ["estimates.py", *arguments])
+    runpy.run_path(str(BENCHMARKS / "estimates.py"), run_name="__main__")
+    (row,) = json.loads((tmp_path / "out.json").read_text())["rows"]
+    # Without noise, estimates lead where the mean gradient does, and a residual not as near.
+    found = {name: max(distances) for name, distances in row["distances"].items()}
+    assert found["ef21, literal"] == pytest.approx(found["dense"], rel=0.1)
+    assert found["residual"] > 1.1 * found["dense"]
+    assert "| 0 | 10% |" in capsys.readouterr().out
