@@ -131,10 +131,13 @@ class Dies(pl.Callback):
 def started(
     folder: Path, method: str, accelerator: str, ranks: int, *more: str
 ) -> list[subprocess.CompletedProcess[str]]:
-    """The processes of a training, ended. Ranks that are more than the GPUs share the first one."""
+    """The processes of a training, ended. Ranks that are more than the GPUs share the first one.
+
+    So they do where one of them dies: then each is a process that is started here.
+    """
     folder.mkdir(parents=True)
     command = [sys.executable, "-m", "tests.gpu.training", str(folder), method, accelerator]
-    if accelerator == "cpu" or torch.cuda.device_count() >= ranks:
+    if accelerator == "cpu" or (torch.cuda.device_count() >= ranks and "--dies" not in more):
         places: list[dict[str, str]] = [{}]
         command.append(f"--devices={ranks}")
     else:
