@@ -134,3 +134,11 @@ def test_long_selections():
     assert same_bits(section, REFERENCE.write_blocks(indices, codes))
     for kernels in KERNELS:
         assert same_bits(kernels.read_blocks(section, indices.numel(), chances.numel()).indices, indices)
+
+
+@pytest.mark.parametrize("scale", [0.5, 3.0, 100.0])
+def test_chosen_codes_of_many_blocks(scale: float) -> None:
+    """Also where the code of the block before is worth keeping by a bit."""
+    gaps = torch.rand(64 * 1000).log().neg() * scale * torch.rand(1000).add(0.5).repeat_interleave(64)
+    indices = (gaps.long() + 1).cumsum(0) - 1
+    assert same_bits(REFERENCE.choose_codes(indices), CPU.choose_codes(indices))
