@@ -115,6 +115,14 @@ def every_at(every: Every, step: int, epoch: float) -> int:
     return max(1, round(number))
 
 
+def every_for(every: Every, length: float) -> Every:
+    """The steps between exchanges in a run of so many optimizer steps, infinite where unknown."""
+    if not isinstance(every, Schedule):
+        return every
+    known = every.for_length(length)
+    return known if isinstance(known, Schedule) else max(1, round(known))
+
+
 def least_every(every: Every) -> int:
     """The least number that `every_at` can return; 1 where the schedule's bounds are not known."""
     return max(1, round(min(every.bounds, default=1))) if isinstance(every, Schedule) else every

@@ -16,6 +16,7 @@ from lightning_sparsecomm.basis.scheduled import check_density as check_density
 from lightning_sparsecomm.basis.scheduled import check_every as check_every
 from lightning_sparsecomm.basis.scheduled import density_at as density_at
 from lightning_sparsecomm.basis.scheduled import every_at as every_at
+from lightning_sparsecomm.basis.scheduled import every_for as every_for
 from lightning_sparsecomm.basis.scheduled import least_every as least_every
 
 
@@ -121,21 +122,22 @@ class Exponential(Schedule):
 class ByLength(Schedule):
     """A density for the length of the run: the shorter it is, the more often each element has to be sent.
 
-    A run of T optimizer steps sends `density · (1000 / T)^exponent` of the elements in each, within bounds. In 4,000
+    A run of T optimizer steps sends `density · (steps / T)^exponent` of the elements in each, within bounds. In 4,000
     steps an element is then sent 46 times, in 300 steps 20 times.
 
     >>> [round(ByLength().for_length(steps), 4) for steps in (300, 1000, 4000, 100_000, 1_000_000)]
     [0.0669, 0.0295, 0.0115, 0.0013, 0.001]
 
     Args:
-        density: Fraction of elements sent in each step of a run of 1,000 steps, in (0, 1].
+        density: Fraction of elements sent in each exchange of a run of so many `steps`, in (0, 1].
         exponent: How fast the density falls with the run's length: 0 for not at all, 1 for as many sends in any run.
         least: The least density, for long runs, in (0, 1].
         most: The greatest density, for short runs, in (0, 1].
         unknown: The density where the run's length is not known, in (0, 1].
+        steps: The length of a run in optimizer steps for which `density` is meant.
 
     Raises:
-        ValueError: A density is outside (0, 1], or the exponent outside [0, 1].
+        ValueError: A density is outside (0, 1], the exponent outside [0, 1], or `steps` not positive.
         TypeError: A density is not a number.
     """
 
@@ -144,6 +146,7 @@ class ByLength(Schedule):
     least: float = 0.001
     most: float = 0.1
     unknown: float = 0.01
+    steps: float = 1000
 
     def __post_init__(self) -> None:
         for name in ("density", "least", "most", "unknown"):
@@ -154,6 +157,8 @@ class ByLength(Schedule):
             check_density(name, getattr(self, name))
         if not (is_number(self.exponent) and 0 <= self.exponent <= 1):
             raise ValueError(f"exponent must be in [0, 1]; got {self.exponent!r}. Use 0.68, which suits SGD.")
+        if not (is_number(self.steps) and 0 < self.steps < math.inf):
+            raise ValueError(f"steps must be a positive number of optimizer steps; got {self.steps!r}. Use 1000.")
 
     def at(self, step: int, epoch: float) -> float:
         return self.unknown
@@ -161,7 +166,7 @@ class ByLength(Schedule):
     def for_length(self, steps: float) -> float:
         if not 0 < steps < math.inf:
             return self.unknown
-        density: float = self.density * (1000 / steps) ** self.exponent
+        density: float = self.density * (self.steps / steps) ** self.exponent
         return min(self.most, max(self.least, density))
 
     @property

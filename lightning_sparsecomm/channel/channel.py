@@ -3,16 +3,14 @@
 import copy
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_sparsecomm.basis import Layout, Round, SparseVector, Vector, Wire
+from lightning_sparsecomm.basis import Layout, Round, Vector, Wire
 from lightning_sparsecomm.basis.parts import Part, parts_in
 from lightning_sparsecomm.channel.adam import LocalAdam
-from lightning_sparsecomm.channel.adam_moments import AdamMoments
 from lightning_sparsecomm.channel.asides import Asides
 from lightning_sparsecomm.channel.clipping import ClipLocalNorm
 from lightning_sparsecomm.channel.contribution import Contribution, StepSettings
@@ -21,7 +19,9 @@ from lightning_sparsecomm.channel.error_feedback import ErrorFeedback
 from lightning_sparsecomm.channel.inspection import first_nonfinite, joined_sparse
 from lightning_sparsecomm.channel.memory import Memory
 from lightning_sparsecomm.channel.missing import MissingGradients
-from lightning_sparsecomm.channel.momentum import Momentum, MomentumCorrection, Velocity
+from lightning_sparsecomm.channel.momentum import Momentum, MomentumCorrection
+from lightning_sparsecomm.channel.open_round import OpenRound, apart_from, nothing_of
+from lightning_sparsecomm.channel.order import check_parts
 from lightning_sparsecomm.channel.saved import Saved, load_saved, saved_of
 from lightning_sparsecomm.channel.shared_adam import SharedAdam
 from lightning_sparsecomm.channel.signs import SharedSign
@@ -35,30 +35,9 @@ _CHECK_IN_PASSING = (
     *(ClipLocalNorm, MomentumCorrection, LocalAdam, SharedAdam, Momentum, ErrorFeedback, EF21, SharedSign),
 )
 
-# Of these, an earlier kind must come before a later one.
-_ORDER: tuple[type[Memory] | tuple[type[Memory], ...], ...] = (
-    ClipLocalNorm,
-    (MomentumCorrection, AdamMoments),
-    (ErrorFeedback, EF21),
-)
 
-
-@dataclass
-class _Round:
-    """A round that is neither committed nor aborted yet."""
-
-    context: Round
-    wire: Wire
-    # What each memory was given, and what the last one returned.
-    contributions: list[Contribution] = field(default_factory=list)
-    vector: Vector | None = None
-    exchanged: Exchanged | None = None
-    asides: Asides | None = None
-
-    def run(self, exchange: Exchange) -> None:
-        assert self.vector is not None and self.asides is not None
-        self.exchanged = exchange.exchange(self.vector, self.context, self.wire)
-        self.asides.wait()
+Gradients = Sequence[Tensor | None]
+"""One for each segment of the layout; None where this rank has none."""
 
 
 class Channel(Part):
@@ -81,12 +60,14 @@ class Channel(Part):
     prepared = 0  # rounds so far
 
     def __init__(self, exchange: Exchange, memories: Sequence[Memory] = ()) -> None:
-        _check_parts(exchange, memories)
+        check_parts(exchange, memories)
         self.exchange = exchange
         self.memories = tuple(memories)
         self._names: list[str] = []
-        self._round: _Round | None = None
+        self._round: OpenRound | None = None
         self._missing = MissingGradients(self.memories)
+        # The segment of a gradient that was not finite when nothing was sent.
+        self._nonfinite: int | None = None
 
     def fresh(self) -> "Channel":
         """A channel of the same parts, for one optimizer's use."""
@@ -103,7 +84,7 @@ class Channel(Part):
 
     def reduce(
         self,
-        gradients: Sequence[Tensor | None],
+        gradients: Gradients,
         context: Round,
         wire: Wire,
         settings: StepSettings = StepSettings(),  # noqa: B008
@@ -119,11 +100,12 @@ class Channel(Part):
 
     def prepare(
         self,
-        gradients: Sequence[Tensor | None],
+        gradients: Gradients,
         context: Round,
         wire: Wire,
         settings: StepSettings = StepSettings(),  # noqa: B008
         sparse: bool = False,
+        sends: bool = True,
     ) -> None:
         """Memories take in the gradients; the exchange starts what it can.
 
@@ -134,13 +116,16 @@ class Channel(Part):
             wire: Where to communicate.
             settings: What the optimizer prescribes for this step.
             sparse: Whether the gradients are sparse tensors; then no dense vector is made of them.
+            sends: Whether anything is sent. Otherwise residuals keep all, `run` does nothing, and no other rank takes
+                part. A gradient that is not finite is left out, and refused by the next exchange.
         """
         assert self._round is None, "the round before has neither been committed nor aborted"
-        self._round = _Round(context, wire)
+        self._round = OpenRound(context, wire, sends)
         self.prepared += 1
         self._round.vector = self._vector_of(gradients, settings, sparse, self._round)
-        self.exchange.prepare(self._round.vector, context, wire)
-        self._round.asides = Asides(self.memories, context, wire)
+        if sends:
+            self.exchange.prepare(self._round.vector, context, wire)
+            self._round.asides = Asides(self.memories, context, wire)
 
     def run(self) -> None:
         """Exchanges what was prepared, or waits for it.
@@ -158,12 +143,17 @@ class Channel(Part):
             What is shared, as memories have changed it.
         """
         this, self._round = self._round, None
-        assert this is not None and this.exchanged is not None and this.asides is not None
-        exchanged, context = this.exchanged, this.context
-        exchanged = exchanged._replace(shared=self._apart(exchanged.shared), sent=self._apart(exchanged.sent))
-        self.exchange.commit()
-        exchanged = self._missing.commit(exchanged, context.layout)
-        this.asides.hand_over()
+        assert this is not None and this.vector is not None
+        context, exchanged = this.context, this.exchanged or nothing_of(this.vector)
+        if this.sends:
+            assert this.asides is not None
+            exchanged = apart_from(self.memories, exchanged)
+            self.exchange.commit()
+            exchanged = self._missing.commit(exchanged, context.layout)
+            this.asides.hand_over()
+        elif this.vector.nonfinite_segment is not None:
+            self._nonfinite = this.vector.nonfinite_segment
+            return exchanged
         # The last to take in is the first to forget.
         for memory in reversed(self.memories):
             exchanged = memory.commit(exchanged, context)
@@ -173,24 +163,17 @@ class Channel(Part):
         """Memories are as before `prepare`, to round-off. What was sent is void, on all ranks. May come at any time."""
         if self._round is not None:
             failed, self._round = self._round, None
+            self._nonfinite = None
             try:
-                self.exchange.abort()
+                if failed.sends:
+                    self.exchange.abort()
             finally:
-                self._take_back(failed)
+                failed.take_back(self.memories)
                 self._missing.abort()
 
-    def _apart(self, vector: SparseVector | Tensor) -> SparseVector | Tensor:
-        """The vector, in other memory where it is a memory's own, such as the residual that it is subtracted from."""
-        if isinstance(vector, SparseVector):
-            return vector
-        held = {each.flat.untyped_storage().data_ptr() for memory in self.memories for each in memory.held.values()}
-        return vector.clone() if vector.untyped_storage().data_ptr() in held else vector
-
-    def _vector_of(
-        self, gradients: Sequence[Tensor | None], settings: StepSettings, sparse: bool, this: _Round
-    ) -> Vector:
+    def _vector_of(self, gradients: Gradients, settings: StepSettings, sparse: bool, this: OpenRound) -> Vector:
         present, context = [gradient is not None for gradient in gradients], this.context
-        filled = self._missing.filled(gradients, context, this.wire)
+        filled = self._missing.filled(gradients, context, this.wire) if this.sends else gradients
         # A finite norm of all gradients says that all are finite. Otherwise the residual checks them as it takes
         # them in, or a separate pass does, at the cost of one read.
         unknown = not math.isfinite(settings.gradient_norm)
@@ -199,8 +182,11 @@ class Channel(Part):
             try:
                 self._take_in(filled, settings, this, checked=True)
             except OutOfRangeError:
-                self._take_back(this)
+                this.take_back(self.memories)
         nonfinite = first_nonfinite(gradients) if unknown and not this.contributions else None
+        if nonfinite is None and self._nonfinite is not None and this.sends:
+            this.take_back(self.memories)
+            nonfinite = self._nonfinite
         if sparse:
             values, indices = joined_sparse(gradients, context.layout, self.dtype, self.device)
             return Vector(values, present, nonfinite_segment=nonfinite, indices=indices)
@@ -214,7 +200,7 @@ class Channel(Part):
         entering = _entering(self.exchange, self.memories, context.layout, contribution.flat)
         return Vector(contribution.flat, present, contribution.hints, carries=self._missing.carries, entering=entering)
 
-    def _take_in(self, gradients: Sequence[Tensor | None], settings: StepSettings, this: _Round, checked: bool) -> None:
+    def _take_in(self, gradients: Gradients, settings: StepSettings, this: OpenRound, checked: bool) -> None:
         wanted = self.exchange.wanted(this.context)
         this.contributions.append(Contribution(gradients, settings, wanted=wanted, checked=checked))
         for memory in self.memories:
@@ -223,13 +209,6 @@ class Channel(Part):
                 # Only our own memories know what is still to be applied to the parts.
                 given = this.contributions[-1] = given.vector(this.context.layout, self.dtype, self.device)
             this.contributions.append(memory.prepare(given, this.context))
-
-    def _take_back(self, this: _Round) -> None:
-        for contribution in reversed(this.contributions):
-            contribution.abort()
-        for memory, contribution in reversed(list(zip(self.memories, this.contributions))):
-            memory.abort(contribution, this.context)
-        this.contributions.clear()
 
     def objection(self, optimizer: Optimizer) -> str | None:
         """Why it is not defined for an optimizer, and what to use instead; None where it is."""
@@ -273,28 +252,3 @@ def _entering(exchange: Exchange, memories: Sequence[Memory], layout: Layout, li
         if part is not None:
             view.copy_(part)
     return added
-
-
-def _check_parts(exchange: Exchange, memories: Sequence[Memory]) -> None:
-    if not isinstance(exchange, Exchange):
-        raise TypeError(f"exchange must be an Exchange; got {exchange!r}. Use DenseAllReduce(), for example.")
-    if not isinstance(memories, Sequence) or not all(isinstance(memory, Memory) for memory in memories):
-        raise TypeError(f"memories must be a list of memories; got {memories!r}. Use [ErrorFeedback()], or [].")
-    ranks = [rank for memory in memories for rank, kind in enumerate(_ORDER) if isinstance(memory, kind)]
-    if ranks != sorted(ranks):
-        raise ValueError(
-            "memories must be in the order ClipLocalNorm, MomentumCorrection or LocalAdam, ErrorFeedback or EF21; got"
-            f" {list(memories)!r}. Change their order."
-        )
-    if any(isinstance(memory, EF21) for memory in memories) and (
-        not isinstance(memories[-1], EF21) or any(isinstance(memory, (ErrorFeedback, EF21)) for memory in memories[:-1])
-    ):
-        raise ValueError(
-            "memories must end with EF21, after which ranks share an estimate, and hold neither ErrorFeedback nor a"
-            f" second EF21; got {list(memories)!r}. Change their order, or leave one out."
-        )
-    if sum(isinstance(memory, Velocity) for memory in memories) > 1:
-        raise ValueError(
-            "memories must hold at most one of MomentumCorrection and Momentum, or momentum is applied twice; got"
-            f" {list(memories)!r}. Leave one out."
-        )

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from lightning_sparsecomm.basis.arguments import renamed
-from lightning_sparsecomm.basis.schedules import Density, warmed
+from lightning_sparsecomm.basis.schedules import Density, Every, warmed
 from lightning_sparsecomm.channel import Channel, ClipLocalNorm, ErrorFeedback, LocalAdam
 from lightning_sparsecomm.methods.dropping import ExchangeName, PositionName, ScopeName, ValueName, sparse
 from lightning_sparsecomm.methods.weights import RestBits, rest
@@ -54,9 +54,12 @@ class local_adam(Method):
             off is sent later.
         delay: 1 exchanges while the next step computes, for which this rank's own gradient stands in for the mean. So
             no step waits for the network, unless that takes longer than a step computes. 0 waits.
+        every: Optimizer steps between two exchanges, or a schedule of it; in between, each rank steps along its own
+            directions, from the weights that all share.
 
     Raises:
-        ValueError: A density outside (0, 1], a clip that is not positive, or an unknown scope, dtype, code or exchange.
+        ValueError: A density outside (0, 1], a clip that is not positive, an unknown scope, dtype, code or exchange, a
+            `delay` other than 0 and 1, or `every` below 1, or not 1 with a delay.
     """
 
     def __init__(
@@ -72,13 +75,14 @@ class local_adam(Method):
         exchange: ExchangeName = "auto",
         rest_bits: RestBits = 32,
         delay: int = 0,
+        every: Every = 1,
     ) -> None:
         how = sparse(warmed(density, warmup_steps, warmup_epochs, "exponential"), scope, values, positions, exchange)
         with renamed(max_norm="clip"):
             before, after = ClipLocalNorm(clip), ClipLocalNorm(clip)
         whole = [after, LocalAdam(), ErrorFeedback()]
-        weights = Channel(how, [before, LocalAdam(), ErrorFeedback()])
-        # What is in flight must be in units of the learning rate, also for biases and norms.
-        others = rest(rest_bits, *([whole, whole] if delay else [[after], [after, ErrorFeedback()]]))
-        syncs = [GradientSync(weights, exclude=exclude, min_dimensions=2), others]
-        super().__init__([sync.delayed(delay) for sync in syncs])
+        weights = GradientSync(Channel(how, [before, LocalAdam(), ErrorFeedback()]), exclude=exclude, min_dimensions=2)
+        # What a rank steps along by itself must be in units of the learning rate, also for biases and norms.
+        own = delay or every != 1
+        others = rest(rest_bits, *([whole, whole] if own else [[after], [after, ErrorFeedback()]]))
+        super().__init__([sync.at(delay, every) for sync in (weights, others)])

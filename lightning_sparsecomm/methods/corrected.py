@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from lightning_sparsecomm.basis.arguments import renamed
+from lightning_sparsecomm.basis.schedules import Every
 from lightning_sparsecomm.channel import Channel, ClipLocalNorm, ErrorFeedback, Momentum, MomentumCorrection
 from lightning_sparsecomm.exchange import Exchange
 from lightning_sparsecomm.methods.weights import RestBits, rest
@@ -18,6 +19,7 @@ def corrected(
     follow_rate: bool,
     rest_bits: RestBits = 32,
     delay: int = 0,
+    every: Every = 1,
 ) -> list[GradientSync]:
     """Sends weights through `exchange`, after momentum and residual; sends all else whole, before momentum."""
     with renamed(max_norm="clip"):
@@ -32,7 +34,7 @@ def corrected(
     rounded = [clipping, *unmasked, feedback]
     syncs = [
         GradientSync(weights, exclude=exclude, min_dimensions=2, mask_momentum=masks_own),
-        # In flight, momentum must be before the exchange.
-        rest(rest_bits, rounded if delay else [clipping, *after], rounded),
+        # For steps of a rank's own, momentum must be before the exchange.
+        rest(rest_bits, rounded if delay or every != 1 else [clipping, *after], rounded),
     ]
-    return [sync.delayed(delay) for sync in syncs]
+    return [sync.at(delay, every) for sync in syncs]

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
 from lightning_sparsecomm.basis.arguments import check_booleans, check_one_of, renamed
-from lightning_sparsecomm.basis.schedules import Density, warmed
+from lightning_sparsecomm.basis.schedules import Density, Every, warmed
 from lightning_sparsecomm.channel import Channel, ErrorFeedback
 from lightning_sparsecomm.codecs import (
     Auto,
@@ -158,10 +158,13 @@ class dgc(Method):
             off is sent later.
         delay: 1 exchanges while the next step computes, for which this rank's own gradient stands in for the mean. So
             no step waits for the network, unless that takes longer than a step computes. 0 waits.
+        every: Optimizer steps between two exchanges, or a schedule of it; in between, each rank steps along its own
+            velocities, from the weights that all share.
 
     Raises:
         ValueError: A density outside (0, 1], a clip that is not positive, an unknown scope, dtype, code or exchange,
-            momentum masking with exchange="all_reduce" or "ok_topk", or a `delay` other than 0 and 1.
+            momentum masking with exchange="all_reduce" or "ok_topk", a `delay` other than 0 and 1, or `every` below 1,
+            or not 1 with a delay.
         TypeError: A switch is neither True nor False.
     """
 
@@ -181,13 +184,14 @@ class dgc(Method):
         exchange: ExchangeName = "auto",
         rest_bits: RestBits = 32,
         delay: int = 0,
+        every: Every = 1,
     ) -> None:
         check_booleans(momentum_correction=momentum_correction, follow_rate=follow_rate)
         _check_masking(momentum_masking, exchange)
         density = warmed(density, warmup_steps, warmup_epochs, "exponential", 1000)
         how = sparse(density, scope, values, positions, exchange)
-        syncs = corrected(how, clip, momentum_correction, momentum_masking, exclude, follow_rate, rest_bits, delay)
-        super().__init__(syncs)
+        others = exclude, follow_rate, rest_bits, delay, every
+        super().__init__(corrected(how, clip, momentum_correction, momentum_masking, *others))
 
 
 def _local(

@@ -14,15 +14,12 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_sparsecomm.basis.layout import Layout
 from lightning_sparsecomm.basis.ledger import Collective, link_bytes
 from lightning_sparsecomm.basis.mirror import MirrorWire
 from lightning_sparsecomm.basis.parts import parts_in
 from lightning_sparsecomm.basis.phases import PHASES
-from lightning_sparsecomm.basis.rounds import Round
-from lightning_sparsecomm.basis.schedules import Schedule, every_at
-from lightning_sparsecomm.exchange import Staged
 from lightning_sparsecomm.planning import stand_ins
+from lightning_sparsecomm.planning.exchanges import LATE, every_late, first_steps, share_of_exchanges
 from lightning_sparsecomm.planning.model_layout import ddp_buckets
 from lightning_sparsecomm.planning.stand_ins import HALVED, Halved, extrapolated, features
 from lightning_sparsecomm.run.engine import Engine
@@ -39,12 +36,6 @@ _ELEMENTS = 4_000_000
 
 # In the first step buffers are touched for the first time; only from the second on does a residual hold something.
 _WARM_UP_STEPS, _STEPS = 2, 3
-
-# Finished steps and epochs at which methods are rehearsed: no warm-up takes so long.
-_LATE = 10**7
-
-# Steps of a run at which a schedule is asked.
-_SAMPLES = 1000
 
 # A step of the first stage, where the exchange of that is another one.
 _FIRST = 0
@@ -154,12 +145,14 @@ def _play(
     method: Method, kinds: Kinds, ranks: int, length: float, fraction: float, halved: Halved, timed: bool
 ) -> tuple[Rehearsed, Shapes]:
     """A step on stand-ins that are so much smaller, and their shapes."""
-    every = _every(method)
+    every = every_late(method, length)
     stage = _Stage(method, kinds, ranks, length, fraction, halved, _STEPS if timed else 1)
-    between = stage.play(0) if every > 1 else None
-    due = stage.play(every - 1)
-    result = due if between is None else _mixed(between, due, _share_of_exchanges(method, every, length))
-    first = _first_steps(method, length)
+    # Gradients are exchanged in steps that `every` divides, weights so many steps after the last time.
+    last = LATE - LATE % every
+    between = stage.play(0, last + 1) if every > 1 else None
+    due = stage.play(every - 1, last)
+    result = due if between is None else _mixed(between, due, share_of_exchanges(method, every, length))
+    first = first_steps(method, length)
     if first:
         result = _mixed(stage.play(0, _FIRST), result, 1 - min(first, length) / length)
     result = replace(result, held_bytes=stage.held_bytes())
@@ -200,14 +193,14 @@ class _Stage:
         self.engine.length = length
         self._gradients = itertools.cycle([[_gradient_like(weight) for weight in self.weights] for _ in range(3)])
 
-    def play(self, local: int, step: int = _LATE) -> Rehearsed:
+    def play(self, local: int, step: int = LATE) -> Rehearsed:
         """Some repetitions of a late step, or of another one, so many steps after an exchange of weights."""
         times: list[dict[str, float]] = []
         for repetition in range(_WARM_UP_STEPS + self.steps):
             clock = self.wire.ledger.clock
             clock.seconds = dict.fromkeys(PHASES, 0.0)
             self.wire.calls.clear()
-            self.engine.epoch = _LATE
+            self.engine.epoch = LATE
             for weight, gradient in zip(self.weights, next(self._gradients)):
                 weight.grad = gradient.clone()
             for optimizer in self.optimizers:
@@ -236,33 +229,6 @@ class _Stage:
         for tracked in self.engine.registry.optimizers:
             if tracked.takeover is not None:
                 tracked.takeover.close()
-
-
-def _every(method: Method) -> int:
-    """Steps between two exchanges of weights, late in a run; 1 where gradients are exchanged."""
-    return max((every_at(sync.every, _LATE, _LATE) for sync in parts_in(method, DeltaSync)), default=1)
-
-
-def _share_of_exchanges(method: Method, every: int, length: float) -> float:
-    """The part of a run's steps after which weights are exchanged."""
-    if not 0 < length < math.inf:
-        return 1 / every
-    # A run whose last step is no exchange's ends with one more.
-    share = math.ceil(length / every) / length
-    for sync in parts_in(method, DeltaSync):
-        if isinstance(sync.every, Schedule):
-            steps = (int(length * part / _SAMPLES) for part in range(_SAMPLES))
-            # Schedules by epochs count as in the first one.
-            share = max(share, statistics.fmean(1 / every_at(sync.every, step, 0.0) for step in steps))
-    return share
-
-
-def _first_steps(method: Method, length: float) -> int:
-    """How many steps of a run are exchanged in another way than all later ones; 0 where its length is not known."""
-    context = Round(Layout([]), length=length)
-    return (
-        max((context.steps(staged.steps) for staged in parts_in(method, Staged)), default=0) if length < math.inf else 0
-    )
 
 
 def _mixed(between: Rehearsed, due: Rehearsed, share: float) -> Rehearsed:

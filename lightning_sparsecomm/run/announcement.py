@@ -4,9 +4,10 @@ import math
 from collections.abc import Iterator, Sequence
 
 from lightning_sparsecomm.basis.parts import parts_in
-from lightning_sparsecomm.basis.schedules import ByLength, Schedule
+from lightning_sparsecomm.basis.schedules import ByLength, Schedule, every_for
 from lightning_sparsecomm.run.choice import advice_on_signs
 from lightning_sparsecomm.run.registry import Registry
+from lightning_sparsecomm.sharing.gradient import GradientSync
 from lightning_sparsecomm.sharing.method import Method
 
 
@@ -22,12 +23,10 @@ def announcement(
         estimated: Whether the length supposes one step for each batch.
         fewer: How many times fewer bytes each optimizer sends than with ddp; NaN where unknown.
     """
-    run = f"in each of {length:,.0f} steps" if length < math.inf else "in each step of a run of unknown length"
-    if estimated and length < math.inf:
-        run += " (if each batch makes one)"
     lines: list[str] = []
     for number, tracked in enumerate(registry.optimizers):
         if tracked.method is not None:
+            run = _run(tracked.method, length, estimated)
             following = dict.fromkeys(parts_in(list(tracked.method.syncs), ByLength))
             densities = "".join(f"; {each.for_length(length):.2%} of the elements {run}" for each in following)
             warmups = list(dict.fromkeys(filter(None, map(_warmup, _schedules(tracked.method)))))
@@ -42,6 +41,16 @@ def announcement(
             lines.append(f"sparsecomm: {ranks}, {by}{densities}{bytes_sent}")
             lines += advice_on_signs(tracked.optimizer, tracked.method)
     return lines
+
+
+def _run(method: Method, length: float, estimated: bool) -> str:
+    """In which steps it sends so much, in words."""
+    found = [every_for(sync.every, length) for sync in parts_in(list(method.syncs), GradientSync)]
+    every = max((each for each in found if isinstance(each, int)), default=1)
+    if length == math.inf:
+        return f"in {'each step' if every == 1 else f'one of {every} steps'} of a run of unknown length"
+    steps = f"in {'each' if every == 1 else f'{math.ceil(length / every):,}'} of {length:,.0f} steps"
+    return steps + " (if each batch makes one)" * estimated
 
 
 def _schedules(method: Method) -> Iterator[Schedule]:

@@ -215,6 +215,7 @@ def _refuse(method: Method) -> None:
     if not _works(method):
         raise ValueError(
             "nodes must be left out unless the method exchanges changes of weights, or shares gradients in an exchange"
-            " of its own and leaves every rank the same step: without DDP's buckets, local gradients, and delay=1 for"
-            f" gradients; got {method!r}. Use methods.default(), dgc(), diloco() or sparse_loco(), for example."
+            " of its own and leaves every rank the same step: without DDP's buckets, local gradients, delay=1 and"
+            f" local steps for gradients; got {method!r}. Use methods.default(), dgc(), diloco() or sparse_loco(), for"
+            " example."
         )

@@ -42,9 +42,9 @@ class Anchors:
         self._set_weights.look(parameters, trained=True)
         if self._set_weights.found:
             raise ValueError(
-                "delay must be 0 where other code than the optimizer changes weights between two steps, as it has"
-                f" changed {next(iter(self._set_weights.found))!r}: with delay=1 each rank's weights are ahead of the"
-                " shared ones by its own last gradient. Leave delay out."
+                "delay must be 0, and every 1, where other code than the optimizer changes weights between two steps;"
+                f" it has changed {next(iter(self._set_weights.found))!r}. Each rank's weights are ahead of the shared"
+                " ones by its own last gradients. Leave both out."
             )
 
     def pairs(self, parameters: NamedParameters) -> list[tuple[Tensor, Tensor]]:

@@ -7,6 +7,7 @@ from torch.optim import LBFGS, SGD, Optimizer
 
 from lightning_sparsecomm.basis import Layout, Wire
 from lightning_sparsecomm.basis.arguments import check_booleans, check_one_of
+from lightning_sparsecomm.basis.schedules import Every, check_every
 from lightning_sparsecomm.channel import (
     EF21,
     AdamMoments,
@@ -22,6 +23,7 @@ from lightning_sparsecomm.sharing.gradient_share import GradientShare
 from lightning_sparsecomm.sharing.gradients import NamedParameters
 from lightning_sparsecomm.sharing.late import LateShare
 from lightning_sparsecomm.sharing.local_mode import LOCAL_MODES, SharedName
+from lightning_sparsecomm.sharing.local_steps import LocalStepsShare
 from lightning_sparsecomm.sharing.sync import Sync
 
 # Memories after which what is shared is not the mean of what ranks have sent.
@@ -52,10 +54,13 @@ class GradientSync(Sync):
             SGD would. Without effect where the residual does not follow the learning rate, or where replicas drift.
         delay: 1 exchanges during the next forward and backward pass, for which this rank's own gradient stands in for
             the mean; the next step uses the result. 0 waits for it.
+        every: Optimizer steps between two exchanges, or a schedule of it. In between, a rank steps along its own
+            gradients, which the next exchange puts together.
 
     Raises:
-        ValueError: Unknown `local`; `sparse` with memories, a local mode, or an exchange of dense vectors only; or
-            `delay` other than 0 and 1, or with sparse gradients, a local mode, masked momentum, or no residual.
+        ValueError: Unknown `local`; `sparse` with memories, a local mode, or an exchange of dense vectors only;
+            `delay` other than 0 and 1, `every` below 1, both of them, or one of them with sparse gradients, a local
+            mode, masked momentum, or no residual.
     """
 
     def __init__(
@@ -70,6 +75,7 @@ class GradientSync(Sync):
         sparse: bool = False,
         finish: bool = True,
         delay: int = 0,
+        every: Every = 1,
     ) -> None:
         super().__init__(parameters, exclude, min_dimensions, rest)
         check_booleans(mask_momentum=mask_momentum, sparse=sparse, finish=finish)
@@ -94,34 +100,42 @@ class GradientSync(Sync):
         self.local = local
         self.mask_momentum = mask_momentum
         self.finish = finish
-        self.delay = 0
-        self._delay(delay)
+        self._when(delay, every)
 
-    def delayed(self, delay: int) -> "GradientSync":
-        """The same sync with another delay; errors as for the constructor."""
+    def at(self, delay: int, every: Every = 1) -> "GradientSync":
+        """The same sync with another delay, and other steps between exchanges; errors as for the constructor."""
         sync = copy.copy(self)
-        sync._delay(delay)
+        sync._when(delay, every)
         return sync
 
-    def _delay(self, delay: int) -> None:
+    def _when(self, delay: int, every: Every) -> None:
         if isinstance(delay, bool) or delay not in (0, 1):
             raise ValueError(
                 f"delay must be 0 or 1, in optimizer steps; got {delay!r}. Use 1 for an exchange in flight."
             )
-        if delay and (self.takes_sparse or self.local != "none" or self.mask_momentum):
-            raise ValueError(
-                "delay must be 0 with sparse gradients, a local mode, or masked momentum, which belong to the step that"
-                f" computed the gradient; got {delay}. Leave it out."
-            )
-        memories = self.channel.memories
-        if delay and (not self.channel.residuals or any(isinstance(each, (Momentum, SharedSign)) for each in memories)):
-            raise ValueError(
-                "delay=1 needs a channel with ErrorFeedback, without SharedSign, and momentum before the exchange,"
-                " which tell what a rank's own gradient would do; got"
-                f" {self.channel!r}. Use [MomentumCorrection(), ErrorFeedback()]."
-            )
-        self.drifts = LOCAL_MODES[self.local].drifts or bool(delay)
-        self.delay = delay
+        check_every("every", every)
+        if delay and every != 1:
+            raise ValueError(f"every must be 1 with delay=1, whose exchange takes a step; got {every!r}. Use delay=0.")
+        self.delay, self.every = delay, every
+        if option := self._steps_alone:
+            if self.takes_sparse or self.local != "none" or self.mask_momentum:
+                raise ValueError(
+                    f"{option.split('=')[0]} must be {1 - delay} with sparse gradients, a local mode, or masked"
+                    f" momentum, which belong to the step that computed the gradient; got {option}. Leave it out."
+                )
+            after = any(isinstance(each, (Momentum, SharedSign)) for each in self.channel.memories)
+            if after or not self.channel.residuals:
+                raise ValueError(
+                    f"{option} needs a channel with ErrorFeedback, without SharedSign, and momentum before the"
+                    " exchange, which tell what a rank's own gradient would do; got"
+                    f" {self.channel!r}. Use [MomentumCorrection(), ErrorFeedback()]."
+                )
+        self.drifts = LOCAL_MODES[self.local].drifts or bool(self._steps_alone)
+
+    @property
+    def _steps_alone(self) -> str:
+        """The option by which a rank steps along its own gradients; empty for none."""
+        return f"delay={self.delay}" if self.delay else f"every={self.every}" if self.every != 1 else ""
 
     def objection(self, optimizer: Optimizer) -> str | None:
         if isinstance(optimizer, LBFGS):
@@ -130,11 +144,11 @@ class GradientSync(Sync):
                 " methods.dense() or methods.federated_averaging(), or a first-order optimizer."
             )
         objection = self.channel.objection(optimizer)
-        if objection is None and self.delay and not self._steps_by(optimizer):
+        if objection is None and (option := self._steps_alone) and not self._steps_by(optimizer):
             return (
-                "with delay=1, a step must be the learning rate times what is shared, and that of"
-                f" {type(optimizer).__name__} depends on its own momentum or moments. Use methods.dgc(delay=1) for SGD,"
-                " methods.local_adam(delay=1) for Adam and AdamW, or delay=0."
+                f"with {option}, a step must be the learning rate times what is shared, and that of"
+                f" {type(optimizer).__name__} depends on its own momentum or moments. Use methods.dgc({option}) for"
+                f" SGD, methods.local_adam({option}) for Adam and AdamW, or leave {option.split('=')[0]} out."
             )
         return objection
 
@@ -155,9 +169,9 @@ class GradientSync(Sync):
                 "a sync of sparse gradients, with a local mode, or that masks the optimizer's momentum leaves both to"
                 " the optimizer. Give these parameters an optimizer of their own."
             )
-        if self.delay and momentum is not None:
+        if (option := self._steps_alone) and momentum is not None:
             raise ValueError(
-                "with delay=1, momentum comes before the exchange. Add MomentumCorrection() to its channel."
+                f"with {option}, momentum comes before the exchange. Add MomentumCorrection() to its channel."
             )
         sync = copy.copy(self)
         # What is shared reaches momentum last: memories commit in reverse.
@@ -166,6 +180,8 @@ class GradientSync(Sync):
         return sync
 
     def start(self, optimizer: Optimizer, parameters: NamedParameters, wire: Wire) -> GradientShare:
+        if self.every != 1:
+            return LocalStepsShare(self, optimizer, parameters, wire)
         return (LateShare if self.delay else GradientShare)(self, optimizer, parameters, wire)
 
     def __repr__(self) -> str:
@@ -174,4 +190,5 @@ class GradientSync(Sync):
         options += ", sparse=True" if self.takes_sparse else ""
         options += "" if self.finish else ", finish=False"
         options += f", delay={self.delay}" if self.delay else ""
+        options += f", every={self.every!r}" if self.every != 1 else ""
         return f"GradientSync({self.channel!r}{self._patterns()}{options})"

@@ -130,7 +130,9 @@ def _call_of(recipe: type[Method], args: Sequence[Any], options: Mapping[str, An
     shown = [
         f"{name}={value!r}"
         for name, value in arguments.items()
-        if name in _TELLING or name not in signature.parameters or not _equal(value, signature.parameters[name].default)
+        if name not in signature.parameters
+        or not _equal(value, signature.parameters[name].default)
+        or (name in _TELLING and not _equal(value, 1))
     ]
     return f"{recipe.__name__}({', '.join(shown)})"
 

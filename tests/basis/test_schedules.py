@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_sparsecomm.basis.schedules import (
+    ByLength,
     DensityWarmup,
     Exponential,
     Stages,
@@ -90,6 +91,7 @@ def test_exponential_warmup() -> None:
         (lambda: Warmup(5, shape=[]), ValueError, "shape must not be an empty list. Give one density for each stage."),
         (lambda: Warmup(5, shape=[0.1, 25]), ValueError, "shape[1] must be in (0, 1]: the fraction of elements sent;"),
         (lambda: Warmup(5, shape=["a"]), TypeError, "shape[0] must be a number in (0, 1] or a Schedule; got 'a'."),
+        (lambda: ByLength(steps=0), ValueError, "steps must be a positive number of optimizer steps; got 0. Use 1000"),
         (
             lambda: DensityWarmup(100, 5),
             ValueError,

@@ -143,6 +143,7 @@ METHODS: dict[str, tuple[Method, str]] = {
     "quantized": (quantized(4), "SGD"),
     "local_adam": (local_adam(0.1), "Adam"),
     "dgc, late": (dgc(0.1, delay=1), "SGD"),
+    "dgc, local steps": (dgc(0.1, every=3), "SGD"),
     "sbc": (sbc(0.1, every=3), "SGD"),
     "federated_averaging": (federated_averaging(every=3), "SGD"),
     "diloco": (diloco(every=3), "Adam"),

@@ -464,6 +464,7 @@ def test_what_is_no_list_of_nodes_is_refused_at_once(nodes: Any, words: str) -> 
         (methods.dgc(), [[0, 1], [2]], "nodes must have equally many ranks; got 1 and 2 of them"),
         (methods.dense(), [[0, 1, 2]], "nodes must be left out unless"),
         (methods.dgc(delay=1), [[0, 1, 2]], "nodes must be left out unless"),
+        (methods.dgc(every=2), [[0, 1, 2]], "nodes must be left out unless"),
         (methods.gradient_dropping(local="partial"), [[0, 1, 2]], "nodes must be left out unless"),
     ],
 )

@@ -63,6 +63,8 @@ METHODS |= {
     "full density": lambda: methods.gradient_dropping(density=1.0),
     "dgc a step late": lambda: methods.dgc(density=0.05, warmup_steps=4, delay=1),
     "local_adam a step late": lambda: methods.local_adam(density=0.05, delay=1),
+    "dgc with local steps": lambda: methods.dgc(density=0.05, warmup_steps=4, every=3),
+    "local_adam with local steps": lambda: methods.local_adam(density=0.05, every=2),
     "streaming_diloco two steps late": lambda: methods.streaming_diloco(every=4, fragments=2, delay=2),
     "sparse_loco two steps late": lambda: methods.sparse_loco(every=4, fragments=2, delay=2),
 }

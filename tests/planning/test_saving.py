@@ -33,6 +33,7 @@ def _said(rank: int, folder: str, method: Method) -> Any:
         methods.sbc(0.2, every=5),
         methods.dgc(0.1, warmup_steps=0),
         methods.dgc(0.1, warmup_steps=0, delay=1),
+        methods.dgc(0.1, warmup_steps=0, every=4),
         # It exchanges once amid the run, and once at its end.
         methods.diloco(every=60),
     ],

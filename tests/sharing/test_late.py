@@ -380,7 +380,9 @@ def test_weights_that_other_code_changes_are_refused() -> None:
     training.train(*drawn(0))
     with torch.no_grad():
         training.module.weight.clamp_(-0.5, 0.5)
-    with pytest.raises(ValueError, match=r"delay must be 0 where other code .* changed 'weight': .* Leave delay out"):
+    with pytest.raises(
+        ValueError, match=r"delay must be 0, and every 1, where other code .* changed 'weight'. .* Leave both out"
+    ):
         training.train(*drawn(1))
 
 
@@ -431,7 +433,7 @@ def test_optimizers_that_it_is_defined_for(memories: Any, optimizer: Any, define
     objection = sync.objection(optimizer)
     assert (objection is None) == defined
     if objection is not None:
-        assert re.search(r"with delay=1, a step must be the learning rate times .*delay=0", objection)
+        assert re.search(r"with delay=1, a step must be the learning rate times .*or leave delay out", objection)
 
 
 def test_momentum_cannot_join_after_the_exchange() -> None:
@@ -444,6 +446,6 @@ def test_its_repr_tells_the_delay() -> None:
     (sync,) = late().syncs
     assert isinstance(sync, GradientSync)
     assert repr(sync).endswith(", delay=1)")
-    assert "delay" not in repr(sync.delayed(0))
-    assert sync.delayed(0).drifts is False
+    assert "delay" not in repr(sync.at(0))
+    assert sync.at(0).drifts is False
     assert isinstance(sync, Sync) and sync.drifts

@@ -1,0 +1,54 @@
+"""In how many of a run's steps a method exchanges something."""
+
+import math
+import statistics
+
+from lightning_sparsecomm.basis.layout import Layout
+from lightning_sparsecomm.basis.parts import parts_in
+from lightning_sparsecomm.basis.rounds import Round
+from lightning_sparsecomm.basis.schedules import Every, Schedule, every_at, every_for
+from lightning_sparsecomm.exchange import Staged
+from lightning_sparsecomm.sharing.delta import DeltaSync
+from lightning_sparsecomm.sharing.gradient import GradientSync
+from lightning_sparsecomm.sharing.method import Method
+
+LATE = 10**7
+"""Finished steps and epochs at which methods are rehearsed: no warm-up takes so long."""
+
+# Steps of a run at which a schedule is asked.
+_SAMPLES = 1000
+
+
+def _scheduled(method: Method, length: float) -> list[Every]:
+    """The steps between two exchanges, of each sync."""
+    return [
+        *(every_for(sync.every, length) for sync in parts_in(method, DeltaSync)),
+        *(every_for(sync.every, length) for sync in parts_in(method, GradientSync)),
+    ]
+
+
+def every_late(method: Method, length: float) -> int:
+    """Steps between two exchanges, late in a run."""
+    return max((every_at(every, LATE, LATE) for every in _scheduled(method, length)), default=1)
+
+
+def share_of_exchanges(method: Method, every: int, length: float) -> float:
+    """The part of a run's steps with an exchange."""
+    if not 0 < length < math.inf:
+        return 1 / every
+    # A run whose last step is no exchange's ends with one more.
+    share = math.ceil(length / every) / length
+    for scheduled in _scheduled(method, length):
+        if isinstance(scheduled, Schedule):
+            steps = (int(length * part / _SAMPLES) for part in range(_SAMPLES))
+            # Schedules by epochs count as in the first one.
+            share = max(share, statistics.fmean(1 / every_at(scheduled, step, 0.0) for step in steps))
+    return share
+
+
+def first_steps(method: Method, length: float) -> int:
+    """How many steps of a run are exchanged in another way than all later ones; 0 where its length is not known."""
+    context = Round(Layout([]), length=length)
+    return (
+        max((context.steps(staged.steps) for staged in parts_in(method, Staged)), default=0) if length < math.inf else 0
+    )

@@ -1,0 +1,130 @@
+"""Gradients exchanged every few steps, step by step against the paper's method, on three ranks."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_sparsecomm.basis import Wire
+from lightning_sparsecomm.methods import dgc, local_adam
+from lightning_sparsecomm.run.engine import Engine
+from tests.distributed.launch import run_ranks
+from tests.distributed.test_reference import (
+    SHAPES,
+    SIZES,
+    STEPS,
+    WORLD_SIZE,
+    Parameters,
+    flat,
+    gradients_of,
+    starting_weights,
+)
+from tests.reference.local_adam import LocalAdam
+from tests.reference.local_steps import LocalSteps
+
+BOUNDS = np.cumsum(SIZES)[:-1]
+DENSE = [len(shape) < 2 for shape in SHAPES]
+RATES = [0.02 + 0.08 * (1 + np.cos(np.pi * step / STEPS)) / 2 for step in range(STEPS)]
+DENSITY = 0.05
+# Large, or all directions of the first step would be alike, and any of them be sent.
+EPSILON = 0.3
+
+Vectors = list[np.ndarray]
+
+
+def _train(rank: int, method: Any, kind: Any, options: dict[str, Any]) -> list[Vectors]:
+    """After each step: this rank's weights, and the shared ones; at last those that training ends with."""
+    module = Parameters()
+    for parameter, part in zip(module.parameters(), torch.from_numpy(starting_weights()).split(SIZES)):
+        parameter.data.copy_(part.view(parameter.shape))
+    engine = Engine(method, Wire())
+    engine.registry.add_module(module)
+    engine.registry.check()
+    optimizer = kind(module.parameters(), lr=0.1, **options)
+    trained = []
+    for gradient, rate in zip(gradients_of(rank), RATES):
+        optimizer.param_groups[0]["lr"] = rate
+        for parameter, part in zip(module.parameters(), torch.from_numpy(gradient).split(SIZES)):
+            parameter.grad = part.clone().view(parameter.shape)
+        with engine.stepping(optimizer):
+            engine.synchronize(optimizer)
+            optimizer.step()
+        own = flat(parameter.detach() for parameter in module.parameters())
+        engine.replicas.view_shared()
+        shared = flat(parameter.detach() for parameter in module.parameters())
+        engine.replicas.view_own()
+        assert own.tobytes() == flat(parameter.detach() for parameter in module.parameters()).tobytes()
+        trained.append([own, shared])
+    engine.settle()
+    trained.append([flat(parameter.detach() for parameter in module.parameters())])
+    engine.close()
+    return trained
+
+
+def _velocities(options: dict[str, Any]) -> list[list[list[np.ndarray]]]:
+    """SGD's, by step, rank and tensor."""
+    momentum, nesterov = options.get("momentum", 0.0), options.get("nesterov", False)
+    gain = 1 - options.get("dampening", 0.0)
+    held = [np.zeros(sum(SIZES)) for _ in range(WORLD_SIZE)]
+    found = []
+    for step in range(STEPS):
+        along = []
+        for rank in range(WORLD_SIZE):
+            gradient = gradients_of(rank)[step].astype(np.float64)
+            held[rank] = momentum * held[rank] + (gain if step else 1.0) * gradient
+            along.append(np.split(gradient + momentum * held[rank] if nesterov else held[rank].copy(), BOUNDS))
+        found.append(along)
+    return found
+
+
+def _directions(every: int) -> list[list[list[np.ndarray]]]:
+    """Adam's: ranks compare their gradients in the steps in which they exchange."""
+    adam = LocalAdam(np.split(starting_weights(), BOUNDS), [False] * len(SIZES), WORLD_SIZE, None, 0, every)
+    found = []
+    for step in range(STEPS):
+        gradients = [np.split(gradients_of(rank)[step], BOUNDS) for rank in range(WORLD_SIZE)]
+        before = [[part.copy() for part in own] for own in adam.directions]
+        adam.step(gradients, 1.0, 1.0, (0.9, 0.999), EPSILON, 0.0, True)
+        # The reference adds them up.
+        found.append([[now - then for now, then in zip(*own)] for own in zip(adam.directions, before)])
+    return found
+
+
+def _check(ranks: list[list[Vectors]], directions: list[list[list[np.ndarray]]], every: int) -> None:
+    reference = LocalSteps(np.split(starting_weights(), BOUNDS), DENSE, WORLD_SIZE, DENSITY, every)
+    for step, rate in enumerate(RATES):
+        reference.step(directions[step], rate)
+        # What is validated and saved: what ranks have shared, and nothing that one has trained since.
+        expected = np.concatenate(reference.shared)
+        for rank, trained in enumerate(ranks):
+            own, shared = trained[step]
+            assert shared.tobytes() == ranks[0][step][1].tobytes()
+            np.testing.assert_allclose(shared, expected, rtol=1e-5, atol=3e-4)
+            np.testing.assert_allclose(own, np.concatenate(reference.weights[rank]), rtol=1e-5, atol=3e-4)
+            assert (own.tobytes() == shared.tobytes()) is (step % every == 0)
+    for trained in ranks:
+        np.testing.assert_allclose(trained[-1][0], np.concatenate(reference.finish()), rtol=1e-5, atol=3e-4)
+        assert trained[-1][0].tobytes() == ranks[0][-1][0].tobytes()
+
+
+@pytest.mark.parametrize(
+    ("every", "options", "sgd"),
+    [
+        (3, {}, {"momentum": 0.9}),
+        (2, {"exchange": "gather"}, {"momentum": 0.9, "nesterov": True}),
+        pytest.param(4, {}, {"momentum": 0.0}, marks=pytest.mark.slow),
+        pytest.param(5, {}, {"momentum": 0.9, "dampening": 0.4}, marks=pytest.mark.slow),
+    ],
+)
+def test_sgd_step_by_step(tmp_path: Path, every: int, options: dict[str, Any], sgd: dict[str, Any]) -> None:
+    method = dgc(DENSITY, warmup_steps=0, every=every, **options)
+    _check(run_ranks(tmp_path, WORLD_SIZE, _train, method, torch.optim.SGD, sgd), _velocities(sgd), every)
+
+
+@pytest.mark.parametrize("every", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_adam_step_by_step(tmp_path: Path, every: int) -> None:
+    method = local_adam(DENSITY, every=every)
+    options = {"weight_decay": 0.0, "eps": EPSILON}
+    _check(run_ranks(tmp_path, WORLD_SIZE, _train, method, torch.optim.AdamW, options), _directions(every), every)

@@ -1,0 +1,189 @@
+"""Gradients exchanged every few steps; here of one rank."""
+
+import copy
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import SGD, Adam, AdamW, RMSprop
+
+from lightning_sparsecomm.basis import Stages
+from lightning_sparsecomm.channel import Channel, ErrorFeedback, Momentum, MomentumCorrection
+from lightning_sparsecomm.codecs import SparseCodec, TopK
+from lightning_sparsecomm.exchange import DenseAllReduce, Gather, NonFiniteGradientError
+from lightning_sparsecomm.methods import default, dgc, gradient_dropping, local_adam
+from lightning_sparsecomm.sharing import GradientSync, Method
+from lightning_sparsecomm.sharing.local_steps import LocalStepsShare
+from tests.sharing import test_late
+from tests.sharing.test_late import drawn
+
+RATES = (0.1, 0.2, 0.05, 0.0, 0.1, 0.3, 0.3, 1e-6, 0.2)
+
+
+class Training(test_late.Training):
+    @property
+    def shares(self) -> list[LocalStepsShare]:  # type: ignore[override]
+        found = [share for tracked in self.engine.registry.optimizers for share in tracked.shares.values()]
+        return [share for share in found if isinstance(share, LocalStepsShare)]
+
+
+def trained(method: Method, kind: Any, steps: int = len(RATES), **options: Any) -> Training:
+    training = Training(method, kind, **options)
+    for step, rate in zip(range(steps), RATES):
+        training.train(*drawn(step), rate=rate)
+    return training
+
+
+@pytest.mark.usefixtures("wire")
+@pytest.mark.parametrize("every", [2, 4])
+@pytest.mark.parametrize(
+    ("method", "kind", "options"),
+    [
+        (lambda **o: dgc(warmup_steps=0, **o), SGD, {"momentum": 0.9}),
+        (lambda **o: dgc(warmup_steps=0, **o), SGD, {"momentum": 0.9, "nesterov": True, "maximize": True}),
+        (local_adam, AdamW, {"weight_decay": 0.0}),
+        (local_adam, Adam, {"maximize": True}),
+    ],
+)
+def test_alone_a_rank_steps_as_if_it_exchanged_each_time(
+    method: Callable[..., Method], kind: Any, options: dict[str, Any], every: int
+) -> None:
+    """What it steps along by itself is what an exchange of everything would give back."""
+    often, seldom = (trained(method(density=1.0, every=number), kind, **options) for number in (1, every))
+    torch.testing.assert_close(seldom.own(), often.own(), rtol=1e-5, atol=1e-6)
+    # Step 8 has exchanged.
+    assert torch.equal(seldom.own(), seldom.shared())
+
+
+@pytest.mark.usefixtures("wire")
+@pytest.mark.parametrize(("method", "kind"), [(dgc, SGD), (local_adam, AdamW)])
+def test_between_exchanges_nothing_is_sent(method: Callable[..., Method], kind: Any) -> None:
+    training, sent = Training(method(density=0.3, every=3), kind), []
+    for step in range(7):
+        before = training.engine.wire.ledger.handed_bytes()
+        training.train(*drawn(step))
+        sent.append(training.engine.wire.ledger.handed_bytes() - before)
+        assert torch.equal(training.own(), training.shared()) is (step % 3 == 0)
+    assert [number > 0 for number in sent] == [True, False, False] * 2 + [True]
+
+
+@pytest.mark.usefixtures("wire")
+def test_the_number_of_steps_can_follow_a_schedule() -> None:
+    training, equal = Training(dgc(0.3, every=Stages([1, 2], steps=[0, 3])), SGD), []
+    for step in range(7):
+        training.train(*drawn(step))
+        equal.append(torch.equal(training.own(), training.shared()))
+    assert equal == [True, True, True, False, True, False, True]
+
+
+@pytest.mark.usefixtures("wire")
+@pytest.mark.parametrize("steps", [4, 5, 6])
+@pytest.mark.parametrize(
+    ("method", "kind", "options"),
+    [
+        (dgc, SGD, {"momentum": 0.9, "weight_decay": 0.01}),
+        (local_adam, AdamW, {"weight_decay": 0.1}),
+    ],
+)
+def test_a_run_resumes_between_two_exchanges(
+    method: Callable[..., Method], kind: Any, options: dict[str, Any], steps: int
+) -> None:
+    whole = trained(method(density=0.3, every=3), kind, **options)
+    saved = trained(method(density=0.3, every=3), kind, steps, **options).saved()
+    resumed = Training(method(density=0.3, every=3), kind, **options)
+    resumed.load(copy.deepcopy(saved))
+    for step in range(steps, len(RATES)):
+        resumed.train(*drawn(step), rate=RATES[step])
+    assert torch.equal(resumed.own(), whole.own())
+    assert torch.equal(resumed.shared(), whole.shared())
+
+
+@pytest.mark.usefixtures("wire")
+def test_a_gradient_that_is_not_finite_is_refused_by_the_next_exchange() -> None:
+    training = trained(dgc(0.3, every=3), SGD, 1, momentum=0.9)
+    weight, bias = drawn(1)
+    weight[0, 0] = math.nan
+    training.train(weight, bias)
+    assert training.own().isfinite().all()
+    training.train(*drawn(2))
+    with pytest.raises(NonFiniteGradientError, match="weight"):
+        training.train(*drawn(3))
+    # The run can go on without it.
+    training.train(*drawn(4))
+    assert training.own().isfinite().all()
+
+
+@pytest.mark.usefixtures("wire")
+def test_an_error_leaves_the_weights_that_all_share() -> None:
+    training = trained(dgc(0.3, every=3), SGD, 3, momentum=0.9)
+    shared = training.shared()
+    assert not torch.equal(training.own(), shared)
+    for share in training.shares:
+        assert isinstance(share, LocalStepsShare)
+        share.abort()
+    assert torch.equal(training.own(), shared)
+    training.engine.settle()
+    # What was trained since is in residuals, and not lost.
+    whole = trained(dgc(0.3, every=3), SGD, 3, momentum=0.9)
+    whole.engine.settle()
+    torch.testing.assert_close(training.own(), whole.own())
+
+
+@pytest.mark.usefixtures("wire")
+def test_weights_that_other_code_changes_are_refused() -> None:
+    training = trained(dgc(0.3, every=4), SGD, 2)
+    with torch.no_grad():
+        training.module.weight.clamp_(-0.1, 0.1)
+    with pytest.raises(ValueError, match=r"every 1, where other code .* has changed 'weight'"):
+        training.train(*drawn(2))
+
+
+CHANNEL = Channel(Gather(SparseCodec(TopK(0.1))), [ErrorFeedback()])
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: dgc(every=0), "every must be a whole number of optimizer steps, at least 1; got 0. Use 1 or more."),
+        (
+            lambda: dgc(every=2, delay=1),
+            "every must be 1 with delay=1, whose exchange takes a step; got 2. Use delay=0.",
+        ),
+        (lambda: local_adam(every=1.5), "every must be a whole number of optimizer steps, at least 1; got 1.5."),
+        (lambda: default(every=0), "every must be a whole number, at least 1: optimizer steps between two exchanges"),
+        (lambda: GradientSync(CHANNEL, every=2, local="sum"), "every must be 1 with sparse gradients, a local mode"),
+        (lambda: GradientSync(CHANNEL, every=2, mask_momentum=True), "every must be 1 with sparse gradients"),
+        (lambda: GradientSync(Channel(DenseAllReduce()), every=2), "every=2 needs a channel with ErrorFeedback"),
+        (
+            lambda: GradientSync(Channel(DenseAllReduce(), [Momentum(), ErrorFeedback()]), every=2),
+            "momentum before the exchange, which tell what a rank's own gradient would do; got",
+        ),
+    ],
+)
+def test_what_it_cannot_do_is_refused(make: Callable[[], object], words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        make()
+
+
+def test_optimizers_that_do_not_step_along_what_is_shared_are_refused() -> None:
+    sync = GradientSync(CHANNEL, every=2)
+    weights = [torch.zeros(2, 2, requires_grad=True)]
+    for optimizer in (SGD(weights, 0.1, momentum=0.9), RMSprop(weights), Adam(weights)):
+        objection = sync.objection(optimizer)
+        assert objection is not None
+        assert "with every=2, a step must be the learning rate times what is shared" in objection
+        assert objection.endswith("or leave every out.")
+    assert sync.objection(SGD(weights, 0.1)) is None
+
+
+def test_its_repr_tells_the_steps() -> None:
+    sync = GradientSync(Channel(DenseAllReduce(), [MomentumCorrection(), ErrorFeedback()]), every=2)
+    assert repr(sync).endswith(", every=2)")
+    assert sync.drifts
+    assert "every" not in repr(sync.at(0))
+    assert not sync.at(0).drifts
+    assert repr(dgc(0.1, every=2)) == "dgc(density=0.1, every=2)"
+    assert repr(gradient_dropping(0.1)) == "gradient_dropping(density=0.1)"
