@@ -6,7 +6,7 @@ it ends; `--resume` skips the runs in that file. Prints a Markdown table, and pl
 
 A strategy is `ddp`, `bf16`, `powersgd RANK` (torch's hooks), `sparsecomm`, `sparsecomm_late` (with delay=1),
 `sparsecomm_stale` (the same, but nothing stands in for what is in flight), `sparsecomm_powersgd RANK`,
-`sbc DENSITY EVERY`, or any method as in Python, such as `ok_topk(density=0.08)`. With `on 2 nodes` behind it, ranks are
+`sbc DENSITY EVERY`, or any method as in Python, such as `ok_topk(density=0.08)` and `default(every=2)`. With `on 2 nodes` behind it, ranks are
 divided among so many nodes, which share whole gradients inside; bytes are then those of rank 0 between nodes. Torch's
 PowerSGD sends its first two steps whole; ours the first one, and in the end what waits.
 """
@@ -162,7 +162,8 @@ def method_of(text: str) -> Method:
         call = ast.parse(text, mode="eval").body
     except SyntaxError:
         raise ValueError(f"no call: {text!r}") from None
-    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.func.id not in methods.RECIPES:
+    names = {*methods.RECIPES, "default"}
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.func.id not in names:
         raise ValueError(f"no call of a method: {text!r}")
     arguments = [ast.literal_eval(each) for each in call.args]
     options = {each.arg or "": ast.literal_eval(each.value) for each in call.keywords}
