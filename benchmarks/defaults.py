@@ -6,9 +6,10 @@ it ends; `--resume` skips the runs in that file. Prints a Markdown table, and pl
 
 A strategy is `ddp`, `bf16`, `powersgd RANK` (torch's hooks), `sparsecomm`, `sparsecomm_late` (with delay=1),
 `sparsecomm_stale` (the same, but nothing stands in for what is in flight), `sparsecomm_powersgd RANK`,
-`sbc DENSITY EVERY`, or any method as in Python, such as `ok_topk(density=0.08)` and `default(every=2)`. With `on 2 nodes` behind it, ranks are
-divided among so many nodes, which share whole gradients inside; bytes are then those of rank 0 between nodes. Torch's
-PowerSGD sends its first two steps whole; ours the first one, and in the end what waits.
+`sbc DENSITY EVERY`, or any method as in Python, such as `ok_topk(density=0.08)` and `default(every=2)`. With
+`on 2 nodes` behind it, ranks are divided among so many nodes, which share whole gradients inside; bytes are then those
+of rank 0 between nodes. Torch's PowerSGD sends its first two steps whole; ours the first one, and in the end what
+waits.
 """
 
 import argparse
