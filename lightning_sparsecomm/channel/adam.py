@@ -120,7 +120,7 @@ class LocalAdam(AdamMoments):
         return exchanged
 
     def abort(self, contribution: Contribution, context: Round) -> None:
-        self._next, self._sample = {}, None
+        self._next, self._sample, self._total = {}, None, None
 
     def state_dict(self) -> Mapping[str, Mapping[str, Tensor]]:
         return {**super().state_dict(), _COHERENCE: self._coherence.state_dict()}

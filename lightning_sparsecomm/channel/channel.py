@@ -65,9 +65,7 @@ class Channel(Part):
         self.memories = tuple(memories)
         self._names: list[str] = []
         self._round: OpenRound | None = None
-        self._missing = MissingGradients(self.memories)
-        # The segment of a gradient that was not finite when nothing was sent.
-        self._nonfinite: int | None = None
+        self.missing = MissingGradients(self.memories)
 
     def fresh(self) -> "Channel":
         """A channel of the same parts, for one optimizer's use."""
@@ -149,10 +147,10 @@ class Channel(Part):
             assert this.asides is not None
             exchanged = apart_from(self.memories, exchanged)
             self.exchange.commit()
-            exchanged = self._missing.commit(exchanged, context.layout)
+            exchanged = self.missing.commit(exchanged, context.layout)
             this.asides.hand_over()
         elif this.vector.nonfinite_segment is not None:
-            self._nonfinite = this.vector.nonfinite_segment
+            self.missing.nonfinite = context.layout.segments[this.vector.nonfinite_segment].name
             return exchanged
         # The last to take in is the first to forget.
         for memory in reversed(self.memories):
@@ -163,17 +161,17 @@ class Channel(Part):
         """Memories are as before `prepare`, to round-off. What was sent is void, on all ranks. May come at any time."""
         if self._round is not None:
             failed, self._round = self._round, None
-            self._nonfinite = None
             try:
                 if failed.sends:
                     self.exchange.abort()
             finally:
                 failed.take_back(self.memories)
-                self._missing.abort()
+                self.missing.abort()
 
     def _vector_of(self, gradients: Gradients, settings: StepSettings, sparse: bool, this: OpenRound) -> Vector:
         present, context = [gradient is not None for gradient in gradients], this.context
-        filled = self._missing.filled(gradients, context, this.wire) if this.sends else gradients
+        missing = self.missing
+        filled = missing.filled(gradients, context, this.wire) if this.sends else missing.presumed(gradients, context)
         # A finite norm of all gradients says that all are finite. Otherwise the residual checks them as it takes
         # them in, or a separate pass does, at the cost of one read.
         unknown = not math.isfinite(settings.gradient_norm)
@@ -184,21 +182,21 @@ class Channel(Part):
             except OutOfRangeError:
                 this.take_back(self.memories)
         nonfinite = first_nonfinite(gradients) if unknown and not this.contributions else None
-        if nonfinite is None and self._nonfinite is not None and this.sends:
+        if nonfinite is None and this.sends and missing.nonfinite is not None:
             this.take_back(self.memories)
-            nonfinite = self._nonfinite
+            nonfinite = missing.found_nonfinite(context.layout)
         if sparse:
             values, indices = joined_sparse(gradients, context.layout, self.dtype, self.device)
             return Vector(values, present, nonfinite_segment=nonfinite, indices=indices)
         if nonfinite is not None:
             nothing = torch.zeros(context.layout.size, dtype=self.dtype, device=self.device)
-            return Vector(nothing, present, nonfinite_segment=nonfinite, carries=self._missing.carries)
+            return Vector(nothing, present, nonfinite_segment=nonfinite, carries=self.missing.carries)
         if not this.contributions:
             self._take_in(filled, settings, this, checked=False)
         contribution = this.contributions[-1].vector(context.layout, self.dtype, self.device)
         assert contribution.flat is not None
         entering = _entering(self.exchange, self.memories, context.layout, contribution.flat)
-        return Vector(contribution.flat, present, contribution.hints, carries=self._missing.carries, entering=entering)
+        return Vector(contribution.flat, present, contribution.hints, carries=self.missing.carries, entering=entering)
 
     def _take_in(self, gradients: Gradients, settings: StepSettings, this: OpenRound, checked: bool) -> None:
         wanted = self.exchange.wanted(this.context)
@@ -230,12 +228,12 @@ class Channel(Part):
         Raises:
             TypeError: A part holds something that cannot be saved.
         """
-        return saved_of((*self.memories, self.exchange), self._names) | self._missing.state_dict(self._names)
+        return saved_of((*self.memories, self.exchange), self._names) | self.missing.state_dict(self._names)
 
     def load_state_dict(self, saved: Saved, names: Iterable[str]) -> None:
         """Takes out of `saved` what parts of the same kinds held for these parameters."""
         self._names = list(names)
-        self._missing.load_state_dict(saved, self._names)
+        self.missing.load_state_dict(saved, self._names)
         load_saved((*self.memories, self.exchange), self._names, saved)
 
     def __repr__(self) -> str:

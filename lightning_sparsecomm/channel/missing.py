@@ -11,7 +11,7 @@ from lightning_sparsecomm.channel.saved import Saved, pop_named
 from lightning_sparsecomm.exchange import Exchanged
 from lightning_sparsecomm.exchange.status import agree, masked
 
-_HOLES = "gradients that no rank had"
+_HOLES, _NONFINITE = "gradients that no rank had", "a gradient that was not finite"
 
 
 class MissingGradients:
@@ -21,12 +21,18 @@ class MissingGradients:
     copies. If no rank had a gradient of some segment in the last round, ranks agree before the exchange instead, at the
     cost of one small all-reduce: or what is held there would compete for being sent, in vain.
 
+    In a round in which nothing is sent, ranks cannot agree: if all segments had a gradient somewhere in the last
+    exchange, zeros are filled in, and otherwise none.
+
     Attributes:
         carries: Whether any of the memories carries something; if not, nothing is filled in.
+        nonfinite: The name of a segment whose gradient was not finite in a round in which nothing was sent, and which
+            the next exchange refuses; None for none.
     """
 
     def __init__(self, memories: Sequence[Memory]) -> None:
         self.carries = any(memory.carries for memory in memories)
+        self.nonfinite: str | None = None
         self._memories = memories
         # Equal on all ranks.
         self._had_holes = False
@@ -49,6 +55,19 @@ class MissingGradients:
                 self._before += [(index, each.parts[index], each.parts[index].clone()) for each in held]
         return filled
 
+    def presumed(self, gradients: Sequence[Tensor | None], context: Round) -> Sequence[Tensor | None]:
+        """As `filled`, for a round in which nothing is sent: without a collective, and for good."""
+        if not self.carries or self._had_holes:
+            return gradients
+        held = [each for memory in self._memories for each in memory.held.values()]
+        shapes = (segment.shape for segment in context.layout.segments)
+        zero = held[0].flat.new_zeros(())
+        return [zero.expand(shape) if each is None else each for each, shape in zip(gradients, shapes)]
+
+    def found_nonfinite(self, layout: Layout) -> int | None:
+        """Which segment `nonfinite` is; None for none, or where the layout has lost it."""
+        return next((i for i, each in enumerate(layout.segments) if each.name == self.nonfinite), None)
+
     def commit(self, exchanged: Exchanged, layout: Layout) -> Exchanged:
         """Puts back what was held where no rank has turned out to have a gradient: what was sent there is void."""
         present = exchanged.present
@@ -67,11 +86,19 @@ class MissingGradients:
         for _, held, before in self._before:
             held.copy_(before)
         self._before.clear()
+        self.nonfinite = None
 
     def state_dict(self, names: Iterable[str]) -> Saved:
-        """Whether the last round had holes, under the name of the first parameter."""
-        return {_HOLES: {name: torch.tensor(True) for name in list(names)[:1]}} if self._had_holes else {}
+        """Whether the last round had holes, under the name of the first parameter; and what was not finite."""
+        saved: Saved = {}
+        if self._had_holes:
+            saved[_HOLES] = {name: torch.tensor(True) for name in list(names)[:1]}
+        if self.nonfinite is not None:
+            saved[_NONFINITE] = {self.nonfinite: torch.tensor(True)}
+        return saved
 
     def load_state_dict(self, saved: Saved, names: Iterable[str]) -> None:
         """Takes out of `saved` what `state_dict` returned."""
+        names = list(names)
         self._had_holes = bool(pop_named(saved, _HOLES, names))
+        self.nonfinite = next(iter(pop_named(saved, _NONFINITE, names)), None)

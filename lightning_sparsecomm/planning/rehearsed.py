@@ -150,12 +150,13 @@ def _play(
     # Gradients are exchanged in steps that `every` divides, weights so many steps after the last time.
     last = LATE - LATE % every
     between = stage.play(0, last + 1) if every > 1 else None
+    held_between = stage.held_bytes()
     due = stage.play(every - 1, last)
     result = due if between is None else _mixed(between, due, share_of_exchanges(method, every, length))
     first = first_steps(method, length)
     if first:
         result = _mixed(stage.play(0, _FIRST), result, 1 - min(first, length) / length)
-    result = replace(result, held_bytes=stage.held_bytes())
+    result = replace(result, held_bytes=max(held_between, stage.held_bytes()))
     stage.close()
     return result, [weight.shape for weight in stage.weights]
 

@@ -46,6 +46,8 @@ def announcement(
 def _run(method: Method, length: float, estimated: bool) -> str:
     """In which steps it sends so much, in words."""
     found = [every_for(sync.every, length) for sync in parts_in(list(method.syncs), GradientSync)]
+    if any(isinstance(each, Schedule) for each in found):
+        return "in each exchange"
     every = max((each for each in found if isinstance(each, int)), default=1)
     if length == math.inf:
         return f"in {'each step' if every == 1 else f'one of {every} steps'} of a run of unknown length"

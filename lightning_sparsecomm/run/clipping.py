@@ -49,10 +49,17 @@ def check_clipping(tracked: TrackedOptimizer, max_norm: float, by_value: bool) -
         Whether the method clips each rank's own gradient. If not, the caller clips the shared one.
 
     Raises:
-        ValueError: The method clips by norm only, or has shared the gradients with another threshold; or some of
-            the optimizer's gradients are not shared, so that their norm differs between ranks.
+        ValueError: The method clips by norm only, or has shared the gradients with another threshold; ranks step along
+            their own gradients, unclipped; or some of the optimizer's gradients are not shared, so that their norm
+            differs between ranks.
     """
     if not clips_locally(tracked):
+        if any(sync.anchored and sync.shares_gradients for sync, _ in tracked.parts):
+            raise ValueError(
+                "gradients cannot be clipped where ranks step along their own (delay=1, or every above 1), unless their"
+                " channel clips these: what is shared holds those of several steps. Put ClipLocalNorm() before its"
+                " other memories, as methods.dgc() and methods.local_adam() do."
+            )
         if not by_value and len({sync.shares_gradients for sync, _ in tracked.parts}) > 1:
             raise ValueError(
                 "gradients cannot be clipped by norm where a method shares some of an optimizer's gradients and leaves"

@@ -174,7 +174,7 @@ class Registry:
             self.nodes.divide(self.named, named)
         parts = tracked.method.parts(named)
         for sync, piece in parts:
-            if not sync.shares_gradients:
+            if sync.anchored:
                 others = set().union(*(other.members for other in self.optimizers if other is not tracked))
                 refuse_two_owners(piece, others)
         # Only now: whoever catches a refusal and steps again is refused again. A takeover holds this very set.

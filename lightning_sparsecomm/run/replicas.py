@@ -1,6 +1,6 @@
 """Replicas that drift, and the one model that is validated, saved, and kept after training."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -160,11 +160,12 @@ class Replicas:
         now = {name: current.get(name, viewed.tensor).detach() for name, viewed in self._viewed.items()}
         return own | {name: viewed.kept(now[name]) for name, viewed in self._viewed.items()}
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Loads this rank's own weights."""
+    def load_state_dict(self, state: dict[str, Tensor], shared: Collection[str] = ()) -> None:
+        """Loads this rank's own weights, but for parameters of these names."""
+        names = {id(parameter): name for name, parameter in self._registry.known.values()}
         with torch.no_grad():
             for name, tensor in self._all_by_name().items():
-                if name in state:
+                if name in state and names.get(id(tensor)) not in shared:
                     tensor.copy_(state[name])
 
     def settle(self) -> None:

@@ -25,6 +25,9 @@ from lightning_sparsecomm.sharing.set_weights import NOTED
 # Kinds of state besides those of the shares.
 _OPTIMIZER, _BEGUN, _OWED = "the optimizer's own state", "momentum begun", "owed to the next gradient"
 
+# How kinds of state end that are anchors.
+_ANCHORS = ("anchor", "anchors")
+
 # What these memories hold belongs to the optimizer: one that takes its place begins anew, as under ddp.
 _OF_ITS_OPTIMIZER = {kind.__name__ for kind in (MomentumCorrection, Momentum, LocalAdam, SharedAdam)}
 
@@ -110,14 +113,16 @@ class RunState:
                 # What one rank of each node holds counts as zero on the others, in a mean over all.
                 alike = {kind: parts for kind, parts in saved["held"].items() if kind == _OPTIMIZER}
                 saved["held"] = scaled(saved["held"], len(state["nodes"][0])) | alike
+        shared: set[str] = set()
         for tracked, saved in zip(optimizers, state["streams"], strict=False):
             dropped += self._load(tracked, saved)
+            shared |= _left_behind(saved["held"])
             tracked.resumed = saved.get("shared")
         dropped += [f"all of optimizer {number}" for number in range(len(optimizers), len(state["streams"]))]
         leading = state["leading"]
         self._registry.leading = optimizers[leading] if leading is not None and leading < len(optimizers) else None
         if self.drifts:
-            self._replicas.load_state_dict(state["weights"])
+            self._replicas.load_state_dict(state["weights"], shared)
         elif state["weights"]:
             dropped.append("each rank's own weights")
         if self._scaling is not None and state["scaler"]:
@@ -220,6 +225,11 @@ class RunState:
         others = nodes.of_others(tracked.parameters) if nodes is not None else set()
         held = {kind: parts.keys() - others for kind, parts in held.items()}
         return [f"{kind} of {len(parts)} parameters" for kind, parts in held.items() if parts]
+
+
+def _left_behind(held: Saved) -> set[str]:
+    """The parameters whose anchors are another method's, so that no share has taken them out: they begin there."""
+    return {name for kind, parts in held.items() if kind.endswith(_ANCHORS) for name in parts}
 
 
 def _load_optimizer(optimizer: Optimizer, own: dict[int, dict[str, object] | None]) -> None:

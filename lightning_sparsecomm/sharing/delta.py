@@ -73,6 +73,7 @@ class DeltaSync(Sync):
     """
 
     drifts = True
+    anchored = True
     shares_gradients = False
     takes_sparse = None
 

@@ -130,7 +130,8 @@ class GradientSync(Sync):
                     " exchange, which tell what a rank's own gradient would do; got"
                     f" {self.channel!r}. Use [MomentumCorrection(), ErrorFeedback()]."
                 )
-        self.drifts = LOCAL_MODES[self.local].drifts or bool(self._steps_alone)
+        self.anchored = bool(self._steps_alone)
+        self.drifts = LOCAL_MODES[self.local].drifts or self.anchored
 
     @property
     def _steps_alone(self) -> str:

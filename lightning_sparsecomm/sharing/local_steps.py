@@ -1,14 +1,16 @@
 """Gradients that ranks exchange every few steps; in between, each steps along its own."""
 
+import math
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_sparsecomm.basis import Wire
+from lightning_sparsecomm.basis import Layout, Round, Vector, Wire
 from lightning_sparsecomm.basis.schedules import Every, every_at, every_for
 from lightning_sparsecomm.channel.saved import Saved, add_prefix, pop_named, strip_prefix
+from lightning_sparsecomm.exchange import NonFiniteGradientError
 from lightning_sparsecomm.sharing.adam import show_moments
 from lightning_sparsecomm.sharing.anchors import Anchors
 from lightning_sparsecomm.sharing.gradient_share import GradientShare, SharesGradients
@@ -50,6 +52,7 @@ class LocalStepsShare(GradientShare):
         # Which parameters some rank had a gradient for in the last exchange, by name; equal on all ranks.
         self._present: dict[str, bool] = {}
         self._exchanges, self._ending = True, False
+        self._end = Round(Layout([]))
         super().__init__(sync, optimizer, parameters, wire)
         self._finishes = sync.finish and self._follows_rate
 
@@ -74,6 +77,11 @@ class LocalStepsShare(GradientShare):
             self._bind()
             if self._finishes:
                 super().prepare(turn)
+                assert self._waiting is not None
+                if self.channel.missing.found_nonfinite(self.layout) is not None:
+                    # It spreads to all ranks by the sum.
+                    self._waiting.fill_(math.nan)
+                self._end = self._context(turn)
             return
         self._anchors.check(self.parameters)
         self._bind()
@@ -83,6 +91,15 @@ class LocalStepsShare(GradientShare):
         with self.wire.ledger.exchanging():
             context, settings = self._context(turn), self._settings(turn)
             self.channel.prepare(self._gradients, context, self.wire, settings, sends=self._exchanges)
+
+    def exchange(self) -> None:
+        if not self._ending:
+            super().exchange()
+        elif self._waiting is not None:
+            super().exchange()
+            if self._waiting.numel() and bool(self._waiting.isnan().all()):
+                found = Vector(self._waiting, nonfinite_segment=self.channel.missing.found_nonfinite(self.layout))
+                raise NonFiniteGradientError.somewhere(found, self._end, self.wire)
 
     def commit(self) -> None:
         if self._ending:
@@ -101,7 +118,12 @@ class LocalStepsShare(GradientShare):
             self._present = dict(zip(names, exchanged.present))
             self._count_sent(exchanged)
             self._ahead = {}
-        self._write(exchanged._replace(present=[self._present.get(name, True) for name in names]))
+        here = [self._present.get(name, True) and weight.requires_grad for name, weight in self.parameters]
+        for present, (_, weight) in zip(here, self.parameters):
+            if not (present or self._exchanges):
+                # Or the optimizer would step along this rank's own.
+                weight.grad = None
+        self._write(exchanged if self._exchanges else exchanged._replace(present=here))
 
     def _go_ahead(self, names: list[str]) -> None:
         """Counts this step's part of what weights are ahead by."""

@@ -44,6 +44,9 @@ class Sync(Part, ABC):
     drifts: bool = False
     """Whether replicas drift apart between exchanges."""
 
+    anchored: bool = False
+    """Whether its shares set weights to anchors of their own, so that no other share may set them."""
+
     shares_gradients: bool = True
     """Whether `.grad` holds the shared gradient after an exchange, and no longer this rank's own."""
 

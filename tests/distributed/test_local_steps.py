@@ -128,3 +128,44 @@ def test_adam_step_by_step(tmp_path: Path, every: int) -> None:
     method = local_adam(DENSITY, every=every)
     options = {"weight_decay": 0.0, "eps": EPSILON}
     _check(run_ranks(tmp_path, WORLD_SIZE, _train, method, torch.optim.AdamW, options), _directions(every), every)
+
+
+def _with_gaps(rank: int, method: Any, gaps: str, length: int) -> tuple[list[bytes], np.ndarray]:
+    """The shared weights after each step, and those that training ends with; a tensor lacks some gradients."""
+    module = Parameters()
+    engine = Engine(method, Wire())
+    engine.registry.add_module(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    shared = []
+    for step, gradient in zip(range(length), gradients_of(rank)):
+        for index, (parameter, part) in enumerate(zip(module.parameters(), torch.from_numpy(gradient).split(SIZES))):
+            lacks = index == 2 and (step % 3 == 0 if gaps == "in exchanges" else rank == 1 and step % 3 != 0)
+            parameter.grad = None if lacks else part.clone().view(parameter.shape)
+        with engine.stepping(optimizer):
+            engine.synchronize(optimizer)
+            optimizer.step()
+        engine.replicas.view_shared()
+        shared.append(flat(parameter.detach() for parameter in module.parameters()).tobytes())
+        engine.replicas.view_own()
+    engine.settle()
+    engine.close()
+    return shared, flat(parameter.detach() for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("gaps", ["in exchanges", "on a rank"])
+def test_gradients_that_are_missing(tmp_path: Path, gaps: str) -> None:
+    """What ranks share stays equal, whoever has a gradient when; and momentum goes on where one rank has none."""
+    length = 10
+    method = dgc(0.3, warmup_steps=0, every=3)
+    ranks = run_ranks(tmp_path, WORLD_SIZE, _with_gaps, method, gaps, length)
+    assert ranks[0][0] == ranks[1][0] == ranks[2][0]
+    if gaps == "on a rank":
+        weights, velocity = np.zeros(sum(SIZES)), np.zeros(sum(SIZES))
+        for step in range(length):
+            gradients = np.array([gradients_of(rank)[step] for rank in range(WORLD_SIZE)], np.float64)
+            if step % 3:
+                gradients[1, SIZES[0] + SIZES[1] : sum(SIZES[:3])] = 0
+            velocity = 0.9 * velocity + gradients.mean(0)
+            weights -= 0.1 * velocity
+        for _, end in ranks:
+            np.testing.assert_allclose(end, weights, rtol=1e-4, atol=1e-3)

@@ -14,7 +14,7 @@ from lightning_sparsecomm.basis import Stages
 from lightning_sparsecomm.channel import Channel, ErrorFeedback, Momentum, MomentumCorrection
 from lightning_sparsecomm.codecs import SparseCodec, TopK
 from lightning_sparsecomm.exchange import DenseAllReduce, Gather, NonFiniteGradientError
-from lightning_sparsecomm.methods import default, dgc, gradient_dropping, local_adam
+from lightning_sparsecomm.methods import default, dgc, federated_averaging, gradient_dropping, local_adam
 from lightning_sparsecomm.sharing import GradientSync, Method
 from lightning_sparsecomm.sharing.local_steps import LocalStepsShare
 from tests.sharing import test_late
@@ -139,6 +139,75 @@ def test_weights_that_other_code_changes_are_refused() -> None:
         training.module.weight.clamp_(-0.1, 0.1)
     with pytest.raises(ValueError, match=r"every 1, where other code .* has changed 'weight'"):
         training.train(*drawn(2))
+
+
+@pytest.mark.usefixtures("wire")
+def test_what_was_not_finite_is_in_checkpoints_and_refused_at_the_end_of_training() -> None:
+    training = trained(dgc(0.3, every=3), SGD, 1, momentum=0.9)
+    weight, bias = drawn(1)
+    weight[0, 0] = math.inf
+    training.train(weight, bias)
+    resumed = Training(dgc(0.3, every=3), SGD, momentum=0.9)
+    resumed.load(training.saved())
+    for each in (training, resumed):
+        with pytest.raises(NonFiniteGradientError, match="for parameter 'weight'"):
+            each.engine.settle()
+
+
+@pytest.mark.usefixtures("wire")
+@pytest.mark.parametrize("steps", [4, 5])
+def test_the_papers_form_does_not_use_what_waits_in_the_end(steps: int) -> None:
+    training = trained(dgc(0.3, every=3, follow_rate=False), SGD, steps, momentum=0.9)
+    shared = training.shared()
+    training.engine.settle()
+    assert torch.equal(training.own(), shared)
+
+
+@pytest.mark.usefixtures("wire")
+def test_weights_that_are_frozen_between_two_exchanges_stay() -> None:
+    training = trained(dgc(0.3, every=4), SGD, 2, momentum=0.9, weight_decay=0.5)
+    training.module.bias.requires_grad_(False)
+    shared = training.shared()
+    for step in (2, 3):
+        training.train(drawn(step)[0], None)
+    assert torch.equal(training.shared()[20:], shared[20:])
+    assert not torch.equal(training.shared()[:20], shared[:20])
+
+
+@pytest.mark.usefixtures("wire")
+@pytest.mark.parametrize("method", [dgc(0.3, delay=1), federated_averaging(every=4), dgc(0.3, every=2)], ids=repr)
+def test_another_method_goes_on_from_the_shared_weights(method: Method) -> None:
+    before = trained(dgc(0.3, every=3), SGD, 5, momentum=0.9)
+    assert not torch.equal(before.own(), before.shared())
+    after = Training(method, SGD, momentum=0.9)
+    after.load(before.saved(), strict=False)
+    if repr(method).startswith("dgc(density=0.3, every"):
+        assert torch.equal(after.own(), before.own())
+    else:
+        assert torch.equal(after.own(), before.shared())
+
+
+@pytest.mark.usefixtures("wire")
+@pytest.mark.parametrize("options", [{"every": 2}, {"delay": 1}])
+def test_two_optimizers_of_one_parameter_are_refused(options: dict[str, int]) -> None:
+    training = Training(dgc(0.3, **options), SGD)
+    other = SGD(training.module.parameters(), 0.1)
+    training.engine.register(training.optimizer)
+    training.engine.register(other)
+    training.train(*drawn(0))
+    training.module.weight.grad, training.module.bias.grad = drawn(1)
+    with pytest.raises(ValueError, match="parameter 'weight' belongs to two optimizers"):
+        training.engine.synchronize(other)
+
+
+@pytest.mark.usefixtures("wire")
+@pytest.mark.parametrize("options", [{"every": 3}, {"delay": 1}])
+@pytest.mark.parametrize("by_value", [False, True])
+def test_what_is_not_clipped_before_a_rank_steps_along_it_is_refused(options: dict[str, int], by_value: bool) -> None:
+    channel = Channel(Gather(SparseCodec(TopK(1.0))), [ErrorFeedback()])
+    training = Training(Method([GradientSync(channel, **options)]), SGD)
+    with pytest.raises(ValueError, match=r"Put ClipLocalNorm\(\) before its other memories"):
+        training.engine.clip(training.optimizer, 1.0, by_value)
 
 
 CHANNEL = Channel(Gather(SparseCodec(TopK(0.1))), [ErrorFeedback()])
