@@ -54,6 +54,8 @@ class RunState:
         self._scaling = scaling
         self._wire = wire
         self._chooser = chooser
+        # Parameters whose anchors are another method's, so that no share has taken them out: they begin there.
+        self._left_behind: set[str] = set()
 
     @property
     def drifts(self) -> bool:
@@ -113,16 +115,15 @@ class RunState:
                 # What one rank of each node holds counts as zero on the others, in a mean over all.
                 alike = {kind: parts for kind, parts in saved["held"].items() if kind == _OPTIMIZER}
                 saved["held"] = scaled(saved["held"], len(state["nodes"][0])) | alike
-        shared: set[str] = set()
+        self._left_behind.clear()
         for tracked, saved in zip(optimizers, state["streams"], strict=False):
             dropped += self._load(tracked, saved)
-            shared |= _left_behind(saved["held"])
             tracked.resumed = saved.get("shared")
         dropped += [f"all of optimizer {number}" for number in range(len(optimizers), len(state["streams"]))]
         leading = state["leading"]
         self._registry.leading = optimizers[leading] if leading is not None and leading < len(optimizers) else None
         if self.drifts:
-            self._replicas.load_state_dict(state["weights"], shared)
+            self._replicas.load_state_dict(state["weights"], self._left_behind)
         elif state["weights"]:
             dropped.append("each rank's own weights")
         if self._scaling is not None and state["scaler"]:
@@ -224,12 +225,8 @@ class RunState:
         nodes = self._registry.nodes
         others = nodes.of_others(tracked.parameters) if nodes is not None else set()
         held = {kind: parts.keys() - others for kind, parts in held.items()}
+        self._left_behind |= {name for kind, names in held.items() if kind.endswith(_ANCHORS) for name in names}
         return [f"{kind} of {len(parts)} parameters" for kind, parts in held.items() if parts]
-
-
-def _left_behind(held: Saved) -> set[str]:
-    """The parameters whose anchors are another method's, so that no share has taken them out: they begin there."""
-    return {name for kind, parts in held.items() if kind.endswith(_ANCHORS) for name in parts}
 
 
 def _load_optimizer(optimizer: Optimizer, own: dict[int, dict[str, object] | None]) -> None:
