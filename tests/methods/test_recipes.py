@@ -4,6 +4,7 @@ import ast
 import copy
 import functools
 import inspect
+import math
 import pickle
 import re
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import pytest
 
 from lightning_sparsecomm import ParameterAveraging, methods
 from lightning_sparsecomm.basis import ByLength
+from lightning_sparsecomm.basis.parts import parts_in
 from lightning_sparsecomm.channel import Channel, MomentumCorrection
 from lightning_sparsecomm.exchange import BlockReduce, DenseAllReduce, SketchedTopK
 from lightning_sparsecomm.methods import (
@@ -70,6 +72,24 @@ def test_the_default_is_dgc_then_local_adam_then_gradient_dropping() -> None:
     assert adam is not None
     assert repr(adam.syncs) == repr(local_adam(density, values="few_bits", **summed).syncs)
     assert repr(adam.fallback) == repr(gradient_dropping(ByLength(), values="bfloat16", **options))
+
+
+def _bits(density: float, adam: bool) -> float:
+    """Of each element: its position by the entropy, or in a bitmap; and its value."""
+    position = 1.0 if density >= 0.5 else -density * math.log2(density) - (1 - density) * math.log2(1 - density)
+    return position + density * ((2.5 if density > 0.6 else 1.125) if adam else 3.25)
+
+
+@pytest.mark.parametrize("adam", [False, True])
+@pytest.mark.parametrize(("steps", "every"), [(1000, 2), (2000, 2), (4000, 2), (4000, 4)])
+def test_with_local_steps_the_default_sends_about_as_many_bits(adam: bool, steps: int, every: int) -> None:
+    def density(method: Method) -> float:
+        found = method.fallback if adam else method
+        assert found is not None
+        return next(parts_in(list(found.syncs), ByLength)).for_length(steps)
+
+    seldom, often = _bits(density(default(every=every)), adam) / every, _bits(density(default()), adam)
+    assert 3 / 4 < seldom / often < 8 / 7
 
 
 @pytest.mark.parametrize(
