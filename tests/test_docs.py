@@ -14,6 +14,7 @@ import lightning_sparsecomm
 from lightning_sparsecomm import methods, testing
 from lightning_sparsecomm.basis.parts import parts_in
 from lightning_sparsecomm.basis.schedules import ByLength
+from lightning_sparsecomm.sharing import GradientSync
 
 ROOT = Path(lightning_sparsecomm.__file__).parents[1]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
@@ -125,12 +126,14 @@ def test_there_are_pages_quotes_and_references() -> None:
 
 def test_the_densities_of_the_default_are_those_of_the_code() -> None:
     page = (ROOT / "docs/guide/tune.md").read_text(encoding="utf-8")
-    lengths, _, *rows = re.findall(r"^\| .*|^\|-.*", page.partition("## The default's density")[2], re.MULTILINE)[:4]
-    sgd = methods.default()
-    assert sgd.fallback is not None
-    for row, method in zip(rows, (sgd, sgd.fallback), strict=True):
-        density = next(parts_in(method.syncs, ByLength))
-        for length, said in zip(lengths.split("|")[2:-1], row.split("|")[2:-1], strict=True):
-            exact = 100 * density.for_length(int(length.replace(",", "")))
-            number = said.strip(" %")
-            assert float(number) == pytest.approx(exact, abs=0.501 / 10 ** len(number.partition(".")[2])), row
+    lengths, _, *rows = re.findall(r"^\| .*|^\|-.*", page.partition("## The default's density")[2], re.MULTILINE)[:8]
+    for column, length in enumerate(int(each.replace(",", "")) for each in lengths.split("|")[2:-1]):
+        said = [row.split("|")[2:-1][column].strip(" %") for row in rows]
+        for adam, (density, every, dense) in enumerate((said[:3], said[3:])):
+            for number, method in ((density, methods.default().for_length(length)), (dense, methods.default(every=1))):
+                part = method.fallback if adam else method
+                assert part is not None
+                exact = 100 * next(parts_in(part.syncs, ByLength)).for_length(length)
+                assert float(number) == pytest.approx(exact, abs=0.501 / 10 ** len(number.partition(".")[2]))
+                steps = {sync.every for sync in part.syncs if isinstance(sync, GradientSync)}
+                assert steps == {1 if number is dense else int(every)}

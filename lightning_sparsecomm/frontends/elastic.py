@@ -194,6 +194,7 @@ class ElasticTrainerMixin(LeadingMixin):
         joining = Joining(engine, self._progress, self._follow, samples, records.to_json, records.follow)
         facts = _facts(engine, self.seed)
         facts["the number of training samples"] = str([reader.loading.size for reader in readers])
+        engine.registry.fixed = True
         self.turns = engine.turns = (ReplayedTurns if replaying() else ElasticTurns)(
             *(engine, wire, quorum, joining, facts, self._tell, self._stop),
             self.adapt_steps,

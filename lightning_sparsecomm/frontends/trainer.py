@@ -22,7 +22,7 @@ from lightning_sparsecomm.frontends.uneven import UnevenMixin
 from lightning_sparsecomm.planning.model_layout import ModelLayout
 from lightning_sparsecomm.planning.saving import times_fewer_bytes
 from lightning_sparsecomm.run.announcement import announcement
-from lightning_sparsecomm.run.length import likely_length, warn_of_short_run
+from lightning_sparsecomm.run.length import warn_of_short_run
 from lightning_sparsecomm.run.node_turns import advice
 
 if TYPE_CHECKING:
@@ -39,7 +39,8 @@ class TrainerMixin(UnevenMixin, CheckpointingMixin, DDPStrategy):
 
     To switch from `strategy="ddp"`, change nothing else: the LightningModule, its optimizers, the Trainer's clipping
     and accumulation stay as they are. Two hooks see other gradients: `on_after_backward` finds this rank's own, and
-    `on_before_optimizer_step` the mean of what ranks sent, which with dgc already contains momentum.
+    `on_before_optimizer_step` the mean of what ranks sent, which with dgc already contains momentum. In longer runs the
+    default exchanges every few steps only, and that hook finds this rank's own in between.
 
     >>> import pytorch_lightning as pl
     >>> from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
@@ -117,12 +118,11 @@ class TrainerMixin(UnevenMixin, CheckpointingMixin, DDPStrategy):
         if self._is_trial():
             return
         found = expected(trainer)
-        self.engine.expect(found.left)
-        self.engine.may_end_sooner = found.may_end_sooner
+        self.engine.expect(found.left, found.may_end_sooner)
+        length = self.engine.follow_length()
         get_ready(self, trainer)
         if trainer.is_global_zero:
             warn_of_short_run(self.engine.registry, self.engine.warmup, found.steps, found.epochs)
-            length = likely_length(self.engine.length, self.engine.may_end_sooner)
             fewer = [times_fewer_bytes(self.engine, each, length) for each in self.engine.registry.optimizers]
             registry = self.engine.registry
             lines = announcement(registry, length, self._taking_part, found.estimated, fewer)

@@ -1,5 +1,7 @@
 """The method of `strategy="sparsecomm"`."""
 
+from functools import partial
+
 from lightning_sparsecomm.basis.arguments import check_whole_number
 from lightning_sparsecomm.basis.schedules import ByLength
 from lightning_sparsecomm.methods.adam import local_adam
@@ -7,7 +9,7 @@ from lightning_sparsecomm.methods.dropping import dgc, gradient_dropping
 from lightning_sparsecomm.sharing import Method
 
 
-def default(delay: int = 0, every: int = 1) -> Method:
+def default(delay: int = 0, every: int | None = None) -> Method:
     """The method of `strategy="sparsecomm"`: dgc for SGD, local_adam for Adam and AdamW, else gradient dropping.
 
     The density follows from the run's length, and small tensors are sent more densely. Values take one to three bits,
@@ -15,7 +17,8 @@ def default(delay: int = 0, every: int = 1) -> Method:
     bits. So with any number of ranks there are about 10 times fewer bytes than with ddp in a run of 300 steps, 20 times
     in 1,000 and 50 times in 4,000.
 
-    With `every`, each exchange sends more of the elements, and all together about as many bytes in a run.
+    In longer runs of a Trainer, ranks exchange in every second to fourth step, and more of the elements then, which all
+    together takes about as many bytes. In between, each steps along its own gradients.
 
     With other optimizers, values are bfloat16, and the mean of what ranks select goes the way that costs least.
 
@@ -25,31 +28,61 @@ def default(delay: int = 0, every: int = 1) -> Method:
     Args:
         delay: 1 exchanges while the next step computes, as `dgc` and `local_adam` say; other optimizers wait. 0 waits.
         every: Optimizer steps between two exchanges by SGD, Adam and AdamW, as `dgc` and `local_adam` say; others
-            exchange in each.
+            exchange in each. None lets a Trainer's run choose by its length, at its start: by SGD every second step
+            from 563 steps on, every third from 1,563 and every fourth from 3,063; by Adam and AdamW every second from
+            563 on. All steps exchange with `delay`, in Fabric, between nodes, between replicas that come and go, and
+            where two optimizers hold the same parameter.
 
     Raises:
         ValueError: `delay` is neither 0 nor 1, or `every` no whole number of at least 1, or both are more than that.
     """
-    check_whole_number("every", every, 1, "optimizer steps between two exchanges", "Use 2, for example.")
+    if every is not None:
+        check_whole_number("every", every, 1, "optimizer steps between two exchanges", "Use 2, for example.")
+        return _exchanging(delay, every, every)
+    method = _exchanging(delay, 1, 1)
+    return method if delay else method.following(partial(_for_length))
+
+
+def _for_length(steps: float) -> Method:
+    """The default of a Trainer's run of so many steps."""
+    often = max(1, round((min(steps, _LONG) / 250) ** 0.5))
+    return _exchanging(0, min(often, 4), min(often, 2))
+
+
+# From here on, nothing changes.
+_LONG = 4000.0
+
+
+def _exchanging(delay: int, sgd_every: int, adam_every: int) -> Method:
+    """The default with so many steps between exchanges by SGD, and by Adam and AdamW."""
     others = gradient_dropping(ByLength(), scope="balanced", values="bfloat16", positions="short")
     adam = local_adam(
-        ByLength(0.45, exponent=1.0, least=0.002, most=0.76 if every == 1 else 0.8, steps=round(1000 * every**1.23)),
+        _density(0.45, 1.0, (0.74, 0.77), adam_every, 1.16),
         scope="balanced",
         values="few_bits",
         positions="short",
         exchange="all_reduce",
         rest_bits=8,
         delay=delay,
-        every=every,
+        every=adam_every,
     )
     sgd = dgc(
-        ByLength(0.23, exponent=0.88, least=0.002, most=0.58 if every == 1 else 0.62, steps=round(1000 * every**1.61)),
+        _density(0.23, 0.88, (0.58, 0.62), sgd_every, 1.55),
         scope="balanced",
         values="three_bit",
         positions="short",
         exchange="all_reduce",
         rest_bits=8,
         delay=delay,
-        every=every,
+        every=sgd_every,
     )
     return sgd.with_fallback(adam.with_fallback(others))
+
+
+def _density(after_1000: float, exponent: float, most: tuple[float, float], every: int, growth: float) -> ByLength:
+    """A density that follows the run's length; with local steps that of a run which is `every`^growth times shorter.
+
+    `most` is without local steps, and with them.
+    """
+    steps = round(1000 * every**growth)
+    return ByLength(after_1000, exponent, least=0.002, most=most[every > 1], steps=steps)

@@ -107,7 +107,8 @@ def plan(
         ranks: Number of ranks.
         link: The network between them.
         work: What a rank computes in a step.
-        length: Optimizer steps of the run, which the default method's density follows; infinite where unknown.
+        length: Optimizer steps of the run, which the default method's density and local steps follow; infinite where
+            unknown.
         quality: What may be chosen.
         candidates: Further methods to predict, by name; all recipes by default.
         progress: Called before each rehearsal, with the method's name, its number from 1 on, and how many there are.
@@ -120,7 +121,7 @@ def plan(
     """
     if ranks < 1:
         raise ValueError(f"ranks must be at least 1; got {ranks!r}.")
-    choosable = allowed(quality)
+    choosable = {name: method.for_length(length) for name, method in allowed(quality).items()}
     everything = {BASELINE: methods.dense()} | choosable | dict(known() if candidates is None else candidates)
     # Nothing is sent for parameters that are frozen.
     kinds = [(optimizer, [each for each in named if each[1].requires_grad]) for optimizer, named in kinds]

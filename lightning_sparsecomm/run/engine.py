@@ -14,6 +14,7 @@ from lightning_sparsecomm.run.agreement import Agreement
 from lightning_sparsecomm.run.chooser import Chooser
 from lightning_sparsecomm.run.clipping import check_clipping, check_trainers_clipping, clips_locally
 from lightning_sparsecomm.run.closures import sharing_closure
+from lightning_sparsecomm.run.following import follow
 from lightning_sparsecomm.run.guards import Guards, not_shared
 from lightning_sparsecomm.run.length import likely_length
 from lightning_sparsecomm.run.optimizers import TrackedOptimizer
@@ -90,13 +91,19 @@ class Engine:
         if self.state.averages_buffers:
             self.replicas.keep_untrained()
 
-    def expect(self, steps: float) -> None:
+    def expect(self, steps: float, may_end_sooner: bool = False) -> None:
         """Says how many steps each optimizer has still to make; infinite where unknown. A collective.
 
         If ranks expect different numbers, the least one counts.
         """
-        done = self.registry.steps
-        self.length = self.agreement.on_length(done + steps)
+        self.length, self.may_end_sooner = self.agreement.on_length(self.registry.steps + steps), may_end_sooner
+
+    def follow_length(self) -> float:
+        """Takes the method for the run's length, unless a chooser does; returns the length that densities follow."""
+        length = likely_length(self.length, self.may_end_sooner)
+        if self.chooser is None:
+            follow(self.registry, length)
+        return length
 
     def synchronize(self, optimizer: Optimizer, max_norm: float | None = None) -> None:
         """Shares the gradients of the optimizer's parameters, unless they are shared already.

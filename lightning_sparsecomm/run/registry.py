@@ -39,6 +39,8 @@ class Registry:
         ignored: Identities of the parameters that DDP is told to ignore.
         leading: The optimizer whose exchanges of weights also average buffers; None before the first.
         nodes: Who is on a node with this rank, where methods work between nodes; None where all ranks are alike.
+        fixed: Whether the method stays as it was given, whatever the run's length.
+        followed: The length for which the method was taken, see `follow`; None for none.
     """
 
     def __init__(self, method: Method, wire: Wire, hook: BucketHook | None) -> None:
@@ -49,6 +51,8 @@ class Registry:
         self.optimizers: list[TrackedOptimizer] = []
         self.leading: TrackedOptimizer | None = None
         self.nodes: Nodes | None = None
+        self.fixed = False
+        self.followed: float | None = None
         self._wire = wire
         self._hook = hook
 
@@ -72,7 +76,7 @@ class Registry:
 
     def work_between(self, nodes: Nodes) -> None:
         """Lets methods work between nodes; before the first parameter is exchanged."""
-        self.nodes, self._wire = nodes, nodes.between
+        self.nodes, self._wire, self.fixed = nodes, nodes.between, True
 
     def add_module(self, module: nn.Module) -> None:
         """Adds a module that trains; refuses complex parameters, and sparse gradients that the method cannot take."""

@@ -14,6 +14,7 @@ from lightning_sparsecomm.channel.shared_adam import SharedAdam
 from lightning_sparsecomm.exchange import Exchange
 from lightning_sparsecomm.run.chooser import Chooser
 from lightning_sparsecomm.run.contents import State, scaled
+from lightning_sparsecomm.run.following import follow
 from lightning_sparsecomm.run.inside import hand_out
 from lightning_sparsecomm.run.optimizers import TrackedOptimizer, parameters_of
 from lightning_sparsecomm.run.registry import Registry
@@ -84,6 +85,7 @@ class RunState:
                 self._saved(tracked) | {"shared": saved_gradients(tracked)} for tracked in self._registry.optimizers
             ],
             "leading": None if leading is None else leading.number,
+            "for_length": self._registry.followed,
             "nodes": [] if self._registry.nodes is None else self._registry.nodes.groups,
             "weights": self._replicas.state_dict(not self.broadcasts_buffers) if self.drifts else {},
             # Drifting ranks scale by themselves between exchanges. Without drift, the scale is in the checkpoint.
@@ -107,6 +109,9 @@ class RunState:
         optimizers, dropped, chooser = self._registry.optimizers, [], self._chooser()
         if chooser is not None and "choice" in state:
             chooser.load_state_dict(state["choice"])
+        elif state.get("for_length") is not None:
+            # The form that its run had, also where this one has another length.
+            follow(self._registry, state["for_length"])
         for saved in state["streams"] if not as_many_ranks else []:
             # Means of weights and of what was noted of them may be rounded in other ways.
             for kind in [kind for kind in saved["held"] if kind.rpartition(".")[2] in (NOTED, *self._renewable())]:

@@ -5,10 +5,9 @@ import torch
 from lightning_sparsecomm.basis.ledger import GRADIENTS
 from lightning_sparsecomm.basis.parts import parts_in
 from lightning_sparsecomm.basis.wire import Wire
-from lightning_sparsecomm.run.choice import method_for
+from lightning_sparsecomm.run import following
 from lightning_sparsecomm.run.engine import Engine
 from lightning_sparsecomm.run.optimizers import TrackedOptimizer
-from lightning_sparsecomm.run.registry import chain_of
 from lightning_sparsecomm.sharing.averaging import average_
 from lightning_sparsecomm.sharing.bucket import BucketSync
 from lightning_sparsecomm.sharing.method import Method
@@ -60,24 +59,8 @@ def _average_gradients(tracked: TrackedOptimizer, wire: Wire) -> None:
 
 
 def adopt(engine: Engine, method: Method) -> None:
-    """Goes on with another method, and without what the old one holds: all optimizers choose anew.
-
-    Raises:
-        TypeError, ValueError: The method is not defined for an optimizer; then nothing has changed.
-    """
-    registry, methods = engine.registry, chain_of(method)
-    for tracked in registry.optimizers:
-        # What cannot be used is refused before anything changes.
-        method_for(tracked.optimizer, methods, registry.held_by(tracked.optimizer))
-    registry.methods = methods
-    for tracked in registry.optimizers:
-        if tracked.takeover is not None:
-            tracked.takeover.close()
-        tracked.method, tracked.takeover, tracked.shares, tracked.parts = None, None, {}, []
-        if tracked.members:
-            registry.add_members(tracked, set())
-        else:
-            registry.choose(tracked)
+    """As `following.adopt`, also between methods of which one works in DDP's buckets."""
+    following.adopt(engine.registry, method)
     if engine.hook is not None:
         engine.hook.sync = next(parts_in(method, BucketSync), engine.hook.sync)
     engine.guards.watch_steps(not engine.registry.in_buckets)

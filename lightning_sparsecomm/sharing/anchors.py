@@ -37,15 +37,25 @@ class Anchors:
 
     def check(self, parameters: NamedParameters) -> None:
         """Refuses weights that other code has changed since `note`. Raises `ValueError`."""
-        if not self.apart:
-            return
-        self._set_weights.look(parameters, trained=True)
-        if self._set_weights.found:
+        if changed := self.changed(parameters):
             raise ValueError(
-                "delay must be 0, and every 1, where other code than the optimizer changes weights between two steps;"
-                f" it has changed {next(iter(self._set_weights.found))!r}. Each rank's weights are ahead of the shared"
-                " ones by its own last gradients. Leave both out."
+                "delay must be 0 where other code than the optimizer changes weights between two steps; it has changed"
+                f" {changed[0]!r}. Each rank's weights are ahead of the shared ones by its own last gradients. Leave it"
+                " out."
             )
+
+    def changed(self, parameters: NamedParameters) -> list[str]:
+        """The names of weights that other code has changed since `note`, or since they were found."""
+        if not self.apart:
+            return []
+        self._set_weights.look(parameters, trained=True)
+        found = [name for name, _ in parameters if name in self._set_weights.found]
+        self._set_weights.forget()
+        return found
+
+    def of(self, name: str) -> Tensor:
+        """The shared value of a weight that is ahead."""
+        return self._values[name]
 
     def pairs(self, parameters: NamedParameters) -> list[tuple[Tensor, Tensor]]:
         """Each weight with its anchor; empty where weights are not ahead.

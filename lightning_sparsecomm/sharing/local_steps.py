@@ -1,25 +1,30 @@
 """Gradients that ranks exchange every few steps; in between, each steps along its own."""
 
 import math
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_sparsecomm.basis import Layout, Round, Vector, Wire
+from lightning_sparsecomm.basis import Vector, Wire
 from lightning_sparsecomm.basis.schedules import Every, every_at, every_for
 from lightning_sparsecomm.channel.saved import Saved, add_prefix, pop_named, strip_prefix
 from lightning_sparsecomm.exchange import NonFiniteGradientError
 from lightning_sparsecomm.sharing.adam import show_moments
-from lightning_sparsecomm.sharing.anchors import Anchors
+from lightning_sparsecomm.sharing.ahead import Ahead
 from lightning_sparsecomm.sharing.gradient_share import GradientShare, SharesGradients
 from lightning_sparsecomm.sharing.gradients import NamedParameters
+from lightning_sparsecomm.sharing.hidden_gradients import HiddenGradients
 from lightning_sparsecomm.sharing.share import Turn
 from lightning_sparsecomm.sharing.takeover import learning_rates
 
-# Kinds of state besides those of the channel and of the anchors.
-_AHEAD, _PRESENT = "ahead", "present"
+# Kinds of state besides those of the channel and of the weights.
+_PRESENT, _ALONE = "present", "alone"
+
+# After so many exchanges in which weights had been set, ranks exchange in each step.
+_MOST_SET = 3
 
 
 class SharesSometimes(SharesGradients, Protocol):
@@ -36,8 +41,12 @@ class LocalStepsShare(GradientShare):
         in between:      anchor ← w;   A ← A + η·u;   w ← w − A
 
     u is what enters the residual E: with momentum a velocity, with `LocalAdam` a direction; η is the learning rate. So
-    in between, a rank trains ahead of the anchor by its own u alone. The anchors are equal on all ranks, and are the
-    model that is validated and saved. What residuals hold after the last step moves the weights then.
+    in between, a rank trains ahead of the anchor by its own u alone, which other code finds in `.grad`, and may change.
+    The anchors are equal on all ranks, and are the model that is validated and saved. What residuals hold after the
+    last step moves the weights then.
+
+    Where other code changes weights that are ahead, the next exchange takes over the mean of its changes. A rank that
+    has such changes refuses that exchange, as if a gradient were not finite: so all know, and repeat it.
 
     Source: Basu et al. 2019, Qsparse-local-SGD, algorithm 1, with momentum and moments before the residual, and
     residuals in units of the learning rate.
@@ -46,69 +55,97 @@ class LocalStepsShare(GradientShare):
     sync: SharesSometimes
 
     def __init__(self, sync: SharesSometimes, optimizer: Optimizer, parameters: NamedParameters, wire: Wire) -> None:
-        self._anchors = Anchors()
-        # What weights are ahead of the anchors by, by name.
-        self._ahead: dict[str, Tensor] = {}
+        self._weights, self._hidden = Ahead(), HiddenGradients(optimizer)
         # Which parameters some rank had a gradient for in the last exchange, by name; equal on all ranks.
         self._present: dict[str, bool] = {}
-        self._exchanges, self._ending = True, False
-        self._end = Round(Layout([]))
+        self._turn, self._exchanges = Turn("end", 0), True
+        # Whether the optimizer's next step is this rank's own.
+        self._alone = False
+        # What was not finite since the last exchange.
+        self._nonfinite: str | None = None
         super().__init__(sync, optimizer, parameters, wire)
         self._finishes = sync.finish and self._follows_rate
 
     def extend(self, parameters: NamedParameters) -> None:
         names = {name for name, _ in parameters}
-        if self._anchors.lack(names):
-            # They leave with the shared weights.
-            self._anchors.restore(self.parameters)
-            self._anchors.keep(names)
-            self._ahead = {name: ahead for name, ahead in self._ahead.items() if name in names}
+        if self._weights.anchors.lack(names):
+            self._weights.keep(self.parameters, names)
         super().extend(parameters)
+
+    @property
+    def _ending(self) -> bool:
+        return self._turn.moment == "end"
 
     def due(self, turn: Turn) -> bool:
         if turn.moment == "end":
-            return self.unfinished or self._anchors.apart
+            return self.unfinished or self._weights.anchors.apart
         return super().due(turn)
 
     def prepare(self, turn: Turn) -> None:
-        self._ending = turn.moment == "end"
+        self._turn = turn
+        self._hidden.show()
+        self._weights.look(self.parameters, self._signs)
+        self._bind()
         if self._ending:
             # A run that resumes with no step left has none yet.
-            self._bind()
             if self._finishes:
                 super().prepare(turn)
                 assert self._waiting is not None
                 if self.channel.missing.found_nonfinite(self.layout) is not None:
                     # It spreads to all ranks by the sum.
                     self._waiting.fill_(math.nan)
-                self._end = self._context(turn)
             return
-        self._anchors.check(self.parameters)
-        self._bind()
         every = every_at(every_for(self.sync.every, turn.length), turn.step, turn.epoch)
-        self._exchanges = turn.step % every == 0
+        self._exchanges = turn.step % every == 0 or self._weights.set.times >= _MOST_SET
         self._gradients = self._read()
+        missing = self.channel.missing
+        self._nonfinite = missing.nonfinite
+        if self._exchanges and self._weights.set.changes and missing.nonfinite is None:
+            missing.nonfinite = next(iter(self._weights.set.changes))
+        self._enter()
+
+    def _enter(self) -> None:
         with self.wire.ledger.exchanging():
-            context, settings = self._context(turn), self._settings(turn)
+            context, settings = self._context(self._turn), self._settings(self._turn)
             self.channel.prepare(self._gradients, context, self.wire, settings, sends=self._exchanges)
 
     def exchange(self) -> None:
-        if not self._ending:
+        if self._ending:
+            self._agree()
+            self._finish()
+            return
+        try:
             super().exchange()
-        elif self._waiting is not None:
+        except NonFiniteGradientError:
+            if not self._agree():
+                raise
+            self.channel.abort()
+            self.channel.missing.nonfinite = self._nonfinite
+            self._enter()
             super().exchange()
-            if self._waiting.numel() and bool(self._waiting.isnan().all()):
-                found = Vector(self._waiting, nonfinite_segment=self.channel.missing.found_nonfinite(self.layout))
-                raise NonFiniteGradientError.somewhere(found, self._end, self.wire)
+
+    def _agree(self) -> bool:
+        """Averages what other code has changed in weights that are ahead, if any rank has such changes."""
+        with self.wire.ledger.exchanging():
+            return self._weights.agree(self.parameters, self.wire)
+
+    def _finish(self) -> None:
+        """Averages what waits, if anything does."""
+        if self._waiting is None:
+            return
+        super().exchange()
+        if self._waiting.numel() and bool(self._waiting.isnan().all()):
+            found = Vector(self._waiting, nonfinite_segment=self.channel.missing.found_nonfinite(self.layout))
+            raise NonFiniteGradientError.somewhere(found, self._context(self._turn), self.wire)
 
     def commit(self) -> None:
         if self._ending:
             self._settle()
             return
         names = [name for name, _ in self.parameters]
+        # Before memories commit, which read the gradients that this is written over.
+        entering = [] if self._exchanges else self.channel.residuals[-1].entering()
         with self.wire.ledger.exchanging():
-            if not self._exchanges:
-                self._go_ahead(names)
             exchanged = self.channel.commit()
         if self._adam is not None:
             show_moments(self.optimizer, self.parameters, self._adam)
@@ -117,53 +154,57 @@ class LocalStepsShare(GradientShare):
         if self._exchanges:
             self._present = dict(zip(names, exchanged.present))
             self._count_sent(exchanged)
-            self._ahead = {}
-        here = [self._present.get(name, True) and weight.requires_grad for name, weight in self.parameters]
-        for present, (_, weight) in zip(here, self.parameters):
-            if not (present or self._exchanges):
-                # Or the optimizer would step along this rank's own.
-                weight.grad = None
-        self._write(exchanged if self._exchanges else exchanged._replace(present=here))
+            self._write(exchanged)
+            self._weights.rejoin(self.parameters, warns=self.wire.rank == 0)
+        else:
+            self._write_own(entering or [None] * len(names))
+        self._alone = not self._exchanges
 
-    def _go_ahead(self, names: list[str]) -> None:
-        """Counts this step's part of what weights are ahead by."""
-        entering = self.channel.residuals[-1].entering()
-        rates = learning_rates(self.optimizer, self.parameters)
-        for name, part, rate in zip(names, entering, rates):
-            if part is None:
-                continue
-            if name not in self._ahead:
-                self._ahead[name] = torch.zeros_like(part, dtype=self.channel.dtype)
-            self._ahead[name].add_(part, alpha=rate)
+    def _write_own(self, entering: Sequence[Tensor | None]) -> None:
+        """Writes what this rank steps along to `.grad`; none where no rank had a gradient, or the weight is frozen."""
+        for part, (name, weight) in zip(entering, self.parameters):
+            if not (self._present.get(name, True) and weight.requires_grad):
+                weight.grad = None
+            elif part is None:
+                weight.grad = torch.zeros_like(weight)
+            elif weight.grad is None:
+                weight.grad = part.to(weight.dtype, copy=True).view(weight.shape)
+            else:
+                weight.grad.copy_(part)
 
     def before_update(self) -> None:
-        self._anchors.restore(self.parameters)
+        self._weights.look(self.parameters, self._signs)
+        self._weights.anchors.restore(self.parameters)
+        if self._alone:
+            for (name, weight), rate in zip(self.parameters, learning_rates(self.optimizer, self.parameters)):
+                if weight.grad is not None:
+                    self._weights.add(name, weight.grad, rate, self.channel.dtype)
+            self._hidden.hide(weight for _, weight in self.parameters)
 
     def after_update(self) -> None:
-        if not self._ahead:
-            return
+        self._hidden.show()
+        self._alone = False
         with self.wire.ledger.exchanging(), torch.no_grad():
-            signs = self._signs()
-            self._anchors.take(self.parameters)
-            for name, weight in self.parameters:
-                if name in self._ahead:
-                    weight.detach().sub_(self._ahead[name].to(weight.dtype), alpha=signs[name])
-            self._anchors.note(self.parameters)
+            self._weights.leave(self.parameters, self._signs)
 
     def abort(self) -> None:
         """Sets the weights to the anchors; residuals hold what ranks have trained since the last exchange."""
         super().abort()
-        self._ending = False
-        self._ahead = {}
-        self._anchors.restore(self.parameters)
+        self._hidden.show()
+        self._alone = False
+        self._weights.drop(self.parameters)
 
     def shared_weights(self) -> list[tuple[Tensor, Tensor]]:
-        return self._anchors.pairs(self.parameters)
+        return self._weights.anchors.pairs(self.parameters)
 
     def state_dict(self) -> Saved:
-        ours = {**self._anchors.state_dict(), _AHEAD: self._ahead}
+        names = [name for name, _ in self.parameters]
+        ours = self._weights.state_dict(names)
         if not all(self._present.values()):
             ours[_PRESENT] = {name: torch.tensor(here) for name, here in self._present.items()}
+        if self._alone:
+            # A save between the gradients and the optimizer's step.
+            ours[_ALONE] = {name: torch.tensor(True) for name in names[:1]}
         kinds = {f"local steps, {kind}": parts for kind, parts in ours.items() if parts}
         return super().state_dict() | add_prefix(type(self.sync).__name__, kinds)
 
@@ -174,16 +215,15 @@ class LocalStepsShare(GradientShare):
             parts = pop_named(ours, f"local steps, {kind}", list(weights))
             return {name: part.to(weights[name].device, copy=True) for name, part in parts.items()}
 
-        self._anchors.load_state_dict(taken, self.parameters)
-        self._ahead = taken(_AHEAD)
+        self._weights.load_state_dict(taken, self.parameters)
         self._present = {name: bool(here) for name, here in taken(_PRESENT).items()}
+        self._alone = bool(taken(_ALONE))
         super().load_state_dict(saved)
 
     def _settle(self) -> None:
         """Moves the shared weights by the mean of what waits in residuals."""
-        waiting, self._ending = self._waiting, False
-        self._anchors.restore(self.parameters)
-        self._ahead = {}
+        waiting = self._waiting
+        self._weights.rejoin(self.parameters, warns=self.wire.rank == 0)
         if waiting is not None:
             self._forget_waiting()
             self._move(waiting)

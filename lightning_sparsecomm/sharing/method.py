@@ -3,7 +3,7 @@
 import copy
 import functools
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch.nn import Parameter
@@ -40,6 +40,9 @@ class Method(Part):
         ValueError: There is no sync; a `BucketSync` has other syncs or a fallback beside it; or several syncs have
             `rest=True`.
     """
+
+    by_length: Callable[[float], "Method"] | None = None
+    """Makes the method that a run of so many steps uses instead, at its start; None for one that fits any length."""
 
     call: str | None = None
     """How a recipe was called, such as `dgc(density=0.01)`; None for a method composed by hand."""
@@ -104,10 +107,20 @@ class Method(Part):
         method.fallback = fallback
         return method
 
+    def for_length(self, steps: float) -> "Method":
+        """The method of a run of so many optimizer steps, infinite where unknown; itself unless it depends on that."""
+        return self if self.by_length is None else self.by_length(steps)
+
+    def following(self, by_length: Callable[[float], "Method"]) -> "Method":
+        """The same method, for which a run uses what `by_length` makes of its number of steps, where it can."""
+        method = copy.copy(self)
+        method.by_length = by_length
+        return method
+
     def with_syncs(self, syncs: Sequence[Sync]) -> "Method":
         """The same method with other syncs, and without fallback."""
         method = copy.copy(self)
-        method.syncs, method.fallback = tuple(syncs), None
+        method.syncs, method.fallback, method.by_length = tuple(syncs), None, None
         return method
 
     def __repr__(self) -> str:

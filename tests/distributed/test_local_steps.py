@@ -169,3 +169,63 @@ def test_gradients_that_are_missing(tmp_path: Path, gaps: str) -> None:
             weights -= 0.1 * velocity
         for _, end in ranks:
             np.testing.assert_allclose(end, weights, rtol=1e-4, atol=1e-3)
+
+
+def _with_sets(rank: int, method: Any, who: list[int], again: bool) -> tuple[list[bytes], np.ndarray]:
+    """Code beside the optimizer sets the second tensor, on some ranks; else as `_with_gaps`."""
+    module = Parameters()
+    engine = Engine(method, Wire())
+    engine.registry.add_module(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    second, shared = list(module.parameters())[1], []
+    for step, gradient in zip(range(10), gradients_of(rank)):
+        for parameter, part in zip(module.parameters(), torch.from_numpy(gradient).split(SIZES)):
+            parameter.grad = part.clone().view(parameter.shape)
+        with engine.stepping(optimizer):
+            engine.synchronize(optimizer)
+            optimizer.step()
+        if rank in who and (step == 1 or again):
+            with torch.no_grad():
+                second.copy_(torch.full_like(second, 0.25))
+        engine.replicas.view_shared()
+        shared.append(flat(parameter.detach() for parameter in module.parameters()).tobytes())
+        engine.replicas.view_own()
+    engine.settle()
+    engine.close()
+    return shared, flat(parameter.detach() for parameter in module.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:other code than the optimizer has changed")
+@pytest.mark.parametrize("who", [[0, 1, 2], [1]])
+def test_weights_that_are_set_amid_local_steps(tmp_path: Path, who: list[int]) -> None:
+    """The shared weights move by the mean of what ranks have set, after the next exchange."""
+    method = dgc(1.0, warmup_steps=0, every=3)
+    ranks = run_ranks(tmp_path, WORLD_SIZE, _with_sets, method, who, False)
+    assert ranks[0][0] == ranks[1][0] == ranks[2][0]
+    # All is sent in steps 0, 3, 6 and 9. So each rank's own weights are those of its own velocities since.
+    weights = np.zeros((WORLD_SIZE, sum(SIZES)))
+    velocities, second = np.zeros_like(weights), slice(SIZES[0], SIZES[0] + SIZES[1])
+    shared, change, waiting = np.zeros(sum(SIZES)), np.zeros(sum(SIZES)), np.zeros_like(weights)
+    for step in range(10):
+        for rank in range(WORLD_SIZE):
+            velocities[rank] = 0.9 * velocities[rank] + gradients_of(rank)[step]
+        waiting += 0.1 * velocities
+        if step % 3 == 0:
+            shared = shared + change - waiting.mean(0)
+            change, waiting = np.zeros(sum(SIZES)), np.zeros_like(weights)
+        if step == 1:
+            for rank in who:
+                change[second] += (0.25 - (shared - waiting[rank])[second]) / WORLD_SIZE
+        np.testing.assert_allclose(np.frombuffer(ranks[0][0][step], np.float32), shared, rtol=1e-4, atol=1e-3)
+    for _, end in ranks:
+        np.testing.assert_allclose(end, shared, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:other code than the optimizer has changed")
+@pytest.mark.parametrize("method", [dgc(0.3, warmup_steps=0, every=3), dgc(0.3, exchange="gather", every=3)])
+def test_weights_that_are_set_in_each_step_are_those_that_all_share(tmp_path: Path, method: Any) -> None:
+    """From the third exchange on, ranks exchange in each step, and each finds the weights as all have set them."""
+    ranks = run_ranks(tmp_path, WORLD_SIZE, _with_sets, method, [0, 1, 2], True)
+    assert ranks[0][0] == ranks[1][0] == ranks[2][0]
+    after = np.frombuffer(ranks[0][0][9], np.float32)[SIZES[0] : SIZES[0] + SIZES[1]]
+    np.testing.assert_array_equal(after, np.float32(0.25))

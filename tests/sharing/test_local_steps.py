@@ -1,5 +1,6 @@
 """Gradients exchanged every few steps; here of one rank."""
 
+import contextlib
 import copy
 import math
 import re
@@ -132,13 +133,134 @@ def test_an_error_leaves_the_weights_that_all_share() -> None:
     torch.testing.assert_close(training.own(), whole.own())
 
 
-@pytest.mark.usefixtures("wire")
-def test_weights_that_other_code_changes_are_refused() -> None:
-    training = trained(dgc(0.3, every=4), SGD, 2)
+def clamped(training: Training, bound: float = 0.1) -> None:
     with torch.no_grad():
-        training.module.weight.clamp_(-0.1, 0.1)
-    with pytest.raises(ValueError, match=r"every 1, where other code .* has changed 'weight'"):
-        training.train(*drawn(2))
+        training.module.weight.clamp_(-bound, bound)
+
+
+@pytest.mark.filterwarnings("ignore:other code than the optimizer")
+@pytest.mark.usefixtures("wire")
+@pytest.mark.parametrize(("kind", "method"), [(SGD, lambda **o: dgc(warmup_steps=0, **o)), (AdamW, local_adam)])
+def test_what_other_code_sets_weights_to_becomes_theirs(kind: Any, method: Callable[..., Method]) -> None:
+    """One rank that sends everything steps as if it exchanged each time, also from weights that were set."""
+    ends = []
+    for every in (1, 4):
+        training = Training(method(density=1.0, every=every), kind, weight_decay=0.0)
+        for step in range(9):
+            training.train(*drawn(step))
+            if step in (1, 6):
+                with torch.no_grad():
+                    training.module.weight.copy_(drawn(99)[0])
+        ends.append(training.own())
+    torch.testing.assert_close(ends[1], ends[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("wire")
+def test_where_weights_are_set_again_and_again_each_step_exchanges() -> None:
+    training, equal = Training(dgc(0.3, every=3), SGD), []
+    for step in range(13):
+        with (
+            pytest.warns(UserWarning, match="changed 1 .* such as 'weight'") if step == 3 else contextlib.nullcontext()
+        ):
+            training.train(*drawn(step))
+        equal.append(torch.equal(training.own()[:20], training.shared()[:20]))
+        clamped(training)
+    # Found by the exchanges of steps 3, 6 and 9.
+    assert equal == [True, False, False] * 3 + [True] * 4
+    assert training.own()[:20].abs().max() <= 0.1
+
+
+@pytest.mark.filterwarnings("ignore:other code than the optimizer")
+@pytest.mark.usefixtures("wire")
+@pytest.mark.parametrize("steps", [2, 3])
+def test_a_run_resumes_after_weights_were_set_amid_local_steps(steps: int) -> None:
+    def going_on(training: Training, first: int, end: int) -> Training:
+        for step in range(first, end):
+            training.train(*drawn(step))
+            if step == 1:
+                clamped(training)
+        return training
+
+    method = dgc(0.3, every=4)
+    whole = going_on(Training(method, SGD, momentum=0.9), 0, 6)
+    saved = going_on(Training(method, SGD, momentum=0.9), 0, steps).saved()
+    resumed = Training(method, SGD, momentum=0.9)
+    resumed.load(saved)
+    going_on(resumed, steps, 6)
+    assert torch.equal(resumed.own(), whole.own())
+    assert torch.equal(resumed.shared(), whole.shared())
+
+
+@pytest.mark.filterwarnings("ignore:other code than the optimizer")
+@pytest.mark.usefixtures("wire")
+def test_what_was_set_after_the_last_exchange_is_kept_at_the_end_of_training() -> None:
+    training = trained(dgc(1.0, warmup_steps=0, every=4), SGD, 2)
+    with torch.no_grad():
+        training.module.weight.fill_(0.25)
+    training.engine.settle()
+    torch.testing.assert_close(training.module.weight.detach(), torch.full((4, 5), 0.25))
+
+
+@pytest.mark.usefixtures("wire")
+def test_a_gradient_that_is_not_finite_is_still_refused_where_weights_were_set() -> None:
+    training = trained(dgc(0.3, every=3), SGD, 1)
+    weight, bias = drawn(1)
+    bias[0] = math.nan
+    training.train(weight, bias)
+    training.train(*drawn(2))
+    clamped(training)
+    with pytest.raises(NonFiniteGradientError, match="'bias'"):
+        training.train(*drawn(3))
+
+
+@pytest.mark.usefixtures("wire")
+@pytest.mark.parametrize(
+    ("method", "kind", "options"),
+    [
+        (dgc(0.3, every=3), SGD, {"momentum": 0.9, "weight_decay": 0.1}),
+        (dgc(0.3, every=3), SGD, {"weight_decay": 0.1}),
+        (local_adam(0.3, every=3), AdamW, {"weight_decay": 0.1}),
+    ],
+)
+def test_grad_shows_what_a_rank_steps_along_and_hooks_can_change_it(
+    method: Method, kind: Any, options: dict[str, Any]
+) -> None:
+    training = trained(method, kind, 1, **options)
+    before, shared = training.own(), training.shared()
+    training.module.weight.grad, training.module.bias.grad = drawn(1)
+    with training.engine.stepping(training.optimizer):
+        training.engine.synchronize(training.optimizer)
+        for parameter in training.module.parameters():
+            assert parameter.grad is not None
+            parameter.grad *= 0.5
+        along = torch.cat([each.grad.flatten() for each in training.module.parameters()])  # type: ignore[union-attr]
+        training.optimizer.step()
+    assert along.abs().min() > 0
+    after = torch.cat([each.grad.flatten() for each in training.module.parameters()])  # type: ignore[union-attr]
+    assert torch.equal(after, along)
+    # Decay moves the shared weights; what hooks have left of a rank's own step, its own.
+    torch.testing.assert_close(training.shared() - training.own(), 0.1 * along)
+    assert not torch.equal(training.shared(), shared)
+    assert not torch.equal(training.own(), before)
+
+
+class WritesGradients(SGD):
+    """Adds to gradients in place, as old optimizers do."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for weight in group["params"]:
+                weight.sub_(weight.grad.add_(1.0), alpha=group["lr"])
+
+
+@pytest.mark.usefixtures("wire")
+def test_an_optimizer_of_the_user_s_own_may_write_to_gradients() -> None:
+    training = trained(dgc(1.0, warmup_steps=0, every=3), WritesGradients, 1, momentum=0.0)
+    shared, along = training.shared(), torch.cat([each.flatten() for each in drawn(1)])
+    training.train(*drawn(1))
+    torch.testing.assert_close(training.shared(), shared - 0.1)
+    torch.testing.assert_close(training.own(), shared - 0.1 - 0.1 * along)
 
 
 @pytest.mark.usefixtures("wire")

@@ -1,0 +1,42 @@
+"""Takes another method for a run: before the first step, the one for its length; or any other between two steps."""
+
+from lightning_sparsecomm.run.choice import method_for
+from lightning_sparsecomm.run.optimizers import parameters_of
+from lightning_sparsecomm.run.registry import Registry, chain_of
+from lightning_sparsecomm.sharing.method import Method
+
+
+def follow(registry: Registry, length: float) -> None:
+    """Takes the method for a run's length, see `Method.for_length`, unless the run has begun.
+
+    The method stays as it is where it is `Registry.fixed`, and where two optimizers hold the same parameter, as ranks
+    cannot step by themselves there.
+    """
+    held = [id(parameter) for tracked in registry.optimizers for parameter in parameters_of(tracked.optimizer)]
+    begun = any(tracked.steps or tracked.shares for tracked in registry.optimizers)
+    method = registry.methods[0].for_length(length)
+    if method is registry.methods[0] or registry.fixed or begun or len(set(held)) < len(held):
+        return
+    adopt(registry, method)
+    registry.followed = length
+
+
+def adopt(registry: Registry, method: Method) -> None:
+    """Goes on with another method, and without what the old one holds: all optimizers choose anew.
+
+    Raises:
+        TypeError, ValueError: The method is not defined for an optimizer; then nothing has changed.
+    """
+    methods = chain_of(method)
+    for tracked in registry.optimizers:
+        # What cannot be used is refused before anything changes.
+        method_for(tracked.optimizer, methods, registry.held_by(tracked.optimizer))
+    registry.methods = methods
+    for tracked in registry.optimizers:
+        if tracked.takeover is not None:
+            tracked.takeover.close()
+        tracked.method, tracked.takeover, tracked.shares, tracked.parts = None, None, {}, []
+        if tracked.members:
+            registry.add_members(tracked, set())
+        else:
+            registry.choose(tracked)

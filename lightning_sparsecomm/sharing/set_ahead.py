@@ -1,0 +1,64 @@
+"""What the user changes in weights that are ahead of the shared ones: clamped, pruned, or initialized anew."""
+
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_sparsecomm.basis import Wire
+from lightning_sparsecomm.sharing.averaging import averaged
+from lightning_sparsecomm.sharing.set_weights import SetWeights
+
+_AMID = -1
+
+
+class SetAhead:
+    """Keeps changes of weights that are no training, until ranks take their mean over into the shared weights.
+
+    A rank's own weights are anchor + change − what training is ahead by. With the next exchange, the mean of changes
+    moves the anchors, so what all ranks set to one value becomes that value.
+
+    Attributes:
+        changes: This rank's, by parameter name.
+        times: In how many exchanges there were changes on some rank; equal on all ranks.
+    """
+
+    def __init__(self) -> None:
+        self.changes: dict[str, Tensor] = {}
+        self.times = 0
+
+    def note(self, name: str, weight: Tensor, before: Tensor) -> None:
+        """Takes in that a weight, which training had left at `before`, has another value now."""
+        change = weight.detach() - before
+        if name in self.changes:
+            change += self.changes[name]
+        self.changes[name] = change
+
+    def keep(self, names: Collection[str]) -> None:
+        """Forgets others than these."""
+        self.changes = {name: change for name, change in self.changes.items() if name in names}
+
+    def agree(self, weights: Mapping[str, Tensor], wire: Wire) -> list[str]:
+        """The names of weights that some rank has changed, in their order here, equal on all ranks. A collective."""
+        found = SetWeights()
+        found.found = dict.fromkeys(self.changes, _AMID)
+        device = next(iter(weights.values())).device
+        return sorted(found.agree(list(weights), wire, device), key=list(weights).index)
+
+    def means(self, names: Sequence[str], weights: Mapping[str, Tensor], wire: Wire) -> dict[str, Tensor]:
+        """The mean over ranks of the changes of these weights; zero for a rank that has none. A collective."""
+        own = [self.changes.get(name, torch.zeros_like(weights[name])) for name in names]
+        return dict(zip(names, averaged(own, wire)))
+
+    def warn(self, means: Mapping[str, Tensor]) -> None:
+        """Says once what becomes of the changes."""
+        if not self.times:
+            warnings.warn(
+                f"other code than the optimizer has changed {len(means)} parameter(s) between two steps, such as"
+                f" {next(iter(means))!r}, while each rank was training by itself. Ranks take over the mean of these"
+                f" changes with their next exchange: {sum(map(Tensor.numel, means.values())):,} elements, sent whole."
+                " From the third time on they exchange in each step. every=1, as in methods.default(every=1), does so"
+                " from the start.",
+                stacklevel=2,
+            )

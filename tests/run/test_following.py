@@ -1,0 +1,144 @@
+"""Methods that depend on the run's length; here of one rank."""
+
+import copy
+import math
+import pickle
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW, RMSprop
+
+from lightning_sparsecomm.basis import Wire
+from lightning_sparsecomm.basis.parts import parts_in
+from lightning_sparsecomm.methods import default, dense, dgc
+from lightning_sparsecomm.run.engine import Engine
+from lightning_sparsecomm.sharing import GradientSync, Method
+
+FOLLOWING = dgc(0.5, warmup_steps=0).following(lambda steps: dgc(0.5, warmup_steps=0, every=2 if steps > 10 else 1))
+
+
+def engine_of(method: Method, *kinds: Any, length: float = 100, **options: Any) -> tuple[Engine, nn.Module]:
+    engine, module = Engine(method, Wire()), nn.Linear(3, 4)
+    engine.registry.add_module(module)
+    for kind in kinds:
+        engine.register(kind(module.parameters(), lr=0.1, **options))
+    engine.expect(length)
+    return engine, module
+
+
+def every(engine: Engine) -> set[object]:
+    methods = [tracked.method for tracked in engine.registry.optimizers]
+    return {sync.every for sync in parts_in(methods, GradientSync)}
+
+
+def train(engine: Engine, module: nn.Module, steps: int) -> None:
+    (tracked,) = engine.registry.optimizers
+    for _ in range(steps):
+        generator = torch.Generator().manual_seed(tracked.steps)
+        for parameter in module.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        with engine.stepping(tracked.optimizer):
+            engine.synchronize(tracked.optimizer)
+            tracked.optimizer.step()
+
+
+@pytest.mark.usefixtures("wire")
+@pytest.mark.parametrize(
+    ("kind", "length", "expected"),
+    [
+        (SGD, 300, 1),
+        (SGD, 562, 1),
+        (SGD, 563, 2),
+        (SGD, 1563, 3),
+        (SGD, 3063, 4),
+        (SGD, 1e6, 4),
+        (SGD, math.inf, 4),
+        (AdamW, 562, 1),
+        (AdamW, 563, 2),
+        (AdamW, 1e6, 2),
+        (RMSprop, 1e4, 1),
+    ],
+)
+def test_steps_between_exchanges_follow_the_length(kind: Any, length: float, expected: int) -> None:
+    engine, module = engine_of(default(), kind, length=length)
+    assert every(engine) == {1}
+    assert engine.follow_length() == length
+    assert every(engine) == {expected}
+    train(engine, module, 1)
+    assert every(engine) == {expected}
+
+
+@pytest.mark.usefixtures("wire")
+def test_a_run_that_may_end_sooner_has_a_likely_length() -> None:
+    engine, _ = engine_of(default(), SGD, length=1e6)
+    engine.expect(1e6, may_end_sooner=True)
+    assert engine.follow_length() == 5000
+
+
+@pytest.mark.usefixtures("wire")
+@pytest.mark.parametrize("method", [default(every=3), default(delay=1), dgc(0.1), dense()], ids=repr)
+def test_what_was_given_stays(method: Method) -> None:
+    engine, _ = engine_of(method, SGD)
+    before = every(engine)
+    engine.follow_length()
+    assert every(engine) == before
+    assert engine.registry.followed is None
+
+
+@pytest.mark.usefixtures("wire")
+def test_a_run_that_has_begun_keeps_its_method() -> None:
+    engine, module = engine_of(FOLLOWING, SGD)
+    train(engine, module, 1)
+    engine.follow_length()
+    assert every(engine) == {1}
+
+
+@pytest.mark.usefixtures("wire")
+def test_where_ranks_cannot_step_by_themselves_each_step_exchanges() -> None:
+    engine, _ = engine_of(FOLLOWING, SGD, SGD)
+    engine.follow_length()
+    assert every(engine) == {1}
+    engine, _ = engine_of(FOLLOWING, SGD)
+    engine.registry.fixed = True
+    engine.follow_length()
+    assert every(engine) == {1}
+
+
+@pytest.mark.usefixtures("wire")
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_run_that_resumes_keeps_its_method_whatever_its_length(momentum: float) -> None:
+    whole, module = engine_of(FOLLOWING, SGD, momentum=momentum)
+    whole.follow_length()
+    train(whole, module, 4)
+    saved, weights = copy.deepcopy(whole.state.state_dict()), copy.deepcopy(module.state_dict())
+    of_optimizer = copy.deepcopy(whole.registry.optimizers[0].optimizer.state_dict())
+    train(whole, module, 3)
+
+    resumed, again = engine_of(FOLLOWING, SGD, momentum=momentum)
+    again.load_state_dict(weights)
+    resumed.registry.optimizers[0].optimizer.load_state_dict(of_optimizer)
+    resumed.restart()
+    assert not resumed.state.load_state_dict(saved, as_many_ranks=True)
+    # Eight in all, for which a new run would exchange in each.
+    resumed.expect(4)
+    resumed.follow_length()
+    assert every(resumed) == {2}
+    train(resumed, again, 3)
+    for one, other in zip(module.parameters(), again.parameters()):
+        assert torch.equal(one, other)
+
+
+def test_methods_that_follow_the_length_travel_to_other_processes() -> None:
+    method = pickle.loads(pickle.dumps(default()))
+    assert repr(method.for_length(1000)) == repr(default().for_length(1000))
+    assert repr(method) == repr(default())
+    assert default(every=2).for_length(4000).syncs[0].every == 2
+
+
+def test_the_parts_of_a_method_do_not_follow_the_length() -> None:
+    method = dgc(0.1).following(partial(dgc, 0.1))
+    assert method.with_syncs(method.syncs).by_length is None
+    assert dgc(0.1).for_length(10).by_length is None
