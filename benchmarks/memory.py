@@ -33,18 +33,26 @@ ROWS: dict[str, Callable[[], Method] | None] = {
     "sketched_sgd(0.001)": lambda: methods.sketched_sgd(0.001),
     "s2_reducer()": methods.s2_reducer,
     "sbc1()": methods.sbc1,
+    "default(), 300 steps": methods.default,
+    "default(every=1), 4,000 steps": lambda: methods.default(every=1),
+    "default(every=4), 4,000 steps": lambda: methods.default(every=4),
 }
 
 LAYERS = 4
 STEPS = 3
 SAMPLES = 8
 
+LENGTHS = {"default(), 300 steps": 300}
+"""Steps of the run that the first ones belong to, which densities follow; 4,000 where not named."""
+
 
 def peak_bytes(row: str, ranks: int, width: int) -> int:
     """Rank 0's peak memory in its first steps, with a model of `LAYERS` · `width`² parameters."""
     method = ROWS[row]
     strategy: DDPStrategy = (
-        DDPStrategy(start_method="fork") if method is None else SparseCommStrategy(method=method(), start_method="fork")
+        DDPStrategy(start_method="fork")
+        if method is None
+        else SparseCommStrategy(method=method(), start_method="fork", length=LENGTHS.get(row, 4000))
     )
     fabric = Fabric(strategy=strategy, accelerator="cpu", devices=ranks)
     with tempfile.TemporaryDirectory() as directory:

@@ -118,6 +118,11 @@ class ErrorFeedback(Memory):
         steps = given.steps or [None] * len(given.parts)
         return [None if part is None else _entering(part, step, given.scale) for part, step in zip(given.parts, steps)]
 
+    def amend(self, index: int, change: Tensor) -> None:
+        """Adds to a segment as if what entered it in the last round, in which nothing was sent, had held this too."""
+        part = self.held["residual"].parts[index]
+        part.add_(change.view(part.shape), alpha=self._applied[index] if self._applied else 1.0)
+
     def _take_out_unapplied(self, taken_in: Contribution, present: Sequence[bool]) -> None:
         """Where the unit is above the learning rate, E has taken in the gradient as if at the unit."""
         steps = taken_in.steps or [None] * len(taken_in.parts)

@@ -45,6 +45,13 @@ def expected(trainer: "pl.Trainer") -> Expected:
     return Expected(steps, epochs, max(0, math.ceil(left)) if left < math.inf else left, not automatic, sooner)
 
 
+def place_in_epochs(trainer: "pl.Trainer") -> tuple[float, bool]:
+    """Epochs finished, with a fraction if their length is known, and whether this batch is the last of its epoch."""
+    batches = trainer.num_training_batches
+    done = trainer.fit_loop.epoch_loop.batch_idx / batches if 0 < batches < math.inf else 0.0
+    return trainer.current_epoch + done, trainer.is_last_batch
+
+
 def steps_left(trainer: "pl.Trainer", done: int, batches: float, later: int) -> float:
     """Steps that each optimizer has still to make where epochs are unequally long; infinite where unknown.
 

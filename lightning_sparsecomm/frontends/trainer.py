@@ -1,6 +1,5 @@
 """The strategy for a Trainer. The bindings combine it with the DDPStrategy of their package."""
 
-import math
 import pickle
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +14,7 @@ from lightning_sparsecomm.basis.groups import broadcast_object
 from lightning_sparsecomm.basis.ledger import LIGHTNING, Collective
 from lightning_sparsecomm.basis.wire import Waiting
 from lightning_sparsecomm.frontends.checkpointing import CheckpointingMixin
-from lightning_sparsecomm.frontends.expected import expected
+from lightning_sparsecomm.frontends.expected import expected, place_in_epochs
 from lightning_sparsecomm.frontends.reporting import announce, get_ready, profile_of
 from lightning_sparsecomm.frontends.stopping import StopQuestion
 from lightning_sparsecomm.frontends.uneven import UnevenMixin
@@ -144,17 +143,13 @@ class TrainerMixin(UnevenMixin, CheckpointingMixin, DDPStrategy):
             self.engine.reunite()  # Each rank has averaged its own weights.
             return result
         engine = self.engine
-        engine.epoch = self._epoch()
+        engine.epoch, last = place_in_epochs(self._trainer)
+        # With uneven inputs, not all ranks know it.
+        engine.ends_epoch = last and not self.uneven_inputs
         with engine.stepping(optimizer):
             result = super().optimizer_step(optimizer, engine.closure(optimizer, closure), model, **kwargs)
         self._idle_since = time.monotonic()
         return result
-
-    def _epoch(self) -> float:
-        """Epochs finished, including a fraction if the length of an epoch is known."""
-        batches = self._trainer.num_training_batches
-        done = self._trainer.fit_loop.epoch_loop.batch_idx / batches if 0 < batches < math.inf else 0.0
-        return self._trainer.current_epoch + done
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._chooser is not None:

@@ -51,7 +51,7 @@ def _run(method: Method, length: float, estimated: bool) -> str:
     every = max((each for each in found if isinstance(each, int)), default=1)
     if length == math.inf:
         return f"in {'each step' if every == 1 else f'one of {every} steps'} of a run of unknown length"
-    steps = f"in {'each' if every == 1 else f'{math.ceil(length / every):,}'} of {length:,.0f} steps"
+    steps = f"in {'each' if every == 1 else f'at least {math.ceil(length / every):,}'} of {length:,.0f} steps"
     return steps + " (if each batch makes one)" * estimated
 
 

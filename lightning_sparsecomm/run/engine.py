@@ -44,7 +44,7 @@ class Engine:
         max_norm, clips_by_value: The Trainer's clipping, for methods that clip each rank's own gradient.
         turns: How shares exchange; by default, between all ranks of the run.
         chooser: May choose other methods while the run goes on; None for one method.
-        epoch: Epochs finished, including a fraction.
+        epoch, ends_epoch: Epochs finished, including a fraction; whether one ends with this step, on all ranks.
         warmup: Replaces the method's densities early in training; None for no such warm-up.
         length: Steps of each optimizer in the whole run, equal on all ranks; infinite where unknown.
         may_end_sooner: Whether the run may be far shorter than that, as with early stopping.
@@ -65,7 +65,7 @@ class Engine:
         self.check_replicas_every = check_replicas_every
         self.max_norm: float | None = None
         self.chooser: Chooser | None = None
-        self.epoch, self.clips_by_value = 0.0, False
+        self.epoch, self.clips_by_value, self.ends_epoch = 0.0, False, False
         self.warmup: Warmup | None = None
         self.length, self.may_end_sooner = math.inf, False
         self.scaling = LossScaling(scaler) if scaler is not None else None
@@ -90,6 +90,8 @@ class Engine:
         """Call it when a module has become equal on all ranks."""
         if self.state.averages_buffers:
             self.replicas.keep_untrained()
+        elif self.hook is None:
+            self.replicas.bystanders.mark()
 
     def expect(self, steps: float, may_end_sooner: bool = False) -> None:
         """Says how many steps each optimizer has still to make; infinite where unknown. A collective.
@@ -206,6 +208,8 @@ class Engine:
         if any(tracked.steps for tracked in optimizers) and self.state.averages_buffers:
             last = self._turn(optimizers[0], "end", max(optimizers[0].steps - 1, 0))
             self.turns.settle_buffers(optimizers[0], last)
+        elif self.state.drifts:
+            self.replicas.bystanders.average()
         self.replicas.settle()
         self.agreement.on_weights([(each.steps, {id(p): p for _, p in each.parameters}) for each in optimizers])
         if self.state.drifts:
@@ -261,7 +265,8 @@ class Engine:
 
     def _turn(self, tracked: TrackedOptimizer, moment: Moment, step: int) -> Turn:
         length = likely_length(self.length, self.may_end_sooner)
-        return Turn(moment, step, self.epoch, self.seed, self.warmup, tracked.norm, tracked.max_norm, length)
+        norm, max_norm = tracked.norm, tracked.max_norm
+        return Turn(moment, step, self.epoch, self.seed, self.warmup, norm, max_norm, length, self.ends_epoch)
 
     def _after_step(self, tracked: TrackedOptimizer) -> None:
         for share in tracked.shares.values():

@@ -4,18 +4,21 @@ from lightning_sparsecomm.run.choice import method_for
 from lightning_sparsecomm.run.optimizers import parameters_of
 from lightning_sparsecomm.run.registry import Registry, chain_of
 from lightning_sparsecomm.sharing.method import Method
+from lightning_sparsecomm.sharing.own_step import steps_as_torch
 
 
 def follow(registry: Registry, length: float) -> None:
     """Takes the method for a run's length, see `Method.for_length`, unless the run has begun.
 
-    The method stays as it is where it is `Registry.fixed`, and where two optimizers hold the same parameter, as ranks
-    cannot step by themselves there.
+    The method stays as it is where ranks cannot step by themselves: where it is `Registry.fixed`, where two optimizers
+    hold the same parameter, and where an optimizer has a step of its own, which may change gradients.
     """
     held = [id(parameter) for tracked in registry.optimizers for parameter in parameters_of(tracked.optimizer)]
-    begun = any(tracked.steps or tracked.shares for tracked in registry.optimizers)
+    begun = any(tracked.steps for tracked in registry.optimizers)
     method = registry.methods[0].for_length(length)
     if method is registry.methods[0] or registry.fixed or begun or len(set(held)) < len(held):
+        return
+    if not all(steps_as_torch(tracked.optimizer) for tracked in registry.optimizers):
         return
     adopt(registry, method)
     registry.followed = length

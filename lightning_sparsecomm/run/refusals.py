@@ -106,7 +106,8 @@ def refuse_two_owners(named: NamedParameters, others: Collection[int]) -> None:
         if id(parameter) in others:
             raise ValueError(
                 f"parameter {name!r} belongs to two optimizers. Each would set it to its own anchor and undo the"
-                " other's steps. Give it to one optimizer, or use methods.gradient_dropping()."
+                " other's steps. Give it to one optimizer, or use methods.default(every=1) or"
+                " methods.gradient_dropping(), which exchange in each step."
             )
 
 

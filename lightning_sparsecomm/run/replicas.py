@@ -48,6 +48,7 @@ class Replicas:
         averaging: Replaces the method's averaging; None leaves it.
         untrained: The tensors that no optimizer trains: floating-point buffers and, for example, the parameters of a
             moving average.
+        bystanders: Of these, the parameters. Ranks that drift may change them, such as a moving average, by themselves.
         whole: All floating-point tensors that ddp would keep equal.
     """
 
@@ -57,6 +58,7 @@ class Replicas:
         self._wire = wire
         self._viewed: dict[str, Viewed] | None = None
         self.untrained = SharedTensors(self._untrained_by_name, wire)
+        self.bystanders = SharedTensors(lambda: self._parameters_by_name(trained=False), wire)
         self.whole = SharedTensors(self._all_by_name, wire)
 
     def after_step(self, tracked: TrackedOptimizer) -> None:
@@ -116,6 +118,8 @@ class Replicas:
         """
         if self._viewed is not None:
             return False
+        for share in [share for each in self._registry.optimizers for share in each.shares.values() if collective]:
+            share.before_view()
         kept = self._kept()
         averaged = self._drifted() if collective else []
         if not kept and not averaged:
@@ -149,9 +153,11 @@ class Replicas:
     def state_dict(self, buffers: bool) -> dict[str, Tensor]:
         """This rank's own weights where they may differ from the shared model's; no collective.
 
-        With `buffers`, also the tensors that no optimizer trains: they differ if ddp does not broadcast them.
+        With `buffers`, also the tensors that no optimizer trains: they differ if ddp does not broadcast them. Without,
+        those of these parameters that this rank has changed.
         """
-        own = {name: tensor.detach() for name, tensor in self._untrained_by_name().items()} if buffers else {}
+        untrained = self._untrained_by_name() if buffers else self.bystanders.changed()
+        own = {name: tensor.detach() for name, tensor in untrained.items()}
         if self._viewed is None:
             names = self._names()
             drifted = *self._drifted(), *(tensor for tensor, _ in self._kept())

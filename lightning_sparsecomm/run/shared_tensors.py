@@ -86,6 +86,11 @@ class SharedTensors:
             self._marks[name] = _Mark.of(tensor)
             self._shared[name] = tensor.detach().clone()
 
+    def changed(self) -> dict[str, Tensor]:
+        """Those that this rank has changed since all were marked."""
+        current = self._tensors().items()
+        return {name: tensor for name, tensor in current if name in self._marks and self._changed(name, tensor)}
+
     def shared(self) -> list[tuple[Tensor, Tensor]]:
         """The copied tensors that this rank has changed, each with the value that all ranks last shared."""
         return [

@@ -26,7 +26,7 @@ class Ahead:
     def __init__(self) -> None:
         self.anchors, self.set = Anchors(), SetAhead()
         self.by: dict[str, Tensor] = {}
-        # Mean changes of weights that some rank has set, which the next meeting applies.
+        # Mean changes of weights that some rank has set, as last agreed on.
         self._means: dict[str, Tensor] = {}
 
     def keep(self, parameters: NamedParameters, names: Collection[str]) -> None:
@@ -50,6 +50,10 @@ class Ahead:
         if weights:
             self._means = self.set.means(self.set.agree(weights, wire), weights, wire)
         return bool(self._means)
+
+    def pairs(self, parameters: NamedParameters) -> list[tuple[Tensor, Tensor]]:
+        """Each weight with what all share, as ranks have last agreed; empty where weights are not ahead."""
+        return self.anchors.pairs(parameters, self._means)
 
     def add(self, name: str, along: Tensor, rate: float, dtype: torch.dtype) -> None:
         """Training goes ahead by a learning rate times what it steps along."""

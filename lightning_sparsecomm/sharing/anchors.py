@@ -1,6 +1,7 @@
 """The weights that ranks share, where each rank's own are ahead of them."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -57,13 +58,18 @@ class Anchors:
         """The shared value of a weight that is ahead."""
         return self._values[name]
 
-    def pairs(self, parameters: NamedParameters) -> list[tuple[Tensor, Tensor]]:
-        """Each weight with its anchor; empty where weights are not ahead.
+    def pairs(
+        self, parameters: NamedParameters, changes: Mapping[str, Tensor] = MappingProxyType({})
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Each weight with its anchor, to which changes by name are added; empty where weights are not ahead.
 
         A parameter that has just joined has none before its first step.
         """
-        known = parameters if self.apart else ()
-        return [(weight.detach(), self._values[name]) for name, weight in known if name in self._values]
+        return [
+            (weight.detach(), value + changes[name].to(value.dtype) if name in changes else value)
+            for name, weight in (parameters if self.apart else ())
+            if (value := self._values.get(name)) is not None
+        ]
 
     def restore(self, parameters: NamedParameters) -> None:
         """Sets weights that are ahead back to the anchors."""

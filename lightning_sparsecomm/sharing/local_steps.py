@@ -1,7 +1,6 @@
 """Gradients that ranks exchange every few steps; in between, each steps along its own."""
 
 import math
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -16,7 +15,7 @@ from lightning_sparsecomm.sharing.adam import show_moments
 from lightning_sparsecomm.sharing.ahead import Ahead
 from lightning_sparsecomm.sharing.gradient_share import GradientShare, SharesGradients
 from lightning_sparsecomm.sharing.gradients import NamedParameters
-from lightning_sparsecomm.sharing.hidden_gradients import HiddenGradients
+from lightning_sparsecomm.sharing.own_step import OwnStep
 from lightning_sparsecomm.sharing.share import Turn
 from lightning_sparsecomm.sharing.takeover import learning_rates
 
@@ -34,14 +33,15 @@ class SharesSometimes(SharesGradients, Protocol):
 
 
 class LocalStepsShare(GradientShare):
-    """A `GradientShare` that exchanges in every H-th step, with H = `every`, the run's first step included.
+    """A `GradientShare` that exchanges in every H-th step, with H = `every`, and in the last one of each epoch.
 
         each step:       E ← E + η·u;   w ← anchor;   a step of the optimizer without gradient, such as weight decay
         every H steps:   S, what is sent of E, is exchanged;   E ← E − S;   w ← w − mean of S;   anchor ← w;   A ← 0
         in between:      anchor ← w;   A ← A + η·u;   w ← w − A
 
-    u is what enters the residual E: with momentum a velocity, with `LocalAdam` a direction; η is the learning rate. So
-    in between, a rank trains ahead of the anchor by its own u alone, which other code finds in `.grad`, and may change.
+    The run's first step exchanges. u is what enters the residual E: with momentum a velocity, with `LocalAdam` a
+    direction; η is the learning rate. So in between, a rank trains ahead of the anchor by its own u alone. Other code
+    finds that in `.grad`; what it changes there counts in E too.
     The anchors are equal on all ranks, and are the model that is validated and saved. What residuals hold after the
     last step moves the weights then.
 
@@ -55,7 +55,7 @@ class LocalStepsShare(GradientShare):
     sync: SharesSometimes
 
     def __init__(self, sync: SharesSometimes, optimizer: Optimizer, parameters: NamedParameters, wire: Wire) -> None:
-        self._weights, self._hidden = Ahead(), HiddenGradients(optimizer)
+        self._weights, self._own = Ahead(), OwnStep(optimizer)
         # Which parameters some rank had a gradient for in the last exchange, by name; equal on all ranks.
         self._present: dict[str, bool] = {}
         self._turn, self._exchanges = Turn("end", 0), True
@@ -83,7 +83,7 @@ class LocalStepsShare(GradientShare):
 
     def prepare(self, turn: Turn) -> None:
         self._turn = turn
-        self._hidden.show()
+        self._own.forget()
         self._weights.look(self.parameters, self._signs)
         self._bind()
         if self._ending:
@@ -96,7 +96,8 @@ class LocalStepsShare(GradientShare):
                     self._waiting.fill_(math.nan)
             return
         every = every_at(every_for(self.sync.every, turn.length), turn.step, turn.epoch)
-        self._exchanges = turn.step % every == 0 or self._weights.set.times >= _MOST_SET
+        often = turn.ends_epoch or self._weights.set.times >= _MOST_SET
+        self._exchanges = often or turn.step % every == 0
         self._gradients = self._read()
         missing = self.channel.missing
         self._nonfinite = missing.nonfinite
@@ -157,32 +158,22 @@ class LocalStepsShare(GradientShare):
             self._write(exchanged)
             self._weights.rejoin(self.parameters, warns=self.wire.rank == 0)
         else:
-            self._write_own(entering or [None] * len(names))
+            moves = [self._present.get(name, True) and weight.requires_grad for name, weight in self.parameters]
+            self._own.write(entering or [None] * len(names), self.parameters, moves)
         self._alone = not self._exchanges
-
-    def _write_own(self, entering: Sequence[Tensor | None]) -> None:
-        """Writes what this rank steps along to `.grad`; none where no rank had a gradient, or the weight is frozen."""
-        for part, (name, weight) in zip(entering, self.parameters):
-            if not (self._present.get(name, True) and weight.requires_grad):
-                weight.grad = None
-            elif part is None:
-                weight.grad = torch.zeros_like(weight)
-            elif weight.grad is None:
-                weight.grad = part.to(weight.dtype, copy=True).view(weight.shape)
-            else:
-                weight.grad.copy_(part)
 
     def before_update(self) -> None:
         self._weights.look(self.parameters, self._signs)
         self._weights.anchors.restore(self.parameters)
         if self._alone:
+            self._own.amend(self.channel.residuals[-1], self.parameters)
             for (name, weight), rate in zip(self.parameters, learning_rates(self.optimizer, self.parameters)):
                 if weight.grad is not None:
                     self._weights.add(name, weight.grad, rate, self.channel.dtype)
-            self._hidden.hide(weight for _, weight in self.parameters)
+            self._own.hide(weight for _, weight in self.parameters)
 
     def after_update(self) -> None:
-        self._hidden.show()
+        self._own.show()
         self._alone = False
         with self.wire.ledger.exchanging(), torch.no_grad():
             self._weights.leave(self.parameters, self._signs)
@@ -190,12 +181,17 @@ class LocalStepsShare(GradientShare):
     def abort(self) -> None:
         """Sets the weights to the anchors; residuals hold what ranks have trained since the last exchange."""
         super().abort()
-        self._hidden.show()
+        self._own.forget()
         self._alone = False
         self._weights.drop(self.parameters)
 
+    def before_view(self) -> None:
+        with self.wire.in_step(), torch.no_grad():
+            self._weights.look(self.parameters, self._signs)
+            self._agree()
+
     def shared_weights(self) -> list[tuple[Tensor, Tensor]]:
-        return self._weights.anchors.pairs(self.parameters)
+        return self._weights.pairs(self.parameters)
 
     def state_dict(self) -> Saved:
         names = [name for name, _ in self.parameters]

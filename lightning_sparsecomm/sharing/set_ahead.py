@@ -58,7 +58,7 @@ class SetAhead:
                 f"other code than the optimizer has changed {len(means)} parameter(s) between two steps, such as"
                 f" {next(iter(means))!r}, while each rank was training by itself. Ranks take over the mean of these"
                 f" changes with their next exchange: {sum(map(Tensor.numel, means.values())):,} elements, sent whole."
-                " From the third time on they exchange in each step. every=1, as in methods.default(every=1), does so"
-                " from the start.",
+                " From the third time on they exchange in each step, as much each time. For code that changes weights"
+                " again and again, methods.default(every=1) sends less.",
                 stacklevel=2,
             )

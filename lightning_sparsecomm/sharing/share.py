@@ -32,6 +32,7 @@ class Turn:
         gradient_norm: Norm of this rank's whole gradient of the optimizer; NaN where nothing needs it.
         max_norm: The user's threshold for clipping the averaged gradient; None for none.
         length: Optimizer steps of the whole run; infinite where unknown.
+        ends_epoch: Whether an epoch ends with it, so that ranks should share their weights then; equal on all ranks.
     """
 
     moment: Moment
@@ -42,6 +43,7 @@ class Turn:
     gradient_norm: float = math.nan
     max_norm: float | None = None
     length: float = math.inf
+    ends_epoch: bool = False
 
 
 class Share(ABC):
@@ -131,6 +133,9 @@ class Share(ABC):
         To round-off, as `abort`. What it will read again is not lost, unlike there.
         """
         self.abort()
+
+    def before_view(self) -> None:  # noqa: B027
+        """Called on all ranks together, before they validate or save `shared_weights`; it may communicate."""
 
     def shared_weights(self) -> list[tuple[Tensor, Tensor]] | None:
         """Each weight with the value that all ranks share, where it keeps such values; no collective.

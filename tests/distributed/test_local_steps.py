@@ -1,5 +1,6 @@
 """Gradients exchanged every few steps, step by step against the paper's method, on three ranks."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -198,7 +199,7 @@ def _with_sets(rank: int, method: Any, who: list[int], again: bool) -> tuple[lis
 @pytest.mark.filterwarnings("ignore:other code than the optimizer has changed")
 @pytest.mark.parametrize("who", [[0, 1, 2], [1]])
 def test_weights_that_are_set_amid_local_steps(tmp_path: Path, who: list[int]) -> None:
-    """The shared weights move by the mean of what ranks have set, after the next exchange."""
+    """The shared weights move by the mean of what ranks have set, at once for who looks at them."""
     method = dgc(1.0, warmup_steps=0, every=3)
     ranks = run_ranks(tmp_path, WORLD_SIZE, _with_sets, method, who, False)
     assert ranks[0][0] == ranks[1][0] == ranks[2][0]
@@ -216,7 +217,8 @@ def test_weights_that_are_set_amid_local_steps(tmp_path: Path, who: list[int]) -
         if step == 1:
             for rank in who:
                 change[second] += (0.25 - (shared - waiting[rank])[second]) / WORLD_SIZE
-        np.testing.assert_allclose(np.frombuffer(ranks[0][0][step], np.float32), shared, rtol=1e-4, atol=1e-3)
+        seen = np.frombuffer(ranks[0][0][step], np.float32)
+        np.testing.assert_allclose(seen, shared + change, rtol=1e-4, atol=1e-3)
     for _, end in ranks:
         np.testing.assert_allclose(end, shared, rtol=1e-4, atol=1e-3)
 
@@ -229,3 +231,65 @@ def test_weights_that_are_set_in_each_step_are_those_that_all_share(tmp_path: Pa
     assert ranks[0][0] == ranks[1][0] == ranks[2][0]
     after = np.frombuffer(ranks[0][0][9], np.float32)[SIZES[0] : SIZES[0] + SIZES[1]]
     np.testing.assert_array_equal(after, np.float32(0.25))
+
+
+class WithTarget(Parameters):
+    """Has a parameter that no optimizer trains, and that follows a trained one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.followed = [next(self.parameters())]
+        self.target = torch.nn.Parameter(self.followed[0].detach().clone(), requires_grad=False)
+
+    def follow(self) -> None:
+        self.target.lerp_(self.followed[0].detach(), 0.5)
+
+
+def _with_target(rank: int, stop: int, length: int) -> tuple[list[np.ndarray], np.ndarray]:
+    """The target after each step, of a run that is saved and resumed after `stop` steps; and in the end."""
+    targets: list[np.ndarray] = []
+    saved: Any = None
+    for first, end in ((0, stop), (stop, length)):
+        module = WithTarget()
+        engine = Engine(dgc(0.3, warmup_steps=0, every=3), Wire())
+        engine.registry.add_module(module)
+        optimizer = torch.optim.SGD([each for each in module.parameters() if each.requires_grad], lr=0.1, momentum=0.9)
+        engine.register(optimizer)
+        engine.begin()
+        if saved is not None:
+            module.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+            engine.restart()
+            assert engine.state.load_state_dict(saved[2], as_many_ranks=True) == []
+        for step in range(first, end):
+            parts = torch.from_numpy(gradients_of(rank)[step]).split(SIZES)
+            trained = [each for each in module.parameters() if each.requires_grad]
+            for parameter, part in zip(trained, parts):
+                parameter.grad = part.clone().view(parameter.shape)
+            with engine.stepping(optimizer):
+                engine.synchronize(optimizer)
+                optimizer.step()
+            module.follow()
+            targets.append(module.target.detach().numpy().copy())
+        # Of a checkpoint, all ranks load the model of rank 0.
+        engine.replicas.view_shared()
+        weights = engine.wire.all_gather(torch.cat([each.detach().flatten() for each in module.parameters()]))[0]
+        engine.replicas.view_own()
+        of_rank_0 = weights.split([each.numel() for each in module.parameters()])
+        model = {name: part.view(each.shape) for (name, each), part in zip(module.named_parameters(), of_rank_0)}
+        saved = copy.deepcopy((model, optimizer.state_dict(), engine.state.state_dict()))
+        if end == length:
+            engine.settle()
+        engine.close()
+    return targets, module.target.detach().numpy()
+
+
+def test_what_follows_a_rank_s_own_weights_is_saved_and_averaged_in_the_end(tmp_path: Path) -> None:
+    whole = run_ranks(tmp_path, WORLD_SIZE, _with_target, 0, 8)
+    resumed = run_ranks(tmp_path, WORLD_SIZE, _with_target, 5, 8)
+    for one, other in zip(whole, resumed):
+        assert [each.tobytes() for each in one[0]] == [each.tobytes() for each in other[0]]
+        assert one[1].tobytes() == other[1].tobytes() == whole[0][1].tobytes()
+    # Between exchanges, they differ.
+    assert whole[0][0][-1].tobytes() != whole[1][0][-1].tobytes()
+    np.testing.assert_allclose(whole[0][1], np.mean([each[0][-1] for each in whole], axis=0), rtol=1e-5, atol=1e-6)

@@ -164,6 +164,20 @@ def differences(one: Any, other: Any, where: str = "") -> list[str]:
     return [] if one == other else [f"{where}: {one} {other}"]
 
 
+class Clamp(pl.Callback):
+    """Keeps weights in a range, as some adversarial trainings do."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        for parameter in pl_module.parameters():
+            parameter.data.clamp_(-0.2, 0.2)
+
+
+def _following() -> Method:
+    """Its form for longer runs exchanges in every second step."""
+    often, seldom = (methods.dgc(0.02, warmup_steps=4, every=every) for every in (1, 2))
+    return often.following(lambda steps: seldom if steps > 2 * BATCHES else often)
+
+
 CASES: dict[str, tuple[Callable[[], Method], dict[str, Any], Callable[[], tuple[pl.Callback, ...]]]] = {
     "dense": (methods.dense, {}, tuple),
     "gradient_dropping": (lambda: methods.gradient_dropping(0.05, warmup_steps=15), {"adam": True}, tuple),
@@ -185,6 +199,8 @@ CASES: dict[str, tuple[Callable[[], Method], dict[str, Any], Callable[[], tuple[
     "dgc, late, two optimizers": (lambda: methods.dgc(0.02, warmup_steps=4, delay=1), {"two": True}, tuple),
     "dgc, local steps": (lambda: methods.dgc(0.02, warmup_steps=4, every=3), {"nesterov": True}, tuple),
     "local_adam, local steps": (lambda: methods.local_adam(0.05, every=4), {"adam": True}, tuple),
+    "local steps, by the run's length": (_following, {"nesterov": True}, tuple),
+    "local steps, clamped": (lambda: methods.local_adam(0.05, every=4), {"adam": True}, lambda: (Clamp(),)),
     "dgc, local steps, two optimizers": (lambda: methods.dgc(0.02, warmup_steps=4, every=3), {"two": True}, tuple),
     "dgc, summed": (lambda: summed(methods.dgc, 0.2, warmup_steps=4), {}, tuple),
     "local_adam, summed": (lambda: summed(methods.local_adam, 0.2, warmup_steps=4), {"adam": True}, tuple),
@@ -257,6 +273,7 @@ QUICK = [
     "local gradients, partial",
     "dgc",
     "local_adam",
+    "local steps, by the run's length",
     "sbc, two optimizers",
     "sketched_sgd",
     "powersgd",

@@ -24,7 +24,7 @@ from tests.run.training import chain
             " 58.00% of the elements in each of 300 steps",
         ),
         (default(), math.inf, "; 1.00% of the elements in each step of a run of unknown length"),
-        (default(every=2), 1000, "; 59.20% of the elements in 500 of 1,000 steps"),
+        (default(every=2), 1000, "; 59.20% of the elements in at least 500 of 1,000 steps"),
         (default(every=2), math.inf, "; 1.00% of the elements in one of 2 steps of a run of unknown length"),
         (dgc(0.001), 300, "SGD by dgc(density=0.001); warm-up of 1,000 steps"),
         (dgc(0.001, warmup_epochs=4), 300, "SGD by dgc(density=0.001, warmup_epochs=4); warm-up of 4 epochs"),

@@ -107,6 +107,34 @@ def test_where_ranks_cannot_step_by_themselves_each_step_exchanges() -> None:
     assert every(engine) == {1}
 
 
+class Scaled(SGD):
+    """Changes gradients in its step, as LARS does."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            for weight in group["params"]:
+                weight.grad.mul_(0.1)
+        return super().step(closure)
+
+
+@pytest.mark.usefixtures("wire")
+def test_with_an_optimizer_that_changes_gradients_each_step_exchanges() -> None:
+    engine, _ = engine_of(FOLLOWING, Scaled)
+    engine.follow_length()
+    assert every(engine) == {1}
+
+
+@pytest.mark.usefixtures("wire")
+def test_a_run_that_starts_over_follows_its_length() -> None:
+    """After a search for a learning rate, for example."""
+    engine, module = engine_of(FOLLOWING, SGD)
+    train(engine, module, 2)
+    engine.restart()
+    engine.follow_length()
+    assert every(engine) == {2}
+
+
 @pytest.mark.usefixtures("wire")
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_a_run_that_resumes_keeps_its_method_whatever_its_length(momentum: float) -> None:

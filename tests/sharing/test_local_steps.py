@@ -202,14 +202,15 @@ def test_what_was_set_after_the_last_exchange_is_kept_at_the_end_of_training() -
 
 
 @pytest.mark.usefixtures("wire")
-def test_a_gradient_that_is_not_finite_is_still_refused_where_weights_were_set() -> None:
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_gradient_that_is_not_finite_is_still_refused_where_weights_were_set(index: int) -> None:
     training = trained(dgc(0.3, every=3), SGD, 1)
-    weight, bias = drawn(1)
-    bias[0] = math.nan
-    training.train(weight, bias)
+    gradients = drawn(1)
+    gradients[index].view(-1)[0] = math.nan
+    training.train(*gradients)
     training.train(*drawn(2))
     clamped(training)
-    with pytest.raises(NonFiniteGradientError, match="'bias'"):
+    with pytest.raises(NonFiniteGradientError, match="'bias'" if index else "'weight'"):
         training.train(*drawn(3))
 
 
@@ -242,6 +243,38 @@ def test_grad_shows_what_a_rank_steps_along_and_hooks_can_change_it(
     torch.testing.assert_close(training.shared() - training.own(), 0.1 * along)
     assert not torch.equal(training.shared(), shared)
     assert not torch.equal(training.own(), before)
+
+
+@pytest.mark.usefixtures("wire")
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_what_hooks_leave_of_a_rank_s_own_step_is_what_it_shares(momentum: float) -> None:
+    """Own steps with half of `.grad`, or without, count as such in the next exchange."""
+    training = Training(dgc(1.0, warmup_steps=0, every=3), SGD, momentum=momentum)
+    end, velocity = training.own(), torch.zeros(24)
+    for step, part in enumerate((1.0, 0.5, 0.0, 1.0)):
+        training.module.weight.grad, training.module.bias.grad = drawn(step)
+        with training.engine.stepping(training.optimizer):
+            training.engine.synchronize(training.optimizer)
+            for parameter in training.module.parameters():
+                if part == 0:
+                    parameter.grad = None
+                elif part != 1:
+                    parameter.grad *= part
+            training.optimizer.step()
+        velocity = momentum * velocity + torch.cat([each.flatten() for each in drawn(step)])
+        end = end - 0.1 * part * velocity
+    torch.testing.assert_close(training.own(), end)
+    assert torch.equal(training.own(), training.shared())
+
+
+@pytest.mark.usefixtures("wire")
+def test_an_epoch_ends_with_weights_that_all_share() -> None:
+    training, equal = Training(dgc(0.3, every=4), SGD), []
+    for step in range(8):
+        training.engine.ends_epoch = step % 3 == 2
+        training.train(*drawn(step))
+        equal.append(torch.equal(training.own(), training.shared()))
+    assert equal == [True, False, True, False, True, True, False, False]
 
 
 class WritesGradients(SGD):

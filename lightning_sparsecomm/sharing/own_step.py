@@ -1,0 +1,75 @@
+"""A step that a rank makes by itself: what `.grad` shows of it, and what the optimizer finds there."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_sparsecomm.channel.error_feedback import ErrorFeedback
+from lightning_sparsecomm.sharing.gradients import NamedParameters
+
+
+def steps_as_torch(optimizer: Optimizer) -> bool:
+    """Whether an optimizer's step is torch's own, so that nothing in it changes gradients."""
+    return type(optimizer).step.__module__.startswith("torch.optim")
+
+
+class OwnStep:
+    """Shows in `.grad` what a rank steps along, and zeros to the optimizer, which then only decays weights.
+
+    Args:
+        optimizer: Whose step it is. One that is not torch's own, or is fused, gets zeros that it may write to.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        # What was shown, by the parameter's place, with the version of its `.grad`.
+        self._shown: dict[int, tuple[Tensor, int]] = {}
+        self._hidden: list[tuple[Tensor, Tensor]] = []
+
+    def write(self, along: Sequence[Tensor | None], parameters: NamedParameters, moves: Sequence[bool]) -> None:
+        """Writes what the rank steps along to `.grad`: zero for None, and no gradient where the weight does not move.
+
+        The tensors `along` must keep their values until `amend`.
+        """
+        for index, (part, moved, (_, weight)) in enumerate(zip(along, moves, parameters)):
+            if not moved:
+                weight.grad = None
+            elif part is None:
+                weight.grad = torch.zeros_like(weight)
+            else:
+                if weight.grad is None:
+                    weight.grad = torch.empty_like(weight)
+                weight.grad.copy_(part)
+                self._shown[index] = part, weight.grad._version
+
+    def amend(self, residual: ErrorFeedback, parameters: NamedParameters) -> None:
+        """What other code has changed in these gradients counts in the residual too."""
+        shown, self._shown = self._shown, {}
+        for index, (part, version) in shown.items():
+            gradient = parameters[index][1].grad
+            if gradient is None or gradient._version != version:
+                now = torch.zeros_like(part) if gradient is None else gradient.detach().to(part.dtype)
+                residual.amend(index, now.view(part.shape) - part)
+
+    def hide(self, weights: Iterable[Tensor]) -> None:
+        """From now on, `.grad` of those of these weights that have one is zero."""
+        fused = any(group.get("fused") for group in self._optimizer.param_groups)
+        reads_only = steps_as_torch(self._optimizer) and not fused
+        for weight in weights:
+            if (gradient := weight.grad) is not None:
+                zero = gradient.new_zeros(()).expand(gradient.shape) if reads_only else torch.zeros_like(gradient)
+                self._hidden.append((weight, gradient))
+                weight.grad = zero
+
+    def show(self) -> None:
+        """Puts the gradients back."""
+        for weight, gradient in self._hidden:
+            weight.grad = gradient
+        self._hidden = []
+
+    def forget(self) -> None:
+        """No such step is to come; `.grad` is as other code finds it."""
+        self._shown = {}
+        self.show()
