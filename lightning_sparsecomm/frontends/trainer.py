@@ -122,8 +122,8 @@ class TrainerMixin(UnevenMixin, CheckpointingMixin, DDPStrategy):
         get_ready(self, trainer)
         if trainer.is_global_zero:
             warn_of_short_run(self.engine.registry, self.engine.warmup, found.steps, found.epochs)
-            fewer = [times_fewer_bytes(self.engine, each, length) for each in self.engine.registry.optimizers]
             registry = self.engine.registry
+            fewer = [times_fewer_bytes(self.engine, each, length, found.epochs) for each in registry.optimizers]
             lines = announcement(registry, length, self._taking_part, found.estimated, fewer)
             self.announced = [*lines, *advice(registry, self.num_nodes, self.num_processes)]
             announce(self.announced, trainer)

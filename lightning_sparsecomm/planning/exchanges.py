@@ -6,7 +6,7 @@ import statistics
 from lightning_sparsecomm.basis.layout import Layout
 from lightning_sparsecomm.basis.parts import parts_in
 from lightning_sparsecomm.basis.rounds import Round
-from lightning_sparsecomm.basis.schedules import Every, Schedule, every_at, every_for
+from lightning_sparsecomm.basis.schedules import Every, Schedule, every_at, every_for, least_every
 from lightning_sparsecomm.exchange import Staged
 from lightning_sparsecomm.sharing.delta import DeltaSync
 from lightning_sparsecomm.sharing.gradient import GradientSync
@@ -44,6 +44,19 @@ def share_of_exchanges(method: Method, every: int, length: float) -> float:
             # Schedules by epochs count as in the first one.
             share = max(share, statistics.fmean(1 / every_at(scheduled, step, 0.0) for step in steps))
     return share
+
+
+def more_by_epochs(method: Method, length: float, epochs: float) -> float:
+    """How many times as many exchanges there are in a run as without the last step of each epoch.
+
+    1 where that step exchanges in any case, or where not all parameters are trained by local steps of gradients.
+    """
+    every = min((least_every(s.every) if isinstance(s, GradientSync) else 1 for s in method.syncs), default=1)
+    if every == 1 or not 0 < length < math.inf or not 0 < epochs <= length:
+        return 1.0
+    last = (round(length / epochs * number) - 1 for number in range(1, math.floor(epochs) + 1))
+    often = math.ceil(length / every)
+    return (often + sum(step % every != 0 for step in last)) / often
 
 
 def first_steps(method: Method, length: float) -> int:

@@ -4,21 +4,25 @@ import math
 
 from lightning_sparsecomm.basis.parts import parts_in
 from lightning_sparsecomm.codecs import Threshold
+from lightning_sparsecomm.planning.exchanges import more_by_epochs
 from lightning_sparsecomm.planning.rehearsed import rehearse
 from lightning_sparsecomm.run.engine import Engine
 from lightning_sparsecomm.run.optimizers import TrackedOptimizer
+from lightning_sparsecomm.sharing.gradient import GradientSync
+from lightning_sparsecomm.sharing.gradients import NamedParameters
 
 # A rehearsal at a run's start may take some tenths of a second.
 _ELEMENTS = 1_000_000
 
 
-def times_fewer_bytes(engine: Engine, tracked: TrackedOptimizer, length: float) -> float:
+def times_fewer_bytes(engine: Engine, tracked: TrackedOptimizer, length: float, epochs: float = math.inf) -> float:
     """ddp's bytes on the link by those of an optimizer's method, after warm-ups; from a rehearsal of some steps.
 
     Args:
         engine: The run, before its first step. Nothing of it is touched.
         tracked: The optimizer.
         length: Its steps.
+        epochs: Over how many epochs; infinite where unknown.
 
     Returns:
         NaN where nothing is sent, where the method cannot be rehearsed, or where bytes follow from how large gradients
@@ -34,8 +38,21 @@ def times_fewer_bytes(engine: Engine, tracked: TrackedOptimizer, length: float) 
     try:
         kinds = [(tracked.optimizer, parameters)]
         sent = rehearse(tracked.method, kinds, between, length, _ELEMENTS, timed=False).link_bytes
+        sent *= more_by_epochs(tracked.method, length, epochs)
     except Exception:
         # A part from outside may need what only a real run has.
         return math.nan
     dense = sum(parameter.nbytes for _, parameter in parameters)
+    sent += _at_the_end(tracked, parameters) * 2 * (between - 1) / between / length
     return dense * 2 * (ranks - 1) / ranks / sent if sent else math.nan
+
+
+def _at_the_end(tracked: TrackedOptimizer, parameters: NamedParameters) -> int:
+    """The bytes of what waits in residuals after the last step, and is then exchanged whole."""
+    assert tracked.method is not None
+    finished = [
+        piece
+        for sync, piece in tracked.method.parts(parameters)
+        if isinstance(sync, GradientSync) and sync.finishes(tracked.optimizer)
+    ]
+    return sum(parameter.nbytes for piece in finished for _, parameter in piece)

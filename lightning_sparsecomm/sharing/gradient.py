@@ -159,6 +159,12 @@ class GradientSync(Sync):
             return True
         return isinstance(optimizer, SGD) and not any(group["momentum"] for group in optimizer.param_groups)
 
+    def finishes(self, optimizer: Optimizer) -> bool:
+        """Whether what waits after an optimizer's last step is exchanged, once, and moves the weights."""
+        proportional = isinstance(optimizer, SGD) or any(isinstance(each, LocalAdam) for each in self.channel.memories)
+        follows = proportional and any(each.follow_rate for each in self.channel.residuals)
+        return self.finish and follows and (self.anchored or not self.drifts)
+
     def check(self, parameters: NamedParameters) -> None:
         objection = self.channel.exchange.objection(Layout.of(parameters))
         if objection is not None:

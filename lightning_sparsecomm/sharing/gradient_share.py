@@ -29,8 +29,9 @@ class SharesGradients(Protocol):
     local: SharedName
     mask_momentum: bool
     takes_sparse: bool | None
-    finish: bool
     drifts: bool
+
+    def finishes(self, optimizer: Optimizer) -> bool: ...
 
 
 class GradientShare(Share):
@@ -58,7 +59,7 @@ class GradientShare(Share):
         self._gradients: list[Tensor | None] = []
         # What waits at the end, then its mean over ranks; None in all other turns.
         self._waiting: Tensor | None = None
-        self._finishes = sync.finish and self._follows_rate and not sync.drifts
+        self._finishes = sync.finishes(optimizer)
         super().__init__(optimizer, parameters, wire)
 
     def due(self, turn: Turn) -> bool:

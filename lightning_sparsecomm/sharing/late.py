@@ -52,7 +52,6 @@ class LateShare(InFlightShare[None], GradientShare):
         self._own: dict[str, Tensor] = {}
         self._ending = False
         super().__init__(sync, optimizer, parameters, wire)
-        self._finishes = sync.finish and self._follows_rate
 
     def extend(self, parameters: NamedParameters) -> None:
         self._finish()

@@ -64,7 +64,6 @@ class LocalStepsShare(GradientShare):
         # What was not finite since the last exchange.
         self._nonfinite: str | None = None
         super().__init__(sync, optimizer, parameters, wire)
-        self._finishes = sync.finish and self._follows_rate
 
     def extend(self, parameters: NamedParameters) -> None:
         names = {name for name, _ in parameters}

@@ -1,5 +1,6 @@
 """How many times fewer bytes a run says that it will send."""
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 import pytorch_lightning as pl
 
 from lightning_sparsecomm import methods
+from lightning_sparsecomm.planning.exchanges import more_by_epochs
 from lightning_sparsecomm.sharing import Method
 from tests.distributed.launch import run_ranks
 from tests.planning.test_chooser import train
@@ -56,3 +58,21 @@ def test_nothing_is_said_of_what_follows_from_how_large_gradients_are(tmp_path: 
     (said, _), _ = run_ranks(tmp_path, 2, _said, str(tmp_path), methods.strom(0.001))
     assert "strom(threshold=0.001)" in said[0]
     assert "times fewer" not in said[0]
+
+
+@pytest.mark.parametrize(
+    ("method", "length", "epochs", "times"),
+    [
+        # Steps 0, 4, 8 and, at the ends of epochs, 5 and 11.
+        (methods.dgc(0.1, every=4), 12, 2, 5 / 3),
+        (methods.dgc(0.1, every=4), 12, 1, 4 / 3),
+        # Step 4 ends an epoch, and 9 another.
+        (methods.dgc(0.1, every=4), 10, 2, 4 / 3),
+        (methods.dgc(0.1), 12, 2, 1.0),
+        (methods.sbc(0.1, every=4), 12, 2, 1.0),
+        (methods.dgc(0.1, every=4), math.inf, 2, 1.0),
+        (methods.dgc(0.1, every=4), 12, math.inf, 1.0),
+    ],
+)
+def test_exchanges_at_the_ends_of_epochs_count(method: Method, length: float, epochs: float, times: float) -> None:
+    assert more_by_epochs(method, length, epochs) == pytest.approx(times)
