@@ -25,15 +25,17 @@ def times_fewer_bytes(engine: Engine, tracked: TrackedOptimizer, length: float, 
         epochs: Over how many epochs; infinite where unknown.
 
     Returns:
-        NaN where nothing is sent, where the method cannot be rehearsed, or where bytes follow from how large gradients
-        are, which no rehearsal tells.
+        NaN where no step is left, where nothing is sent, where the method cannot be rehearsed, or where bytes follow
+        from how large gradients are, which no rehearsal tells.
     """
     ranks, nodes = engine.wire.world_size, engine.registry.nodes
     # Between nodes, ddp's ring has one cable for all ranks of a node, and the method has one rank's bytes.
     between = ranks if nodes is None else nodes.between.world_size
     # Nothing is sent for parameters that are frozen.
     parameters = [each for each in engine.registry.held_by(tracked.optimizer) if each[1].requires_grad]
-    if tracked.method is None or between == 1 or not parameters or any(parts_in(tracked.method, Threshold)):
+    if tracked.method is None or between == 1 or not parameters or not length:
+        return math.nan
+    if any(parts_in(tracked.method, Threshold)):
         return math.nan
     try:
         kinds = [(tracked.optimizer, parameters)]
