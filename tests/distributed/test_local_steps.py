@@ -224,7 +224,13 @@ def test_weights_that_are_set_amid_local_steps(tmp_path: Path, who: list[int]) -
 
 
 @pytest.mark.filterwarnings("ignore:other code than the optimizer has changed")
-@pytest.mark.parametrize("method", [dgc(0.3, warmup_steps=0, every=3), dgc(0.3, exchange="gather", every=3)])
+@pytest.mark.parametrize(
+    "method",
+    [
+        dgc(0.3, warmup_steps=0, every=3),
+        pytest.param(dgc(0.3, exchange="gather", every=3), marks=pytest.mark.slow),
+    ],
+)
 def test_weights_that_are_set_in_each_step_are_those_that_all_share(tmp_path: Path, method: Any) -> None:
     """From the third exchange on, ranks exchange in each step, and each finds the weights as all have set them."""
     ranks = run_ranks(tmp_path, WORLD_SIZE, _with_sets, method, [0, 1, 2], True)

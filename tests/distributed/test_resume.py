@@ -273,7 +273,6 @@ QUICK = [
     "local gradients, partial",
     "dgc",
     "local_adam",
-    "local steps, by the run's length",
     "sbc, two optimizers",
     "sketched_sgd",
     "powersgd",
