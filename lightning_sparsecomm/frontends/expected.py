@@ -25,6 +25,11 @@ class Expected(NamedTuple):
     estimated: bool
     may_end_sooner: bool
 
+    @property
+    def epoch_steps(self) -> float:
+        """Steps of an epoch; infinite where unknown."""
+        return self.steps / self.epochs if self.steps < math.inf and self.epochs else math.inf
+
 
 def expected(trainer: "pl.Trainer") -> Expected:
     """Reads the limits of a Trainer that is about to train."""

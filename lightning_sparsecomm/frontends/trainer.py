@@ -123,7 +123,7 @@ class TrainerMixin(UnevenMixin, CheckpointingMixin, DDPStrategy):
         if trainer.is_global_zero:
             warn_of_short_run(self.engine.registry, self.engine.warmup, found.steps, found.epochs)
             registry = self.engine.registry
-            fewer = [times_fewer_bytes(self.engine, each, length, found.epochs) for each in registry.optimizers]
+            fewer = [times_fewer_bytes(self.engine, each, length, found.epoch_steps) for each in registry.optimizers]
             lines = announcement(registry, length, self._taking_part, found.estimated, fewer)
             self.announced = [*lines, *advice(registry, self.num_nodes, self.num_processes)]
             announce(self.announced, trainer)

@@ -46,15 +46,15 @@ def share_of_exchanges(method: Method, every: int, length: float) -> float:
     return share
 
 
-def more_by_epochs(method: Method, length: float, epochs: float) -> float:
-    """How many times as many exchanges there are in a run as without the last step of each epoch.
+def more_by_epochs(method: Method, length: float, epoch_steps: float) -> float:
+    """How many times as many exchanges there are in a run as without the last step of each epoch, of so many steps.
 
     1 where that step exchanges in any case, or where not all parameters are trained by local steps of gradients.
     """
     every = min((least_every(s.every) if isinstance(s, GradientSync) else 1 for s in method.syncs), default=1)
-    if every == 1 or not 0 < length < math.inf or not 0 < epochs <= length:
+    if every == 1 or not 0 < length < math.inf or not 1 <= epoch_steps <= length:
         return 1.0
-    last = (round(length / epochs * number) - 1 for number in range(1, math.floor(epochs) + 1))
+    last = (round(epoch_steps * number) - 1 for number in range(1, math.floor(length / epoch_steps) + 1))
     often = math.ceil(length / every)
     return (often + sum(step % every != 0 for step in last)) / often
 

@@ -15,14 +15,14 @@ from lightning_sparsecomm.sharing.gradients import NamedParameters
 _ELEMENTS = 1_000_000
 
 
-def times_fewer_bytes(engine: Engine, tracked: TrackedOptimizer, length: float, epochs: float = math.inf) -> float:
+def times_fewer_bytes(engine: Engine, tracked: TrackedOptimizer, length: float, epoch_steps: float = math.inf) -> float:
     """ddp's bytes on the link by those of an optimizer's method, after warm-ups; from a rehearsal of some steps.
 
     Args:
         engine: The run, before its first step. Nothing of it is touched.
         tracked: The optimizer.
         length: Its steps.
-        epochs: Over how many epochs; infinite where unknown.
+        epoch_steps: Steps of an epoch; infinite where unknown.
 
     Returns:
         NaN where no step is left, where nothing is sent, where the method cannot be rehearsed, or where bytes follow
@@ -40,7 +40,7 @@ def times_fewer_bytes(engine: Engine, tracked: TrackedOptimizer, length: float, 
     try:
         kinds = [(tracked.optimizer, parameters)]
         sent = rehearse(tracked.method, kinds, between, length, _ELEMENTS, timed=False).link_bytes
-        sent *= more_by_epochs(tracked.method, length, epochs)
+        sent *= more_by_epochs(tracked.method, length, epoch_steps)
     except Exception:
         # A part from outside may need what only a real run has.
         return math.nan

@@ -208,7 +208,7 @@ class Engine:
         if any(tracked.steps for tracked in optimizers) and self.state.averages_buffers:
             last = self._turn(optimizers[0], "end", max(optimizers[0].steps - 1, 0))
             self.turns.settle_buffers(optimizers[0], last)
-        elif self.state.drifts:
+        elif self.state.drifts and not self.state.averages_buffers:
             self.replicas.bystanders.average()
         self.replicas.settle()
         self.agreement.on_weights([(each.steps, {id(p): p for _, p in each.parameters}) for each in optimizers])

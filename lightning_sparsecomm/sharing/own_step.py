@@ -24,8 +24,8 @@ class OwnStep:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        # What was shown, by the parameter's place, with the version of its `.grad`.
-        self._shown: dict[int, tuple[Tensor, int]] = {}
+        # What was shown, by the parameter's place.
+        self._shown: dict[int, Tensor] = {}
         self._hidden: list[tuple[Tensor, Tensor]] = []
 
     def write(self, along: Sequence[Tensor | None], parameters: NamedParameters, moves: Sequence[bool]) -> None:
@@ -42,16 +42,18 @@ class OwnStep:
                 if weight.grad is None:
                     weight.grad = torch.empty_like(weight)
                 weight.grad.copy_(part)
-                self._shown[index] = part, weight.grad._version
+                self._shown[index] = part
 
     def amend(self, residual: ErrorFeedback, parameters: NamedParameters) -> None:
         """What other code has changed in these gradients counts in the residual too."""
         shown, self._shown = self._shown, {}
-        for index, (part, version) in shown.items():
-            gradient = parameters[index][1].grad
-            if gradient is None or gradient._version != version:
-                now = torch.zeros_like(part) if gradient is None else gradient.detach().to(part.dtype)
-                residual.amend(index, now.view(part.shape) - part)
+        for index, part in shown.items():
+            weight = parameters[index][1]
+            # By values: code that writes to `.grad.data` leaves no other trace.
+            before = part.view(weight.shape).to(weight.dtype)
+            now = torch.zeros_like(before) if weight.grad is None else weight.grad.detach()
+            if not torch.equal(now, before):
+                residual.amend(index, now.to(part.dtype) - before.to(part.dtype))
 
     def hide(self, weights: Iterable[Tensor]) -> None:
         """From now on, `.grad` of those of these weights that have one is zero."""

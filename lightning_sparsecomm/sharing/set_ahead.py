@@ -8,9 +8,7 @@ from torch import Tensor
 
 from lightning_sparsecomm.basis import Wire
 from lightning_sparsecomm.sharing.averaging import averaged
-from lightning_sparsecomm.sharing.set_weights import SetWeights
-
-_AMID = -1
+from lightning_sparsecomm.sharing.set_weights import SET_AMID, SetWeights
 
 
 class SetAhead:
@@ -42,7 +40,7 @@ class SetAhead:
     def agree(self, weights: Mapping[str, Tensor], wire: Wire) -> list[str]:
         """The names of weights that some rank has changed, in their order here, equal on all ranks. A collective."""
         found = SetWeights()
-        found.found = dict.fromkeys(self.changes, _AMID)
+        found.found = dict.fromkeys(self.changes, SET_AMID)
         device = next(iter(weights.values())).device
         return sorted(found.agree(list(weights), wire, device), key=list(weights).index)
 

@@ -25,7 +25,7 @@ _CHECKSUM = struct.Struct("<I")
 NOTED = "weights as noted"
 
 # What a weight was set to: a digest where all ranks had the same weight before, so that they must have the same now.
-_NOT_SET, _SET_AMID = 0, -1
+_NOT_SET, SET_AMID = 0, -1
 
 
 class SetWeights:
@@ -63,7 +63,7 @@ class SetWeights:
         for name, weight in parameters:
             noted, sample = self.noted.get(name), self._sample(name, weight)
             if noted is not None and not _equal(sample, noted):
-                self.found[name] = _SET_AMID if trained else _number_of(weight)
+                self.found[name] = SET_AMID if trained else _number_of(weight)
                 noted.copy_(sample)
 
     def _sample(self, name: str, weight: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ class SetWeights:
         if union:
             values = torch.tensor([self.found.get(names[index], _NOT_SET) for index in union], device=device)
             for index, column in zip(union, wire.all_gather(values, PARAMETERS).t().tolist()):
-                if _SET_AMID not in column and len(set(column)) > 1:
+                if SET_AMID not in column and len(set(column)) > 1:
                     left = [str(rank) for rank, value in enumerate(column) if value == _NOT_SET]
                     who = f"left alone by ranks {', '.join(left)}" if left else "set to different values"
                     raise ValueError(

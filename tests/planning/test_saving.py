@@ -61,18 +61,18 @@ def test_nothing_is_said_of_what_follows_from_how_large_gradients_are(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("method", "length", "epochs", "times"),
+    ("method", "length", "epoch_steps", "times"),
     [
         # Steps 0, 4, 8 and, at the ends of epochs, 5 and 11.
-        (methods.dgc(0.1, every=4), 12, 2, 5 / 3),
-        (methods.dgc(0.1, every=4), 12, 1, 4 / 3),
+        (methods.dgc(0.1, every=4), 12, 6, 5 / 3),
+        (methods.dgc(0.1, every=4), 12, 12, 4 / 3),
         # Step 4 ends an epoch, and 9 another.
-        (methods.dgc(0.1, every=4), 10, 2, 4 / 3),
-        (methods.dgc(0.1), 12, 2, 1.0),
-        (methods.sbc(0.1, every=4), 12, 2, 1.0),
-        (methods.dgc(0.1, every=4), math.inf, 2, 1.0),
+        (methods.dgc(0.1, every=4), 10, 5, 4 / 3),
+        (methods.dgc(0.1), 12, 6, 1.0),
+        (methods.sbc(0.1, every=4), 12, 6, 1.0),
+        (methods.dgc(0.1, every=4), math.inf, 6, 1.0),
         (methods.dgc(0.1, every=4), 12, math.inf, 1.0),
     ],
 )
-def test_exchanges_at_the_ends_of_epochs_count(method: Method, length: float, epochs: float, times: float) -> None:
-    assert more_by_epochs(method, length, epochs) == pytest.approx(times)
+def test_exchanges_at_the_ends_of_epochs_count(method: Method, length: float, epoch_steps: float, times: float) -> None:
+    assert more_by_epochs(method, length, epoch_steps) == pytest.approx(times)

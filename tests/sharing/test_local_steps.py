@@ -245,9 +245,27 @@ def test_grad_shows_what_a_rank_steps_along_and_hooks_can_change_it(
     assert not torch.equal(training.own(), before)
 
 
+def halved(parameter: torch.nn.Parameter) -> None:
+    assert parameter.grad is not None
+    parameter.grad *= 0.5
+
+
+def halved_data(parameter: torch.nn.Parameter) -> None:
+    assert parameter.grad is not None
+    parameter.grad.data.mul_(0.5)
+
+
+def replaced(parameter: torch.nn.Parameter) -> None:
+    assert parameter.grad is not None
+    parameter.grad = (0.5 * parameter.grad).add_(0.0)
+
+
 @pytest.mark.usefixtures("wire")
+@pytest.mark.parametrize("halve", [halved, halved_data, replaced])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_what_hooks_leave_of_a_rank_s_own_step_is_what_it_shares(momentum: float) -> None:
+def test_what_hooks_leave_of_a_rank_s_own_step_is_what_it_shares(
+    momentum: float, halve: Callable[[torch.nn.Parameter], None]
+) -> None:
     """Own steps with half of `.grad`, or without, count as such in the next exchange."""
     training = Training(dgc(1.0, warmup_steps=0, every=3), SGD, momentum=momentum)
     end, velocity = training.own(), torch.zeros(24)
@@ -259,7 +277,7 @@ def test_what_hooks_leave_of_a_rank_s_own_step_is_what_it_shares(momentum: float
                 if part == 0:
                     parameter.grad = None
                 elif part != 1:
-                    parameter.grad *= part
+                    halve(parameter)
             training.optimizer.step()
         velocity = momentum * velocity + torch.cat([each.flatten() for each in drawn(step)])
         end = end - 0.1 * part * velocity
