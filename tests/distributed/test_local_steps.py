@@ -1,16 +1,19 @@
 """Gradients exchanged every few steps, step by step against the paper's method, on three ranks."""
 
 import copy
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import pytorch_lightning as pl
 import torch
 
 from lightning_sparsecomm.basis import Wire
 from lightning_sparsecomm.methods import dgc, local_adam
 from lightning_sparsecomm.run.engine import Engine
+from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
 from tests.distributed.launch import run_ranks
 from tests.distributed.test_reference import (
     SHAPES,
@@ -22,6 +25,7 @@ from tests.distributed.test_reference import (
     gradients_of,
     starting_weights,
 )
+from tests.distributed.test_resume import outside_launcher, train
 from tests.reference.local_adam import LocalAdam
 from tests.reference.local_steps import LocalSteps
 
@@ -33,6 +37,16 @@ DENSITY = 0.05
 EPSILON = 0.3
 
 Vectors = list[np.ndarray]
+
+
+def _step(engine: Engine, optimizer: torch.optim.Optimizer, gradient: np.ndarray) -> None:
+    """An optimizer step with a gradient of this rank's."""
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    for weight, part in zip(weights, torch.from_numpy(gradient).split(SIZES)):
+        weight.grad = part.clone().view(weight.shape)
+    with engine.stepping(optimizer):
+        engine.synchronize(optimizer)
+        optimizer.step()
 
 
 def _train(rank: int, method: Any, kind: Any, options: dict[str, Any]) -> list[Vectors]:
@@ -47,11 +61,7 @@ def _train(rank: int, method: Any, kind: Any, options: dict[str, Any]) -> list[V
     trained = []
     for gradient, rate in zip(gradients_of(rank), RATES):
         optimizer.param_groups[0]["lr"] = rate
-        for parameter, part in zip(module.parameters(), torch.from_numpy(gradient).split(SIZES)):
-            parameter.grad = part.clone().view(parameter.shape)
-        with engine.stepping(optimizer):
-            engine.synchronize(optimizer)
-            optimizer.step()
+        _step(engine, optimizer, gradient)
         own = flat(parameter.detach() for parameter in module.parameters())
         engine.replicas.view_shared()
         shared = flat(parameter.detach() for parameter in module.parameters())
@@ -180,11 +190,7 @@ def _with_sets(rank: int, method: Any, who: list[int], again: bool) -> tuple[lis
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     second, shared = list(module.parameters())[1], []
     for step, gradient in zip(range(10), gradients_of(rank)):
-        for parameter, part in zip(module.parameters(), torch.from_numpy(gradient).split(SIZES)):
-            parameter.grad = part.clone().view(parameter.shape)
-        with engine.stepping(optimizer):
-            engine.synchronize(optimizer)
-            optimizer.step()
+        _step(engine, optimizer, gradient)
         if rank in who and (step == 1 or again):
             with torch.no_grad():
                 second.copy_(torch.full_like(second, 0.25))
@@ -268,13 +274,7 @@ def _with_target(rank: int, stop: int, length: int) -> tuple[list[np.ndarray], n
             engine.restart()
             assert engine.state.load_state_dict(saved[2], as_many_ranks=True) == []
         for step in range(first, end):
-            parts = torch.from_numpy(gradients_of(rank)[step]).split(SIZES)
-            trained = [each for each in module.parameters() if each.requires_grad]
-            for parameter, part in zip(trained, parts):
-                parameter.grad = part.clone().view(parameter.shape)
-            with engine.stepping(optimizer):
-                engine.synchronize(optimizer)
-                optimizer.step()
+            _step(engine, optimizer, gradients_of(rank)[step])
             module.follow()
             targets.append(module.target.detach().numpy().copy())
         # Of a checkpoint, all ranks load the model of rank 0.
@@ -299,3 +299,51 @@ def test_what_follows_a_rank_s_own_weights_is_saved_and_averaged_in_the_end(tmp_
     # Between exchanges, they differ.
     assert whole[0][0][-1].tobytes() != whole[1][0][-1].tobytes()
     np.testing.assert_allclose(whole[0][1], np.mean([each[0][-1] for each in whole], axis=0), rtol=1e-5, atol=1e-6)
+
+
+class Compare(pl.Callback):
+    """Notes where ranks have equal weights: after each step, and at the end of each epoch."""
+
+    def __init__(self) -> None:
+        self.after_steps: list[bool] = []
+        self.after_epochs: list[bool] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        self.after_steps.append(_alike(pl_module))
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.after_epochs.append(_alike(pl_module))
+
+
+def _alike(module: pl.LightningModule) -> bool:
+    all_ranks = Wire().all_gather(torch.cat([each.detach().flatten() for each in module.parameters()]))
+    return all(torch.equal(each, all_ranks[0]) for each in all_ranks)
+
+
+def _fit(rank: int, folder: Path, batches: int, method: Any) -> tuple[list[bool], list[bool], Sequence[str]]:
+    outside_launcher(rank, 2)
+    compare = Compare()
+    trainer, _ = train(folder, 2, method, 2, callbacks=(compare,), limit_train_batches=batches)
+    strategy = trainer.strategy
+    assert isinstance(strategy, SparseCommStrategy)
+    return compare.after_steps, compare.after_epochs, strategy.announced
+
+
+def _often(steps: float) -> Any:
+    return dgc(0.02, warmup_steps=0, every=2 if steps >= 10 else 1)
+
+
+@pytest.mark.parametrize(
+    ("batches", "after_steps"),
+    # Step 5 begins the second epoch: an odd one, after which ranks are apart.
+    [(5, [True, False, True, False, True, False]), (4, [True] * 6)],
+)
+def test_a_run_follows_its_length_and_ends_epochs_with_weights_that_all_share(
+    tmp_path: Path, batches: int, after_steps: list[bool]
+) -> None:
+    ranks = run_ranks(tmp_path, 2, _fit, tmp_path, batches, _often(0).following(_often))
+    for steps, epochs, _ in ranks:
+        assert steps[:6] == after_steps
+        assert epochs == [True, True]
+    (line,) = ranks[0][2]
+    assert ("every=2" in line) is (batches == 5)
