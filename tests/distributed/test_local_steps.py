@@ -335,8 +335,8 @@ def _often(steps: float) -> Any:
 
 @pytest.mark.parametrize(
     ("batches", "after_steps"),
-    # Step 5 begins the second epoch: an odd one, after which ranks are apart.
-    [(5, [True, False, True, False, True, False]), (4, [True] * 6)],
+    # Step 5 ends the first epoch: an odd one, after which ranks would be apart.
+    [(6, [True, False, True, False, True, True]), (4, [True] * 6)],
 )
 def test_a_run_follows_its_length_and_ends_epochs_with_weights_that_all_share(
     tmp_path: Path, batches: int, after_steps: list[bool]
@@ -346,4 +346,4 @@ def test_a_run_follows_its_length_and_ends_epochs_with_weights_that_all_share(
         assert steps[:6] == after_steps
         assert epochs == [True, True]
     (line,) = ranks[0][2]
-    assert ("every=2" in line) is (batches == 5)
+    assert ("every=2" in line) is (batches == 6)
