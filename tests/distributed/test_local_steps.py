@@ -203,7 +203,7 @@ def _with_sets(rank: int, method: Any, who: list[int], again: bool) -> tuple[lis
 
 
 @pytest.mark.filterwarnings("ignore:other code than the optimizer has changed")
-@pytest.mark.parametrize("who", [[0, 1, 2], [1]])
+@pytest.mark.parametrize("who", [[0, 1, 2], pytest.param([1], marks=pytest.mark.slow)])
 def test_weights_that_are_set_amid_local_steps(tmp_path: Path, who: list[int]) -> None:
     """The shared weights move by the mean of what ranks have set, at once for who looks at them."""
     method = dgc(1.0, warmup_steps=0, every=3)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_sparsecomm import methods
+from lightning_sparsecomm.sharing import Method
 from tests.distributed.summed import in_regions
 from tests.elastic.replicas import lighthouse, needs_torchft, replicas
 from tests.elastic.test_elastic_training import altered, together, with_one_away
@@ -27,8 +28,15 @@ from tests.elastic.training import (
 pytestmark = [needs_torchft, pytest.mark.timeout(300)]
 
 DROPPING = methods.gradient_dropping(density=0.1)
+
+
+def _for_length(steps: float) -> Method:
+    return methods.default(every=2)
+
+
 METHODS = {
-    "default": methods.default(),
+    # As in a run that is long enough for local steps, which replicas that come and go cannot make.
+    "default": methods.default().following(_for_length),
     "gradient_dropping": DROPPING,
     "in regions": in_regions(methods.gradient_dropping(density=0.1, warmup_steps=0)),
     "ok_topk": methods.ok_topk(density=0.1),

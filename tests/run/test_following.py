@@ -4,7 +4,8 @@ import copy
 import math
 import pickle
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from lightning_sparsecomm.basis import Wire
 from lightning_sparsecomm.basis.parts import parts_in
 from lightning_sparsecomm.methods import default, dense, dgc
 from lightning_sparsecomm.run.engine import Engine
+from lightning_sparsecomm.run.nodes import Nodes
 from lightning_sparsecomm.sharing import GradientSync, Method
 
 FOLLOWING = dgc(0.5, warmup_steps=0).following(lambda steps: dgc(0.5, warmup_steps=0, every=2 if steps > 10 else 1))
@@ -102,7 +104,7 @@ def test_where_ranks_cannot_step_by_themselves_each_step_exchanges() -> None:
     engine.follow_length()
     assert every(engine) == {1}
     engine, _ = engine_of(FOLLOWING, SGD)
-    engine.registry.fixed = True
+    engine.registry.work_between(cast(Nodes, SimpleNamespace(between=engine.wire)))
     engine.follow_length()
     assert every(engine) == {1}
 
