@@ -20,6 +20,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -137,20 +138,36 @@ def step_of(optimizer: str, method: Method | None, model: nn.Module) -> Callable
     return step
 
 
-def steps(device: torch.device, rounds: int, width: int, layers: int) -> dict[str, dict[str, list[float]]]:
-    """Milliseconds of optimizer steps with each method, and of the same steps with none."""
-    found = {}
+def peak_of(make: Callable[[], Callable[[int], None]], device: torch.device) -> tuple[Callable[[int], None], int]:
+    """A step with its model, and the bytes of GPU memory that both take at most; 0 on a CPU."""
+    if device.type != "cuda":
+        return make(), 0
+    before = torch.cuda.memory_allocated(device)
+    step = make()
+    # A first step allocates the optimizer's state.
+    step(0)
+    torch.cuda.reset_peak_memory_stats(device)
+    step(1)
+    return step, torch.cuda.max_memory_allocated(device) - before
+
+
+def steps(
+    device: torch.device, rounds: int, width: int, layers: int
+) -> tuple[dict[str, dict[str, list[float]]], dict[str, dict[str, int]]]:
+    """Milliseconds and peak bytes of optimizer steps with each method, and of the same steps with none."""
+    found, peaks = {}, {}
     with tempfile.TemporaryDirectory() as folder:
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
         for name, (optimizer, method) in METHODS.items():
-            rows: Rows = {
-                "alone": step_of(optimizer, None, gpt2(width, layers).to(device)),
-                "with it": step_of(optimizer, method(), gpt2(width, layers).to(device)),
-            }
+            rows: Rows = {}
+            peaks[name] = {}
+            for row, used in (("alone", None), ("with it", method())):
+                made = partial(step_of, optimizer, used)
+                rows[row], peaks[name][row] = peak_of(lambda made=made: made(gpt2(width, layers).to(device)), device)
             found[name] = timed(rows, rounds, device)
         destroy_all()
-    return found
+    return found, peaks
 
 
 def timed(rows: Rows, rounds: int, device: torch.device) -> dict[str, list[float]]:
@@ -227,13 +244,17 @@ def report(times: dict[str, list[float]], base: str) -> list[str]:
     ]
 
 
-def report_steps(times: dict[str, dict[str, list[float]]]) -> list[str]:
-    """A table's lines: medians of steps without and with each method, and what it adds."""
+def report_steps(times: dict[str, dict[str, list[float]]], peaks: dict[str, dict[str, int]], model: int) -> list[str]:
+    """A table's lines: medians of steps without and with each method, what it adds, and to the peak of memory.
+
+    Memory is in sizes of the model's float32 weights, of which there are `model`.
+    """
     lines = []
     for name, rows in times.items():
         alone, ours = (statistics.median(rows[row]) for row in ("alone", "with it"))
         spread = f"{min(rows['with it']):.2f} – {max(rows['with it']):.2f}"
-        lines.append(f"| {name} | {alone:.2f} | {ours:.2f} | {spread} | {ours - alone:.2f} |")
+        more = (peaks[name]["with it"] - peaks[name]["alone"]) / (4 * model)
+        lines.append(f"| {name} | {alone:.2f} | {ours:.2f} | {spread} | {ours - alone:.2f} | {more:.1f} |")
     return lines
 
 
@@ -261,9 +282,10 @@ def main() -> None:
     model = gpt2(*options.gpt2)
     sizes = [weight.numel() for weight in model.parameters()]
     print(f"\nOptimizer steps of {sum(sizes):,} parameters in {len(sizes)} tensors\n")
-    print("| method | step alone | with it | least – most | it adds |\n|---|---:|---:|---:|---:|")
-    whole = steps(device, options.rounds, *options.gpt2)
-    print("\n".join(report_steps(whole)))
+    print("| method | step alone | with it | least – most | it adds | peak memory, model sizes |")
+    print("|---|---:|---:|---:|---:|---:|")
+    whole, peaks = steps(device, options.rounds, *options.gpt2)
+    print("\n".join(report_steps(whole, peaks, sum(sizes))))
 
     payloads: dict[str, dict[str, list[float]]] = {}
     if options.device == "cuda" and found < 2:
@@ -276,7 +298,7 @@ def main() -> None:
             print("\n".join(report(rows, next(iter(rows)))))
     print(f"\n{made_with([COMMIT])} torch {torch.__version__}")
     if options.output:
-        times = {"ms": parts, "step_ms": whole, "payload_ms": payloads}
+        times = {"ms": parts, "step_ms": whole, "peak_bytes": peaks, "payload_ms": payloads}
         stored = {"device": where, **versions(), "commit": COMMIT, **times}
         options.output.write_text(json.dumps(stored, indent=2))
 

@@ -64,20 +64,44 @@ def test_replicas_are_equal_and_resume_to_the_bit(method: str, optimizer: str, t
 
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed", "bf16-true"])
-@pytest.mark.parametrize("method", ["default", "dgc", "sbc", "sketched_sgd", "s2_reducer", "sparse_loco", "powersgd"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        "default",
+        "default with local steps",
+        "dgc",
+        "sbc",
+        "sketched_sgd",
+        "s2_reducer",
+        "sparse_loco",
+        "powersgd",
+    ],
+)
 def test_replicas_are_equal_in_other_precisions(method: str, precision: str, tmp_path: Path) -> None:
     check_replicas(trained(tmp_path / "run", method, "gpu", 2, f"--precision={precision}"))
 
 
 @pytest.mark.gpu(1)
-@pytest.mark.parametrize("method", ["default", "full density", "dgc", "sbc", "s2_reducer", "sparse_loco", "powersgd"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        "default",
+        "default with local steps",
+        "full density",
+        "dgc",
+        "sbc",
+        "s2_reducer",
+        "sparse_loco",
+        "powersgd",
+    ],
+)
 def test_gpus_train_as_cpus(method: str, tmp_path: Path) -> None:
     ours = trained(tmp_path / "gpu", method, "gpu", 2)
     check_equal(ours, trained(tmp_path / "cpu", method, "cpu", 2), 1e-3)
 
 
 @pytest.mark.gpu(1)
-@pytest.mark.parametrize("method", ["default", "sparse_loco two steps late"])
+@pytest.mark.parametrize("method", ["default", "default with local steps", "sparse_loco two steps late"])
 def test_a_lost_rank_ends_the_others(method: str, tmp_path: Path) -> None:
     *others, lost = started(tmp_path / "run", method, "gpu", 2, "--dies")
     assert lost.returncode == -9

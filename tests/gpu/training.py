@@ -60,6 +60,7 @@ def _recipe(name: str) -> Method:
 METHODS: dict[str, Callable[[], Method]] = {name: partial(_recipe, name) for name in methods.RECIPES}
 METHODS |= {
     "default": methods.default,
+    "default with local steps": lambda: methods.default(every=2),
     "full density": lambda: methods.gradient_dropping(density=1.0),
     "dgc a step late": lambda: methods.dgc(density=0.05, warmup_steps=4, delay=1),
     "local_adam a step late": lambda: methods.local_adam(density=0.05, delay=1),
