@@ -86,8 +86,8 @@ def test_replicas_are_equal_in_other_precisions(method: str, precision: str, tmp
     "method",
     [
         "default",
-        "default with local steps",
         "full density",
+        "full density with local steps",
         "dgc",
         "sbc",
         "s2_reducer",

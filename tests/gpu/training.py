@@ -62,6 +62,7 @@ METHODS |= {
     "default": methods.default,
     "default with local steps": lambda: methods.default(every=2),
     "full density": lambda: methods.gradient_dropping(density=1.0),
+    "full density with local steps": lambda: methods.dgc(density=1.0, warmup_steps=0, every=2),
     "dgc a step late": lambda: methods.dgc(density=0.05, warmup_steps=4, delay=1),
     "local_adam a step late": lambda: methods.local_adam(density=0.05, delay=1),
     "dgc with local steps": lambda: methods.dgc(density=0.05, warmup_steps=4, every=3),
