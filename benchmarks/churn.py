@@ -97,6 +97,8 @@ class Fleet:
         said = {"replica": name, "lighthouse": self._address, "method": self._method, "task": options.task}
         said |= {"seed": 1000 * self._seed + len(self.all), "steps": options.steps, "optimizer": options.optimizer}
         said |= {"batch-size": options.batch_size, "step-ms": self._step_ms, "data-dir": options.data_dir}
+        if options.residuals and "every" in self._method:
+            said["residual-dir"] = self.folder
         said |= {"compare-every": 1 if "every" in self._method or self._method == "torchft" else 10}
         command = [sys.executable, __file__, *(f"--{key}={value}" for key, value in said.items())]
         # Replicas share the cores: more threads than one would wait for each other.
@@ -157,6 +159,8 @@ def train(options: argparse.Namespace, method: str, seed: int, kill_every: float
         fleet.finish(options.hang)
     sent = Counters.read("lo").since(before).sent_bytes
     measured = {"method": method, "seed": seed, "steps": options.steps, "kills": len(kills), "commit": COMMIT}
+    if kills and options.residuals:
+        measured["residuals"] = "every" in method
     return measured | summary(fleet.all, kills, begin, sent)
 
 
@@ -274,9 +278,10 @@ def table(runs: Sequence[Line]) -> str:
             continue
         alone = [each["losses"][0] for each in runs if each["method"] == run["method"] and not each["kills"]]
         spread = f" ± {statistics.stdev(alone):.3f}" if len(alone) > 1 else ""
+        kept = ", residuals kept" if run.get("residuals") else ""
         back = f"{statistics.median(run['back']):.1f} (to {max(run['back']):.1f})" if run["back"] else ""
         lines.append(
-            f"| `{run['method']}` | {run['steps']:,} | {run['kills']} | {run['made'] / run['possible']:.1%}"
+            f"| `{run['method']}`{kept} | {run['steps']:,} | {run['kills']} | {run['made'] / run['possible']:.1%}"
             f" | {run['counted'] / run['possible']:.1%} | {max(run['repeated'])}, {sum(run['repeated'])} | {back}"
             f" | {run['compared']:,}, {run['differed']} | {run['bytes'] / run['made'] / 1000:.1f}"
             f" | {f'{statistics.mean(alone):.3f}{spread}' if alone else ''} | {run['losses'][0]:.3f} |"
@@ -304,7 +309,8 @@ def main() -> None:
     add("--output", type=Path, default=Path("churn.json"))
     add("--resume", action="store_true", help="keep the runs in --output")
     add("--only-print", action="store_true", help="print the table of --output")
-    for name in ("--replica", "--lighthouse", "--method"):
+    add("--residuals", action="store_true", help="replicas keep their residuals, where they exchange weights")
+    for name in ("--replica", "--lighthouse", "--method", "--residual-dir"):
         add(name, help=argparse.SUPPRESS)
     for name in ("--steps", "--seed", "--compare-every"):
         add(name, type=int, help=argparse.SUPPRESS)
@@ -318,7 +324,11 @@ def main() -> None:
     settings = {"replicas": options.replicas, "minutes": options.minutes, "kill_every": options.kill_every}
     settings |= {"step_ms": options.step_ms, "task": options.task, "optimizer": options.optimizer} | versions()
     runs: list[Line] = load(options.output, settings, options.resume or options.only_print)
-    there = {(run["method"], run["seed"]) for run in runs}
+    there = {
+        (run["method"], run["seed"])
+        for run in runs
+        if not run["kills"] or run.get("residuals", False) == (options.residuals and "every" in run["method"])
+    }
     # Seeds of runs with kills: 0, 100, 200 and so on.
     killed = [(method, 100 * number) for number in range(options.kill_seeds) for method in options.methods]
     disturbed = [(*run, options.kill_every) for run in killed if run not in there]

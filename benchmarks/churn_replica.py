@@ -101,7 +101,10 @@ class Told(pl.Callback):
 def ours(options: argparse.Namespace, learner: PacedLearner, data: Data) -> None:
     """Trains with `ElasticSparseCommStrategy`."""
     strategy = ElasticSparseCommStrategy(
-        method_of(options.method), lighthouse=options.lighthouse, replica=options.replica
+        method_of(options.method),
+        lighthouse=options.lighthouse,
+        replica=options.replica,
+        residual_dir=options.residual_dir,
     )
     trainer = pl.Trainer(
         accelerator="cpu",

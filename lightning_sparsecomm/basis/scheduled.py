@@ -123,6 +123,21 @@ def every_for(every: Every, length: float) -> Every:
     return known if isinstance(known, Schedule) else max(1, round(known))
 
 
+def exchanges_in(step: int, every: int, since: int, ends_epoch: bool) -> bool:
+    """Whether ranks exchange in a step, if they do in every so-many-th one and in the last one of each epoch.
+
+    One that would follow an epoch's end by no more than half of these steps is left out, so that ends of epochs cost
+    few exchanges.
+
+    Args:
+        step: Optimizer steps finished before.
+        every: Steps between two exchanges.
+        since: Steps since the last exchange, this one included.
+        ends_epoch: Whether an epoch ends with this step.
+    """
+    return ends_epoch or (step % every == 0 and 2 * since > every)
+
+
 def least_every(every: Every) -> int:
     """The least number that `every_at` can return; 1 where the schedule's bounds are not known."""
     return max(1, round(min(every.bounds, default=1))) if isinstance(every, Schedule) else every

@@ -17,6 +17,7 @@ from lightning_sparsecomm.basis.scheduled import check_every as check_every
 from lightning_sparsecomm.basis.scheduled import density_at as density_at
 from lightning_sparsecomm.basis.scheduled import every_at as every_at
 from lightning_sparsecomm.basis.scheduled import every_for as every_for
+from lightning_sparsecomm.basis.scheduled import exchanges_in as exchanges_in
 from lightning_sparsecomm.basis.scheduled import least_every as least_every
 
 

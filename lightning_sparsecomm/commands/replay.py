@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from torch._C._distributed_c10d import TCPStore
 from lightning_sparsecomm.elastic.membership import short
 from lightning_sparsecomm.elastic.record import read
 from lightning_sparsecomm.elastic.replay import REPLICA, STORE, end_key, place_key, script_key
+from lightning_sparsecomm.elastic.residuals import FOLDER
 from lightning_sparsecomm.elastic.script import Script, scripts_of
 
 _LOOKING_SECONDS = 0.1
@@ -92,11 +94,13 @@ def replay(scripts: Sequence[Script], start: Callable[[dict[str, str]], Process]
     by_name = {script.replica: script for script in scripts}
     waiting, running = list(scripts), dict[str, Process]()
     ends = dict.fromkeys((script.replica for script in scripts), STOPPED)
+    residuals = tempfile.TemporaryDirectory(prefix="sparsecomm-replay-")
     try:
         while waiting or running:
             for script in [each for each in waiting if _is_due(each, store)]:
                 waiting.remove(script)
-                running[script.replica] = start({STORE: f"127.0.0.1:{store.port}", REPLICA: script.replica})
+                said = {STORE: f"127.0.0.1:{store.port}", REPLICA: script.replica, FOLDER: residuals.name}
+                running[script.replica] = start(said)
             for name, code in [(name, process.poll()) for name, process in running.items()]:
                 if code is not None:
                     del running[name]
@@ -110,6 +114,7 @@ def replay(scripts: Sequence[Script], start: Callable[[dict[str, str]], Process]
             process.terminate()
         for process in running.values():
             process.wait()
+        residuals.cleanup()
     return ends
 
 

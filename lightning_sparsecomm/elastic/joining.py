@@ -11,7 +11,8 @@ from torch import Tensor
 from lightning_sparsecomm.channel.saved import Saved
 from lightning_sparsecomm.elastic.connections import Connections
 from lightning_sparsecomm.elastic.readers import Readers
-from lightning_sparsecomm.elastic.units import units_of
+from lightning_sparsecomm.elastic.residuals import Residuals
+from lightning_sparsecomm.elastic.units import is_own, units_of
 from lightning_sparsecomm.elastic.wire import LostPeerError
 from lightning_sparsecomm.run.contents import State
 from lightning_sparsecomm.run.engine import Engine
@@ -38,10 +39,11 @@ class Joining:
         samples: Which samples this replica reads.
         note: What the front end has to add once the step is over in which the state was packed: a short text.
         heed: Takes over what another replica's `note` has returned.
+        residuals: What this replica, or one whose place it takes, had not sent yet.
 
     Attributes:
         waiting: Members of the quorum that wait for the state.
-        samples, heed: As given.
+        samples, heed, residuals: As given.
     """
 
     def __init__(
@@ -52,11 +54,12 @@ class Joining:
         samples: Readers,
         note: Callable[[], str],
         heed: Callable[[str], None],
+        residuals: Residuals,
     ) -> None:
         self._engine = engine
         self._progress = progress
         self._follow = follow
-        self.samples = samples
+        self.samples, self.residuals = samples, residuals
         self._note = note
         self.heed = heed
         self.waiting: Sequence[int] = ()
@@ -78,10 +81,8 @@ class Joining:
         for tracked in self._engine.registry.optimizers:
             held: Saved = {}
             for unit in units_of(tracked):
-                memories = {type(each).__name__ for each in unit.channel.memories if not each.in_common}
                 for kind, parts in unit.state_dict().items():
-                    own = kind.partition(".")[2]
-                    if own not in _OWN and own.partition(".")[0].partition(" ")[0] not in memories:
+                    if kind.partition(".")[2] not in _OWN and not is_own(kind, unit):
                         held.setdefault(kind, {}).update(parts)
             state["optimizers"].append(
                 {
@@ -101,7 +102,7 @@ class Joining:
         return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
 
     def take(self, packed: Tensor, current: int | None) -> State:
-        """Takes over a state; returns what `pack` has added to it. Memories begin empty.
+        """Takes over a state; returns what `pack` has added to it. Memories begin with what `residuals` has, or empty.
 
         Args:
             packed: As `pack` returned it.
@@ -116,6 +117,8 @@ class Joining:
                 if name in untrained:
                     untrained[name].copy_(tensor)
         engine.restart()
+        for saved, own in zip(state["optimizers"], self.residuals.take(state["run"], state["exchanged"])):
+            saved["held"] |= own
         unknown = engine.state.load_shared(state["optimizers"])
         if unknown:
             warnings.warn(f"of the state of others, this replica has no place for {'; '.join(unknown)}.", stacklevel=2)

@@ -16,6 +16,7 @@ from lightning_sparsecomm.elastic.pace import Pace
 from lightning_sparsecomm.elastic.record import Record
 from lightning_sparsecomm.elastic.units import set_pace
 from lightning_sparsecomm.elastic.wire import ElasticWire, LostPeerError
+from lightning_sparsecomm.run.contents import State
 from lightning_sparsecomm.run.engine import Engine
 from lightning_sparsecomm.run.optimizers import TrackedOptimizer
 from lightning_sparsecomm.sharing.share import Turn
@@ -152,7 +153,8 @@ class Meetings(Outcomes):
         """
         if self._joining.waiting and self._rounds.flight is None:
             steps = {} if self._current is None else {self._current[0].number: self._current[1].step + ahead}
-            shared = {"state": self.state, "round": self.round, "run": self._ending.run}
+            shared: State = {"state": self.state, "round": self.round, "run": self._ending.run}
+            shared["exchanged"] = self._rounds.exchanged
             self._wire.ledger.record(JOINING, "send", self._joining.send(shared, steps, self._quorum))
 
     def _receive(self, plan: Plan) -> None:
@@ -161,6 +163,8 @@ class Meetings(Outcomes):
         number = None if self._current is None or counted else self._current[0].number
         state = self._joining.receive(self._quorum, plan.leader, number)
         self.state, self.round, self._ending.run = state["state"], state["round"], state["run"]
+        self._rounds.exchanged = state["exchanged"]
+        self.record.holder = self._joining.residuals.taken
 
     @contextmanager
     def _within(self, *current: Any) -> Iterator[None]:

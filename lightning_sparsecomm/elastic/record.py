@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from lightning_sparsecomm.elastic.members import Member, Offer, Plan, successor, weights_of
 from lightning_sparsecomm.elastic.membership import Change
+from lightning_sparsecomm.elastic.residuals import NOBODY, Holder
 from lightning_sparsecomm.elastic.rounds import Rounds
 from lightning_sparsecomm.elastic.wire import LostPeerError
 
@@ -33,6 +34,7 @@ class Met(NamedTuple):
         weight: The factor of this replica's change, if it may have been lost.
         offer: What was exchanged, if it may have been lost.
         nth: How many meetings of the same number, members and state came before.
+        holder: Whose residuals this replica has taken over in it; `NOBODY` for none.
     """
 
     replica: str
@@ -47,6 +49,7 @@ class Met(NamedTuple):
     weight: float = 1.0
     offer: Offer | None = None
     nth: int = 0
+    holder: Holder = NOBODY
 
 
 class Landed(NamedTuple):
@@ -91,10 +94,14 @@ class Record:
 
     Args:
         path: The file; None for none.
+
+    Attributes:
+        holder: Whose residuals this replica takes over in the meeting that it is in; `NOBODY` for none.
     """
 
     def __init__(self, path: str | None) -> None:
         self._path, self._begun = path, False
+        self.holder = NOBODY
         self._counts: Counter[tuple[Any, ...]] = Counter()
 
     def change(self, change: Change) -> None:
@@ -114,6 +121,7 @@ class Record:
         met = Met(replica, number, tuple(names), plan.state, plan.round, leads_to, "counts")
         met = met._replace(seconds=seconds if any(seconds) else (), nth=self._counts[met[1:4]])
         self._counts[met[1:4]] += 1
+        self.holder = NOBODY
         try:
             yield
         except LostPeerError:
@@ -126,7 +134,7 @@ class Record:
             met = met._replace(outcome="in flight", weight=weights_of(members, plan)[rank], offer=plan.offer)
         elif rank not in plan.joining and (rank not in plan.exchanging or plan.offer is None):
             met = met._replace(outcome="met")
-        self._write("meeting", met)
+        self._write("meeting", met._replace(holder=self.holder))
 
     def late_end(self, replica: str, number: int, members: Sequence[Member], state: str, round_: int) -> None:
         """Notes a meeting without those that have ended the run, with this state."""
@@ -183,6 +191,7 @@ def entry_of(kind: type[Any], fields: dict[str, Any]) -> Any:
         offer = fields["offer"]
         lists = {name: tuple(fields[name]) for name in ("members", "seconds")}
         fields = fields | lists | {"offer": None if offer is None else Offer.of(offer)}
+        fields["holder"] = Holder.of(fields.get("holder", NOBODY))
     entry = kind(**fields)
     for name in ("replica", "state", "leads_to", "outcome", "weights"):
         if not isinstance(fields.get(name, ""), str):

@@ -13,6 +13,7 @@ from lightning_sparsecomm.channel import Channel
 from lightning_sparsecomm.elastic.connections import Connections
 from lightning_sparsecomm.elastic.flight import RoundInFlight
 from lightning_sparsecomm.elastic.members import NOTHING, Offer, Plan, successor
+from lightning_sparsecomm.elastic.residuals import note_exchange
 from lightning_sparsecomm.elastic.settings import follow_settings
 from lightning_sparsecomm.elastic.units import Unit, closings_of, under_way_in, units_of
 from lightning_sparsecomm.elastic.wire import ElasticWire, LostPeerError
@@ -56,16 +57,16 @@ class Rounds:
     Attributes:
         made: An exchange in flight, or one of which this replica cannot know whether others have committed it; None for
             none.
+        exchanged: See `note_exchange`.
     """
 
     def __init__(self, registry: Registry, replicas: Replicas, wire: ElasticWire, quorum: Connections) -> None:
         self.made: Made | None = None
+        self.exchanged = dict[str, str]()
         # Of the units of the last exchange, the channels, with the rounds that they had prepared before.
         self._channels: list[tuple[Channel, int]] = []
-        self._registry = registry
-        self._replicas = replicas
-        self._wire = wire
-        self._quorum = quorum
+        self._registry, self._replicas = registry, replicas
+        self._wire, self._quorum = wire, quorum
 
     @property
     def pending(self) -> str:
@@ -223,6 +224,7 @@ class Rounds:
                 for unit in self._units(made):
                     unit.land() if isinstance(unit, StreamedShare) and made.flight is not None else unit.commit()
             self._replicas.untrained.take(made.means())
+            note_exchange(self.exchanged, made.names, made.state)
         return made
 
     def take_back(self) -> None:

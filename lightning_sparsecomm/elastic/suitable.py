@@ -1,5 +1,7 @@
 """Which methods replicas that come and go can use."""
 
+from pathlib import Path
+
 from lightning_sparsecomm.basis.parts import parts_in
 from lightning_sparsecomm.channel import EF21
 from lightning_sparsecomm.sharing.bucket import BucketSync
@@ -53,6 +55,35 @@ def check_method(method: Method, adapt_steps: bool) -> None:
             raise ValueError("averaging must be None with replicas that come and go. Leave it out.")
     if adapt_steps:
         _check_adapting(method)
+
+
+def check_files(membership_log: str | None, folder: str | None, replica: str | None, method: Method) -> None:
+    """Raises `ValueError` for a log in no folder, and for a folder of residuals that is none, or that has no use.
+
+    Args:
+        membership_log: File of the log.
+        folder: Of residuals.
+        replica: The replica's name.
+        method: Its method.
+    """
+    if membership_log is not None and not Path(membership_log).absolute().parent.is_dir():
+        raise ValueError(
+            f"membership_log must be a file in a folder that exists; got {membership_log!r}. Make the folder first."
+        )
+    if folder is None:
+        return
+    if not Path(folder).is_dir():
+        raise ValueError(f"residual_dir must be a folder that exists; got {folder!r}. Make it first.")
+    if replica is None:
+        raise ValueError(
+            f"replica must be given with residual_dir: by this name, a replica that is started again finds its file in"
+            f" {folder!r}. Pass replica='a', and another name to each replica."
+        )
+    if any(sync.shares_gradients for sync in method.syncs):
+        raise ValueError(
+            "residual_dir must be None with a method that exchanges gradients, whose residuals change in each step; got"
+            f" {method!r}. Leave it out, or use a method that exchanges weights, such as methods.sparse_loco()."
+        )
 
 
 def _check_adapting(method: Method) -> None:

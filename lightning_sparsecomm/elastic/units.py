@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from lightning_sparsecomm.basis.parts import parts_in
 from lightning_sparsecomm.basis.schedules import every_at
+from lightning_sparsecomm.channel.saved import Saved
 from lightning_sparsecomm.run.engine import Engine
 from lightning_sparsecomm.run.optimizers import TrackedOptimizer
 from lightning_sparsecomm.sharing.delta import DeltaSync
@@ -38,6 +39,22 @@ def units_of(tracked: TrackedOptimizer, of: Sequence[Share] | None = None) -> li
             assert isinstance(part, Unit)
             units.append(part)
     return units
+
+
+def is_own(kind: str, unit: Unit) -> bool:
+    """Whether a kind of what a unit saves is in a memory of its channel that is a replica's own, such as a residual."""
+    memories = {type(each).__name__ for each in unit.channel.memories if not each.in_common}
+    return kind.partition(".")[2].partition(".")[0].partition(" ")[0] in memories
+
+
+def own_memories(tracked: TrackedOptimizer) -> Saved:
+    """What an optimizer's units have in memories that are a replica's own; tensors share storage with them."""
+    held: Saved = {}
+    for unit in units_of(tracked):
+        for kind, parts in unit.state_dict().items():
+            if is_own(kind, unit):
+                held.setdefault(kind, {}).update(parts)
+    return held
 
 
 def under_way_in(tracked: TrackedOptimizer) -> list[StreamedShare]:

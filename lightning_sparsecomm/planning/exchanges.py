@@ -6,7 +6,7 @@ import statistics
 from lightning_sparsecomm.basis.layout import Layout
 from lightning_sparsecomm.basis.parts import parts_in
 from lightning_sparsecomm.basis.rounds import Round
-from lightning_sparsecomm.basis.schedules import Every, Schedule, every_at, every_for, least_every
+from lightning_sparsecomm.basis.schedules import Every, Schedule, every_at, every_for, exchanges_in, least_every
 from lightning_sparsecomm.exchange import Staged
 from lightning_sparsecomm.sharing.delta import DeltaSync
 from lightning_sparsecomm.sharing.gradient import GradientSync
@@ -47,16 +47,21 @@ def share_of_exchanges(method: Method, every: int, length: float) -> float:
 
 
 def more_by_epochs(method: Method, length: float, epoch_steps: float) -> float:
-    """How many times as many exchanges there are in a run as without the last step of each epoch, of so many steps.
+    """How many times as many exchanges there are in a run as if only every H-th step exchanged, not ends of epochs too.
 
-    1 where that step exchanges in any case, or where not all parameters are trained by local steps of gradients.
+    Epochs have `epoch_steps`. 1 where their last step exchanges in any case, or where not all parameters are trained by
+    local steps of gradients.
     """
     every = min((least_every(s.every) if isinstance(s, GradientSync) else 1 for s in method.syncs), default=1)
     if every == 1 or not 0 < length < math.inf or not 1 <= epoch_steps <= length:
         return 1.0
-    last = (round(epoch_steps * number) - 1 for number in range(1, math.floor(length / epoch_steps) + 1))
-    often = math.ceil(length / every)
-    return (often + sum(step % every != 0 for step in last)) / often
+    steps = min(math.ceil(length), _SAMPLES * every)
+    ends = {round(epoch_steps * number) - 1 for number in range(1, math.floor(steps / epoch_steps) + 1)}
+    exchanges, last = 0, -every
+    for step in range(steps):
+        if exchanges_in(step, every, step - last, step in ends):
+            exchanges, last = exchanges + 1, step
+    return exchanges / math.ceil(steps / every)
 
 
 def first_steps(method: Method, length: float) -> int:

@@ -151,7 +151,7 @@ def _play(
     last = LATE - LATE % every
     between = stage.play(0, last + 1) if every > 1 else None
     held_between = stage.held_bytes()
-    due = stage.play(every - 1, last)
+    due = stage.play(every - 1, last, every)
     result = due if between is None else _mixed(between, due, share_of_exchanges(method, every, length))
     first = first_steps(method, length)
     if first:
@@ -194,8 +194,11 @@ class _Stage:
         self.engine.length = length
         self._gradients = itertools.cycle([[_gradient_like(weight) for weight in self.weights] for _ in range(3)])
 
-    def play(self, local: int, step: int = LATE) -> Rehearsed:
-        """Some repetitions of a late step, or of another one, so many steps after an exchange of weights."""
+    def play(self, local: int, step: int = LATE, apart: int = 0) -> Rehearsed:
+        """Some repetitions of a late step, or of another one, so many steps after an exchange of weights.
+
+        They are that step itself, or steps so far `apart`.
+        """
         times: list[dict[str, float]] = []
         for repetition in range(_WARM_UP_STEPS + self.steps):
             clock = self.wire.ledger.clock
@@ -206,7 +209,7 @@ class _Stage:
                 weight.grad = gradient.clone()
             for optimizer in self.optimizers:
                 tracked = self.engine.register(optimizer)
-                tracked.steps = step
+                tracked.steps = step + apart * repetition
                 for share in tracked.shares.values():
                     if isinstance(share, DeltaShare):
                         share.steps = local

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_sparsecomm.basis import Vector, Wire
-from lightning_sparsecomm.basis.schedules import Every, every_at, every_for
+from lightning_sparsecomm.basis.schedules import Every, every_at, every_for, exchanges_in
 from lightning_sparsecomm.channel.saved import Saved, add_prefix, pop_named, strip_prefix
 from lightning_sparsecomm.exchange import NonFiniteGradientError
 from lightning_sparsecomm.sharing.adam import show_moments
@@ -20,7 +20,9 @@ from lightning_sparsecomm.sharing.share import Turn
 from lightning_sparsecomm.sharing.takeover import learning_rates
 
 # Kinds of state besides those of the channel and of the weights.
-_PRESENT, _ALONE = "present", "alone"
+_PRESENT, _ALONE, _LAST = "present", "alone", "last exchange"
+
+_NEVER = -(2**40)
 
 # After so many exchanges in which weights had been set, ranks exchange in each step.
 _MOST_SET = 3
@@ -34,6 +36,8 @@ class SharesSometimes(SharesGradients, Protocol):
 
 class LocalStepsShare(GradientShare):
     """A `GradientShare` that exchanges in every H-th step, with H = `every`, and in the last one of each epoch.
+
+    An exchange that would follow that by no more than H/2 steps is left out.
 
         each step:       E ← E + η·u;   w ← anchor;   a step of the optimizer without gradient, such as weight decay
         every H steps:   S, what is sent of E, is exchanged;   E ← E − S;   w ← w − mean of S;   anchor ← w;   A ← 0
@@ -59,6 +63,8 @@ class LocalStepsShare(GradientShare):
         # Which parameters some rank had a gradient for in the last exchange, by name; equal on all ranks.
         self._present: dict[str, bool] = {}
         self._turn, self._exchanges = Turn("end", 0), True
+        # The step of the last exchange, in steps finished before; equal on all ranks.
+        self._last = _NEVER
         # Whether the optimizer's next step is this rank's own.
         self._alone = False
         # What was not finite since the last exchange.
@@ -96,7 +102,7 @@ class LocalStepsShare(GradientShare):
             return
         every = every_at(every_for(self.sync.every, turn.length), turn.step, turn.epoch)
         often = turn.ends_epoch or self._weights.set.times >= _MOST_SET
-        self._exchanges = often or turn.step % every == 0
+        self._exchanges = exchanges_in(turn.step, every, turn.step - self._last, often)
         self._gradients = self._read()
         missing = self.channel.missing
         self._nonfinite = missing.nonfinite
@@ -152,6 +158,7 @@ class LocalStepsShare(GradientShare):
         self.unfinished = self._finishes
         self._count_ddp()
         if self._exchanges:
+            self._last = self._turn.step
             self._present = dict(zip(names, exchanged.present))
             self._count_sent(exchanged)
             self._write(exchanged)
@@ -197,6 +204,8 @@ class LocalStepsShare(GradientShare):
         ours = self._weights.state_dict(names)
         if not all(self._present.values()):
             ours[_PRESENT] = {name: torch.tensor(here) for name, here in self._present.items()}
+        if self._last != _NEVER:
+            ours[_LAST] = {name: torch.tensor(self._last) for name in names[:1]}
         if self._alone:
             # A save between the gradients and the optimizer's step.
             ours[_ALONE] = {name: torch.tensor(True) for name in names[:1]}
@@ -213,6 +222,7 @@ class LocalStepsShare(GradientShare):
         self._weights.load_state_dict(taken, self.parameters)
         self._present = {name: bool(here) for name, here in taken(_PRESENT).items()}
         self._alone = bool(taken(_ALONE))
+        self._last = max((int(step) for step in taken(_LAST).values()), default=_NEVER)
         super().load_state_dict(saved)
 
     def _settle(self) -> None:

@@ -97,6 +97,8 @@ def _run(function: Callable[..., Any], pipe: Connection, args: tuple[Any, ...], 
         warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch")
         # Where a test has changed them.
         warnings.filterwarnings("ignore", message=".*weights differ from those of most others")
+        # Where a replica dies before it has kept its residual.
+        warnings.filterwarnings("ignore", message="the residuals in .* are from before an exchange")
         # A machine that is busy may take more than one attempt.
         warnings.filterwarnings("ignore", message="no quorum yet")
         pipe.send(("result", function(pipe, *args, **options)))

@@ -98,6 +98,13 @@ def test_weights_may_be_exchanged_in_flight() -> None:
             "adapt_steps must be False with delay, .* got delay=3",
         ),
         ({"membership_log": "nowhere/log.jsonl"}, ValueError, "membership_log must be a file in a folder that exists"),
+        ({"residual_dir": "nowhere", "replica": "a"}, ValueError, "residual_dir must be a folder that exists"),
+        ({"residual_dir": "."}, ValueError, "replica must be given with residual_dir"),
+        (
+            {"residual_dir": ".", "replica": "a", "method": methods.dgc()},
+            ValueError,
+            "residual_dir must be None with a method that exchanges gradients",
+        ),
         ({"log_each_replica": "no"}, TypeError, "log_each_replica must be True or False; got 'no'"),
         ({"uneven_inputs": True}, ValueError, "uneven_inputs must be False"),
         ({"exchange_timeout": timedelta(0)}, ValueError, "exchange_timeout must be a positive timedelta"),

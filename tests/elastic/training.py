@@ -125,6 +125,7 @@ def train(
     save_every: int | None = None,
     batch_size: int = 8,
     log_each_replica: bool = False,
+    residual_dir: str | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Trains, and returns what the replica ends with. `before` is called first, to alter what is to be altered."""
@@ -142,6 +143,7 @@ def train(
         check_replicas_every=check_replicas_every,
         membership_log=membership_log,
         log_each_replica=log_each_replica,
+        residual_dir=residual_dir,
         **TIMEOUTS,
     )
     if save is not None:

@@ -69,6 +69,9 @@ def test_nothing_is_said_of_what_follows_from_how_large_gradients_are(tmp_path: 
         (methods.dgc(0.1, every=4), 12, 12, 4 / 3),
         # Step 4 ends an epoch, and 9 another.
         (methods.dgc(0.1, every=4), 10, 5, 4 / 3),
+        # 0, 4, 6 and not 8, 12, 13, 16, 20, 24, 27.
+        (methods.dgc(0.1, every=4), 28, 7, 9 / 7),
+        (methods.dgc(0.1, every=2), 1000, 11, 1.0),
         (methods.dgc(0.1), 12, 6, 1.0),
         (methods.sbc(0.1, every=4), 12, 6, 1.0),
         (methods.dgc(0.1, every=4), math.inf, 6, 1.0),

@@ -292,7 +292,8 @@ def test_an_epoch_ends_with_weights_that_all_share() -> None:
         training.engine.ends_epoch = step % 3 == 2
         training.train(*drawn(step))
         equal.append(torch.equal(training.own(), training.shared()))
-    assert equal == [True, False, True, False, True, True, False, False]
+    # Not in step 4, which is too soon after the end of the first one.
+    assert equal == [True, False, True, False, False, True, False, False]
 
 
 class WritesGradients(SGD):
