@@ -97,8 +97,8 @@ class Fleet:
         said = {"replica": name, "lighthouse": self._address, "method": self._method, "task": options.task}
         said |= {"seed": 1000 * self._seed + len(self.all), "steps": options.steps, "optimizer": options.optimizer}
         said |= {"batch-size": options.batch_size, "step-ms": self._step_ms, "data-dir": options.data_dir}
-        if options.residuals and "every" in self._method:
-            said["residual-dir"] = self.folder
+        if options.local_state and "every" in self._method:
+            said["local-state-dir"] = self.folder
         said |= {"compare-every": 1 if "every" in self._method or self._method == "torchft" else 10}
         command = [sys.executable, __file__, *(f"--{key}={value}" for key, value in said.items())]
         # Replicas share the cores: more threads than one would wait for each other.
@@ -159,8 +159,8 @@ def train(options: argparse.Namespace, method: str, seed: int, kill_every: float
         fleet.finish(options.hang)
     sent = Counters.read("lo").since(before).sent_bytes
     measured = {"method": method, "seed": seed, "steps": options.steps, "kills": len(kills), "commit": COMMIT}
-    if kills and options.residuals:
-        measured["residuals"] = "every" in method
+    if kills and options.local_state:
+        measured["local_state"] = "every" in method
     return measured | summary(fleet.all, kills, begin, sent)
 
 
@@ -278,7 +278,7 @@ def table(runs: Sequence[Line]) -> str:
             continue
         alone = [each["losses"][0] for each in runs if each["method"] == run["method"] and not each["kills"]]
         spread = f" ± {statistics.stdev(alone):.3f}" if len(alone) > 1 else ""
-        kept = ", residuals kept" if run.get("residuals") else ""
+        kept = ", local state kept" if run.get("local_state") else ""
         back = f"{statistics.median(run['back']):.1f} (to {max(run['back']):.1f})" if run["back"] else ""
         lines.append(
             f"| `{run['method']}`{kept} | {run['steps']:,} | {run['kills']} | {run['made'] / run['possible']:.1%}"
@@ -296,7 +296,7 @@ def main() -> None:
     add("--data-dir", type=Path, default=Path("data"), help="Fashion-MNIST and shakespeare.txt")
     add("--methods", nargs="+", default=METHODS, help="as in Python, or torchft")
     add("--replicas", type=int, default=4)
-    add("--seeds", type=int, default=3, help="of trainings that are left alone")
+    add("--seeds", type=int, default=3, help="of trainings that are left alone, besides those of --kill-seeds")
     add("--kill-seeds", type=int, default=1, metavar="N", help="seeds of those with kills; a row for each")
     add("--minutes", type=float, default=30.0, help="of those with kills")
     add("--kill-every", type=float, default=60.0, help="seconds between two kills")
@@ -309,8 +309,8 @@ def main() -> None:
     add("--output", type=Path, default=Path("churn.json"))
     add("--resume", action="store_true", help="keep the runs in --output")
     add("--only-print", action="store_true", help="print the table of --output")
-    add("--residuals", action="store_true", help="replicas keep their residuals, where they exchange weights")
-    for name in ("--replica", "--lighthouse", "--method", "--residual-dir"):
+    add("--local-state", action="store_true", help="replicas keep their local state, where they exchange weights")
+    for name in ("--replica", "--lighthouse", "--method", "--local-state-dir"):
         add(name, help=argparse.SUPPRESS)
     for name in ("--steps", "--seed", "--compare-every"):
         add(name, type=int, help=argparse.SUPPRESS)
@@ -324,16 +324,17 @@ def main() -> None:
     settings = {"replicas": options.replicas, "minutes": options.minutes, "kill_every": options.kill_every}
     settings |= {"step_ms": options.step_ms, "task": options.task, "optimizer": options.optimizer} | versions()
     runs: list[Line] = load(options.output, settings, options.resume or options.only_print)
-    there = {
-        (run["method"], run["seed"])
-        for run in runs
-        if not run["kills"] or run.get("residuals", False) == (options.residuals and "every" in run["method"])
-    }
-    # Seeds of runs with kills: 0, 100, 200 and so on.
+    there = {(run["method"], run["seed"], run["kills"] > 0, run.get("local_state", False)) for run in runs}
+    # Seeds of runs with kills: 0, 100, 200 and so on. Others are left alone with the same ones, and with more.
     killed = [(method, 100 * number) for number in range(options.kill_seeds) for method in options.methods]
-    disturbed = [(*run, options.kill_every) for run in killed if run not in there]
-    alone = [(method, seed, None) for seed in range(1, options.seeds + 1) for method in options.methods]
-    alone = [run for run in alone if run[:2] not in there]
+    disturbed = [
+        (*run, options.kill_every)
+        for run in killed
+        if (*run, True, options.local_state and "every" in run[0]) not in there
+    ]
+    seeds = [100 * number for number in range(options.kill_seeds)] + list(range(1, options.seeds + 1))
+    alone = [(method, seed, None) for seed in seeds for method in options.methods]
+    alone = [run for run in alone if (*run[:2], False, False) not in there]
     if not options.only_print:
         for outcome in itertools.chain(trained(options, disturbed, options.at_once), trained(options, alone, False)):
             runs.append(outcome)

@@ -104,7 +104,7 @@ def ours(options: argparse.Namespace, learner: PacedLearner, data: Data) -> None
         method_of(options.method),
         lighthouse=options.lighthouse,
         replica=options.replica,
-        residual_dir=options.residual_dir,
+        local_state_dir=options.local_state_dir,
     )
     trainer = pl.Trainer(
         accelerator="cpu",

@@ -26,7 +26,7 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=at_least(1), default=1000, help="of each replica")
     parser.add_argument("--every", type=at_least(1), default=20, help="steps between two exchanges")
     parser.add_argument("--log", help="file for the log of members")
-    parser.add_argument("--residuals", help="folder where a replica with a name keeps what it has not sent yet")
+    parser.add_argument("--local-state", help="folder where a replica with a name keeps what is its own")
     options = parser.parse_args()
 
     pl.seed_everything(0, verbose=False)
@@ -35,7 +35,7 @@ if __name__ == "__main__":
         lighthouse=options.lighthouse,
         replica=options.replica,
         membership_log=options.log,
-        residual_dir=options.residuals,
+        local_state_dir=options.local_state,
     )
     trainer = pl.Trainer(
         accelerator="cpu",

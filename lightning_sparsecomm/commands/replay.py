@@ -13,10 +13,10 @@ from typing import IO, Any, Protocol
 
 from torch._C._distributed_c10d import TCPStore
 
+from lightning_sparsecomm.elastic.local_state import FOLDER
 from lightning_sparsecomm.elastic.membership import short
 from lightning_sparsecomm.elastic.record import read
 from lightning_sparsecomm.elastic.replay import REPLICA, STORE, end_key, place_key, script_key
-from lightning_sparsecomm.elastic.residuals import FOLDER
 from lightning_sparsecomm.elastic.script import Script, scripts_of
 
 _LOOKING_SECONDS = 0.1
@@ -94,12 +94,12 @@ def replay(scripts: Sequence[Script], start: Callable[[dict[str, str]], Process]
     by_name = {script.replica: script for script in scripts}
     waiting, running = list(scripts), dict[str, Process]()
     ends = dict.fromkeys((script.replica for script in scripts), STOPPED)
-    residuals = tempfile.TemporaryDirectory(prefix="sparsecomm-replay-")
+    folder = tempfile.TemporaryDirectory(prefix="sparsecomm-replay-")
     try:
         while waiting or running:
             for script in [each for each in waiting if _is_due(each, store)]:
                 waiting.remove(script)
-                said = {STORE: f"127.0.0.1:{store.port}", REPLICA: script.replica, FOLDER: residuals.name}
+                said = {STORE: f"127.0.0.1:{store.port}", REPLICA: script.replica, FOLDER: folder.name}
                 running[script.replica] = start(said)
             for name, code in [(name, process.poll()) for name, process in running.items()]:
                 if code is not None:
@@ -114,7 +114,7 @@ def replay(scripts: Sequence[Script], start: Callable[[dict[str, str]], Process]
             process.terminate()
         for process in running.values():
             process.wait()
-        residuals.cleanup()
+        folder.cleanup()
     return ends
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lightning_sparsecomm.channel.saved import Saved
 from lightning_sparsecomm.elastic.connections import Connections
+from lightning_sparsecomm.elastic.local_state import LocalState
 from lightning_sparsecomm.elastic.readers import Readers
-from lightning_sparsecomm.elastic.residuals import Residuals
 from lightning_sparsecomm.elastic.units import is_own, units_of
 from lightning_sparsecomm.elastic.wire import LostPeerError
 from lightning_sparsecomm.run.contents import State
@@ -39,11 +39,11 @@ class Joining:
         samples: Which samples this replica reads.
         note: What the front end has to add once the step is over in which the state was packed: a short text.
         heed: Takes over what another replica's `note` has returned.
-        residuals: What this replica, or one whose place it takes, had not sent yet.
+        own: What this replica, or one whose place it takes, has kept as its own.
 
     Attributes:
         waiting: Members of the quorum that wait for the state.
-        samples, heed, residuals: As given.
+        samples, heed, own: As given.
     """
 
     def __init__(
@@ -54,12 +54,12 @@ class Joining:
         samples: Readers,
         note: Callable[[], str],
         heed: Callable[[str], None],
-        residuals: Residuals,
+        own: LocalState,
     ) -> None:
         self._engine = engine
         self._progress = progress
         self._follow = follow
-        self.samples, self.residuals = samples, residuals
+        self.samples, self.own = samples, own
         self._note = note
         self.heed = heed
         self.waiting: Sequence[int] = ()
@@ -88,7 +88,7 @@ class Joining:
                 {
                     "steps": steps.get(tracked.number, tracked.steps),
                     "members": [name for name, _ in tracked.parameters],
-                    "held": held | self._engine.state.in_common(tracked),
+                    "held": held | self._engine.state.of_optimizer(tracked, in_common=True),
                     "since": [unit.steps for unit in units_of(tracked)],
                     "unfinished": [isinstance(unit, GradientShare) and unit.unfinished for unit in units_of(tracked)],
                 }
@@ -102,7 +102,7 @@ class Joining:
         return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
 
     def take(self, packed: Tensor, current: int | None) -> State:
-        """Takes over a state; returns what `pack` has added to it. Memories begin with what `residuals` has, or empty.
+        """Takes over a state; returns what `pack` has added to it. Memories begin with what `own` has, or empty.
 
         Args:
             packed: As `pack` returned it.
@@ -117,8 +117,8 @@ class Joining:
                 if name in untrained:
                     untrained[name].copy_(tensor)
         engine.restart()
-        for saved, own in zip(state["optimizers"], self.residuals.take(state["run"], state["exchanged"])):
-            saved["held"] |= own
+        for saved, kept in zip(state["optimizers"], self.own.take(state["run"], state["exchanged"])):
+            saved["held"] |= kept
         unknown = engine.state.load_shared(state["optimizers"])
         if unknown:
             warnings.warn(f"of the state of others, this replica has no place for {'; '.join(unknown)}.", stacklevel=2)

@@ -164,7 +164,7 @@ class Meetings(Outcomes):
         state = self._joining.receive(self._quorum, plan.leader, number)
         self.state, self.round, self._ending.run = state["state"], state["round"], state["run"]
         self._rounds.exchanged = state["exchanged"]
-        self.record.holder = self._joining.residuals.taken
+        self.record.holder = self._joining.own.taken
 
     @contextmanager
     def _within(self, *current: Any) -> Iterator[None]:

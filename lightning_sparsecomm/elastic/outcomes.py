@@ -53,7 +53,7 @@ class Outcomes(Turns):
         self._rounds.commit()
         self.state, self.round = made.state, round_
         self._joining.samples.settle(self.state)
-        self._joining.residuals.keep(self._ending.run, self.state)
+        self._joining.own.keep(self._ending.run, self.state)
 
     def _land(self) -> None:
         """Waits for what is in flight, if anything is, and commits to it, or takes it back if a replica was lost."""
@@ -76,7 +76,7 @@ class Outcomes(Turns):
             self.state, self.round = made.state, self.round + 1
             self._joining.samples.settle(self.state)
             # Only now: what the log does not have, a replay does not keep.
-            self._joining.residuals.keep(self._ending.run, self.state)
+            self._joining.own.keep(self._ending.run, self.state)
 
     def _ended_with(self, plan: Plan) -> bool:
         """Whether the exchange that this replica is in doubt about was the last one of all others, which have left."""

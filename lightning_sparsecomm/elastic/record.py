@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from lightning_sparsecomm.elastic.local_state import NOBODY, Holder
 from lightning_sparsecomm.elastic.members import Member, Offer, Plan, successor, weights_of
 from lightning_sparsecomm.elastic.membership import Change
-from lightning_sparsecomm.elastic.residuals import NOBODY, Holder
 from lightning_sparsecomm.elastic.rounds import Rounds
 from lightning_sparsecomm.elastic.wire import LostPeerError
 
@@ -34,7 +34,7 @@ class Met(NamedTuple):
         weight: The factor of this replica's change, if it may have been lost.
         offer: What was exchanged, if it may have been lost.
         nth: How many meetings of the same number, members and state came before.
-        holder: Whose residuals this replica has taken over in it; `NOBODY` for none.
+        holder: Whose local state this replica has taken over in it; `NOBODY` for none.
     """
 
     replica: str
@@ -96,7 +96,7 @@ class Record:
         path: The file; None for none.
 
     Attributes:
-        holder: Whose residuals this replica takes over in the meeting that it is in; `NOBODY` for none.
+        holder: Whose local state this replica takes over in the meeting that it is in; `NOBODY` for none.
     """
 
     def __init__(self, path: str | None) -> None:

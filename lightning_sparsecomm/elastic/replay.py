@@ -11,27 +11,27 @@ from torch._C._distributed_c10d import TCPStore
 from lightning_sparsecomm.basis.wire import PeerError
 from lightning_sparsecomm.elastic.connections import CONNECTING, Connections
 from lightning_sparsecomm.elastic.last_word import LastWord
+from lightning_sparsecomm.elastic.local_state import FOLDER, LocalState, ReplayedLocalState
 from lightning_sparsecomm.elastic.members import Member, Offer, Plan
 from lightning_sparsecomm.elastic.membership import short
 from lightning_sparsecomm.elastic.quorum import address_towards, load_torchft
 from lightning_sparsecomm.elastic.record import Landed
-from lightning_sparsecomm.elastic.residuals import FOLDER, ReplayedResiduals, Residuals
 from lightning_sparsecomm.elastic.rounds import Made
 from lightning_sparsecomm.elastic.script import Scene, Script
 from lightning_sparsecomm.elastic.turns import ElasticTurns
 from lightning_sparsecomm.elastic.wire import LostPeerError
-from lightning_sparsecomm.run.registry import Registry
+from lightning_sparsecomm.run.engine import Engine
 from lightning_sparsecomm.sharing.streamed import StreamedShare
 
 STORE, REPLICA = "SPARSECOMM_REPLAY", "SPARSECOMM_REPLICA"
 """Variables of the environment that `sparsecomm replay` sets: HOST:PORT of its store, and whose log to follow."""
 
 
-def residuals_of(folder: str | None, process: str, registry: Registry, patience: timedelta) -> Residuals:
-    """The residuals of a replica: in a replay, those of the replay, which leaves the user's own alone."""
+def local_state_of(folder: str | None, process: str, engine: Engine, patience: timedelta) -> LocalState:
+    """What is a replica's own: in a replay, in files of the replay, which leaves the user's alone."""
     if not replaying():
-        return Residuals(folder, process, registry)
-    return ReplayedResiduals(None if folder is None else os.environ[FOLDER], process, registry, patience)
+        return LocalState(folder, process, engine)
+    return ReplayedLocalState(None if folder is None else os.environ[FOLDER], process, engine, patience)
 
 
 class RecordedLossError(LostPeerError):
@@ -187,14 +187,14 @@ class ReplayedTurns(ElasticTurns):
     def _receive(self, plan: Plan) -> None:
         if self._quorum.now.met.outcome == "lost":
             raise RecordedLossError("the state was not received")
-        due, residuals = self._quorum.now.met.holder, self._joining.residuals
-        assert isinstance(residuals, ReplayedResiduals)
-        residuals.due = due
+        due, own = self._quorum.now.met.holder, self._joining.own
+        assert isinstance(own, ReplayedLocalState)
+        own.due = due
         super()._receive(plan)
-        if residuals.taken != due:
+        if own.taken != due:
             raise DifferentError(
-                f"a replay must do what the log says; there, {short(self._quorum.name)} took over the residuals of"
-                f" {short(due.process)}, and here there are none. Start it with residual_dir, as then."
+                f"a replay must do what the log says; there, {short(self._quorum.name)} took over the local state of"
+                f" {short(due.process)}, and here there is none. Start it with local_state_dir, as then."
             )
 
     def _exchange(self, plan: Plan, offer: Offer, members: Sequence[Member]) -> None:

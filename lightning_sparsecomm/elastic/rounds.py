@@ -12,8 +12,8 @@ from lightning_sparsecomm.basis.ledger import MEMBERSHIP
 from lightning_sparsecomm.channel import Channel
 from lightning_sparsecomm.elastic.connections import Connections
 from lightning_sparsecomm.elastic.flight import RoundInFlight
+from lightning_sparsecomm.elastic.local_state import note_exchange
 from lightning_sparsecomm.elastic.members import NOTHING, Offer, Plan, successor
-from lightning_sparsecomm.elastic.residuals import note_exchange
 from lightning_sparsecomm.elastic.settings import follow_settings
 from lightning_sparsecomm.elastic.units import Unit, closings_of, under_way_in, units_of
 from lightning_sparsecomm.elastic.wire import ElasticWire, LostPeerError

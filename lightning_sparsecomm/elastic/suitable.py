@@ -58,11 +58,11 @@ def check_method(method: Method, adapt_steps: bool) -> None:
 
 
 def check_files(membership_log: str | None, folder: str | None, replica: str | None, method: Method) -> None:
-    """Raises `ValueError` for a log in no folder, and for a folder of residuals that is none, or that has no use.
+    """Raises `ValueError` for a log in no folder, and for a folder of local states that is none, or that has no use.
 
     Args:
         membership_log: File of the log.
-        folder: Of residuals.
+        folder: Of local states.
         replica: The replica's name.
         method: Its method.
     """
@@ -73,16 +73,16 @@ def check_files(membership_log: str | None, folder: str | None, replica: str | N
     if folder is None:
         return
     if not Path(folder).is_dir():
-        raise ValueError(f"residual_dir must be a folder that exists; got {folder!r}. Make it first.")
+        raise ValueError(f"local_state_dir must be a folder that exists; got {folder!r}. Make it first.")
     if replica is None:
         raise ValueError(
-            f"replica must be given with residual_dir: by this name, a replica that is started again finds its file in"
-            f" {folder!r}. Pass replica='a', and another name to each replica."
+            "replica must be given with local_state_dir: by this name, a replica that is started again finds its file"
+            f" in {folder!r}. Pass replica='a', and another name to each replica."
         )
     if any(sync.shares_gradients for sync in method.syncs):
         raise ValueError(
-            "residual_dir must be None with a method that exchanges gradients, whose residuals change in each step; got"
-            f" {method!r}. Leave it out, or use a method that exchanges weights, such as methods.sparse_loco()."
+            "local_state_dir must be None with a method that exchanges gradients, whose residuals change in each step;"
+            f" got {method!r}. Leave it out, or use a method that exchanges weights, such as methods.sparse_loco()."
         )
 
 

@@ -18,7 +18,7 @@ from lightning_sparsecomm.elastic.membership import Change
 from lightning_sparsecomm.elastic.quorum import Quorum, load_torchft
 from lightning_sparsecomm.elastic.readers import Readers
 from lightning_sparsecomm.elastic.record import Record
-from lightning_sparsecomm.elastic.replay import Recorded, ReplayedTurns, replaying, residuals_of
+from lightning_sparsecomm.elastic.replay import Recorded, ReplayedTurns, local_state_of, replaying
 from lightning_sparsecomm.elastic.suitable import check_files, check_method
 from lightning_sparsecomm.elastic.turns import ElasticTurns
 from lightning_sparsecomm.elastic.units import steps_until_exchange
@@ -72,7 +72,7 @@ class ElasticTrainerMixin(LeadingMixin):
         adapt_steps: bool = False,
         membership_log: str | None = None,
         log_each_replica: bool = False,
-        residual_dir: str | None = None,
+        local_state_dir: str | None = None,
         **kwargs: Any,
     ) -> None:
         """Takes the method, and how to find the other replicas.
@@ -93,9 +93,9 @@ class ElasticTrainerMixin(LeadingMixin):
                 that it sees (time, round, who is there, who has joined or gone, and why) and with each meeting, from
                 which `sparsecomm replay` makes the run again. None for no file.
             log_each_replica: Whether the loggers of each replica write. By default, those of the one that leads do.
-            residual_dir: A folder on this machine where the replica keeps its residuals, which it writes after each
-                exchange of weights. If it is killed and started again with the same `replica`, it goes on with them
-                instead of none. None for no file.
+            local_state_dir: A folder on this machine where the replica keeps what is its own, its residuals and the
+                state of its optimizers; it writes them after each exchange of weights. If it is killed and started
+                again with the same `replica`, it goes on with them. None for no file.
             **kwargs: Options of DDPStrategy and of DistributedDataParallel.
 
         Raises:
@@ -103,7 +103,7 @@ class ElasticTrainerMixin(LeadingMixin):
             ImportError: torch is older than 2.8.
             ValueError: The method exchanges gradients in flight (`delay`), lets gradients differ between replicas, or
                 averages in DDP's buckets (`dense`, `auto`); `adapt_steps` is given with `delay` or `fragments`;
-                `residual_dir` is no folder, or is given without `replica` or with a method that exchanges gradients;
+                `local_state_dir` is no folder, or is given without `replica` or with a method that exchanges gradients;
                 no lighthouse is known; or `uneven_inputs` or `nodes` is given, which replicas that come and go have
                 no use for.
         """
@@ -121,7 +121,7 @@ class ElasticTrainerMixin(LeadingMixin):
                 raise ValueError(
                     f"nodes must be left out with replicas that come and go, each of one rank; got {kwargs['nodes']!r}."
                 )
-            check_files(membership_log, residual_dir, replica, method)
+            check_files(membership_log, local_state_dir, replica, method)
             for name, value in (("exchange_timeout", exchange_timeout), ("patience", patience)):
                 if not isinstance(value, timedelta) or value <= timedelta(0):
                     raise ValueError(
@@ -136,7 +136,7 @@ class ElasticTrainerMixin(LeadingMixin):
         self.membership_log = membership_log
         self._limits = LeastLimits()
         self.log_each_replica = log_each_replica
-        self.residual_dir = residual_dir
+        self.local_state_dir = local_state_dir
 
     def _make_wire(self) -> Wire:
         return ElasticWire()
@@ -192,8 +192,8 @@ class ElasticTrainerMixin(LeadingMixin):
         )
         records = self._leading_checkpoints
         assert records is not None
-        residuals = residuals_of(self.residual_dir, quorum.name, engine.registry, self.patience)
-        joining = Joining(engine, self._progress, self._follow, samples, records.to_json, records.follow, residuals)
+        own = local_state_of(self.local_state_dir, quorum.name, engine, self.patience)
+        joining = Joining(engine, self._progress, self._follow, samples, records.to_json, records.follow, own)
         facts = _facts(engine, self.seed)
         facts["the number of training samples"] = str([reader.loading.size for reader in readers])
         engine.registry.fixed = True

@@ -149,14 +149,14 @@ class RunState:
     def load_shared(self, optimizers: Sequence[State]) -> list[str]:
         """Loads, by optimizer, its steps and what its shares hold in common with other ranks, after a restart.
 
-        Returns the parts that the method cannot use, in words.
+        Also what is this rank's own, where it is there too. Returns the parts that the method cannot use, in words.
         """
         loaded = zip(self._registry.optimizers, optimizers, strict=False)
         return [words for tracked, saved in loaded for words in self._load(tracked, saved, in_common=True)]
 
-    def in_common(self, tracked: TrackedOptimizer) -> Saved:
-        """What an optimizer holds that is equal on all ranks, for `load_shared`: all its own, unless replicas drift."""
-        return {} if tracked.drifts else self._of_optimizer(tracked)
+    def of_optimizer(self, tracked: TrackedOptimizer, in_common: bool) -> Saved:
+        """What an optimizer holds `in_common` with all ranks or, if replicas drift, as a rank's own; for `load_shared`."""
+        return self._of_optimizer(tracked) if in_common is not tracked.drifts else {}
 
     def hand_over(self, tracked: TrackedOptimizer) -> None:
         """Lets an optimizer that is new take the place of those that have trained parameters of its own before.
@@ -219,7 +219,7 @@ class RunState:
             share.load_state_dict(held)
         if self._registry.nodes is not None:
             hand_out([pair for share in tracked.shares.values() for pair in share.in_common()], self._registry.nodes)
-        if _OPTIMIZER in held and tracked.drifts is not in_common:
+        if _OPTIMIZER in held and (tracked.drifts or in_common):
             own = pop_named(held, _OPTIMIZER, named)
             _load_optimizer(tracked.optimizer, {id(parameter): own.get(name) for name, parameter in named.items()})
         tracked.owed |= {id(named[name]): part for name, part in pop_named(held, _OWED, named).items()}

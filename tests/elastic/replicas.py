@@ -98,7 +98,7 @@ def _run(function: Callable[..., Any], pipe: Connection, args: tuple[Any, ...], 
         # Where a test has changed them.
         warnings.filterwarnings("ignore", message=".*weights differ from those of most others")
         # Where a replica dies before it has kept its residual.
-        warnings.filterwarnings("ignore", message="the residuals in .* are from before an exchange")
+        warnings.filterwarnings("ignore", message="the local state in .* is from before an exchange")
         # A machine that is busy may take more than one attempt.
         warnings.filterwarnings("ignore", message="no quorum yet")
         pipe.send(("result", function(pipe, *args, **options)))

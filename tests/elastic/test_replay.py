@@ -107,7 +107,7 @@ def check_same(results: list[dict[str, Any]], again: list[dict[str, Any]]) -> No
 )
 def test_a_run_in_which_one_was_killed_and_came_again_is_made_again(method: Any, tmp_path: Path) -> None:
     log = tmp_path / "members.jsonl"
-    options: dict[str, Any] = {} if method is DROPPING else {"residual_dir": str(tmp_path)}
+    options: dict[str, Any] = {} if method is DROPPING else {"local_state_dir": str(tmp_path)}
     with lighthouse() as address, replicas() as start:
         a, b, c = together(start, address, method, {}, stops=(12,), membership_log=str(log), **options)
         assert c.hear() == 12
@@ -115,12 +115,12 @@ def test_a_run_in_which_one_was_killed_and_came_again_is_made_again(method: Any,
         again = start(train, address, "c", 7, method, membership_log=str(log), **options)
         results = [replica.hear() for replica in (a, b, again)]
     assert (results[2]["began_with"] > 0) is bool(options)
-    kept = {path.name: path.read_bytes() for path in tmp_path.glob("*.residuals")}
+    kept = {path.name: path.read_bytes() for path in tmp_path.glob("*.state")}
     ends, made = replayed(log, method, {"a": [0], "b": [1], "c": [2, 7]}, **options)
     assert sorted(ends.values()) == ["lost", "same", "same", "same"]
     check_same(results, made)
     # A replay leaves the files of the run alone.
-    assert kept == {path.name: path.read_bytes() for path in tmp_path.glob("*.residuals")}
+    assert kept == {path.name: path.read_bytes() for path in tmp_path.glob("*.state")}
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ class Model(pl.LightningModule):
         self.network = nn.Sequential(nn.Linear(6, width), nn.BatchNorm1d(width), nn.Tanh(), nn.Linear(width, 3))
         self.pipe, self.stops = pipe, stops
         self.began_with: float | None = None
+        self.moments = 0.0
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return (self.network(batch) - batch[:, :3].sin()).square().mean()
@@ -59,6 +60,8 @@ class Model(pl.LightningModule):
             state = self.trainer.strategy.engine.state.state_dict()  # type: ignore[attr-defined]
             held = [stream["held"].get("DeltaSync.ErrorFeedback", {}) for stream in state["streams"]]
             self.began_with = sum(float(tensor.abs().sum()) for parts in held for tensor in parts.values())
+            moments = [each.get("exp_avg") for each in self.trainer.optimizers[0].state.values()]
+            self.moments = sum(float(each.abs().sum()) for each in moments if each is not None)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.trainer.global_step in (*self.stops, *STOPS):
@@ -125,7 +128,7 @@ def train(
     save_every: int | None = None,
     batch_size: int = 8,
     log_each_replica: bool = False,
-    residual_dir: str | None = None,
+    local_state_dir: str | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Trains, and returns what the replica ends with. `before` is called first, to alter what is to be altered."""
@@ -143,7 +146,7 @@ def train(
         check_replicas_every=check_replicas_every,
         membership_log=membership_log,
         log_each_replica=log_each_replica,
-        residual_dir=residual_dir,
+        local_state_dir=local_state_dir,
         **TIMEOUTS,
     )
     if save is not None:
@@ -166,6 +169,7 @@ def train(
         "handed": {row: strategy.ledger.handed_bytes(row) for row in strategy.ledger.rows},
         "written": written,
         "began_with": model.began_with,
+        "moments": model.moments,
         "law": LAW.error() if LAW.taken is not None else None,
         "flights": BOOKS.report(),
         "scale": SCALE.said,

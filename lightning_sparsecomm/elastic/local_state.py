@@ -1,4 +1,4 @@
-"""What a replica has not sent yet, in a file of its machine, for the process that takes its place if it is killed."""
+"""What is a replica's own, in a file of its machine, for the process that takes its place if it is killed."""
 
 import os
 import pickle
@@ -16,9 +16,9 @@ from lightning_sparsecomm.channel.saved import Saved
 from lightning_sparsecomm.elastic.members import NOTHING
 from lightning_sparsecomm.elastic.membership import short
 from lightning_sparsecomm.elastic.units import own_memories
-from lightning_sparsecomm.run.registry import Registry
+from lightning_sparsecomm.run.engine import Engine
 
-FOLDER = "SPARSECOMM_RESIDUALS"
+FOLDER = "SPARSECOMM_LOCAL_STATES"
 """The variable of the environment that has the folder of a replay."""
 
 # Of how many processes it is known with which exchange they were there last.
@@ -29,12 +29,12 @@ _LOOKING_SECONDS = 0.05
 
 
 class Holder(NamedTuple):
-    """Whose residuals a file has, and of when.
+    """Whose local state a file has, and of when.
 
     Attributes:
         process: The name of a replica's process.
         run: The name of the first state of its run.
-        state: What its last exchange has led to; `NOTHING` if it has taken them over, and not exchanged since.
+        state: What its last exchange has led to; `NOTHING` if it has taken it over, and not exchanged since.
     """
 
     process: str
@@ -68,8 +68,8 @@ def note_exchange(exchanged: dict[str, str], names: Sequence[str], state: str) -
         del exchanged[name]
 
 
-class Residuals:
-    """The file of one replica's residuals, and of other memories that are its own.
+class LocalState:
+    """The file of what is one replica's own: its residuals and other memories, and the state of its optimizers.
 
     It is written after each exchange that counts. A process that takes the replica's place goes on with them, unless
     others have counted a later exchange with the one before: what was sent in that would be sent twice.
@@ -77,21 +77,24 @@ class Residuals:
     Args:
         folder: Where the file is; None for nowhere.
         process: The name of this replica's process.
-        registry: Its optimizers.
+        engine: Its run.
 
     Attributes:
-        taken: Whose residuals were taken last; `NOBODY` for none.
+        taken: Whose local state was taken over last; `NOBODY` for none.
     """
 
-    def __init__(self, folder: str | None, process: str, registry: Registry) -> None:
-        self._path = None if folder is None else Path(folder) / f"{quote(short(process), safe='')}.residuals"
-        self._process, self._registry = process, registry
+    def __init__(self, folder: str | None, process: str, engine: Engine) -> None:
+        self._path = None if folder is None else Path(folder) / f"{quote(short(process), safe='')}.state"
+        self._process, self._engine = process, engine
         self.taken = NOBODY
 
     def keep(self, run: str, state: str) -> None:
-        """Writes them, after an exchange of a run that has led to this state."""
+        """Writes it, after an exchange of a run that has led to this state."""
         if self._path is not None:
-            held = [own_memories(tracked) for tracked in self._registry.optimizers]
+            held = [
+                own_memories(tracked) | self._engine.state.of_optimizer(tracked, in_common=False)
+                for tracked in self._engine.registry.optimizers
+            ]
             self._write(self._path, Holder(self._process, run, state), held)
 
     def take(self, run: str, exchanged: Mapping[str, str]) -> list[Saved]:
@@ -110,12 +113,12 @@ class Residuals:
         holder, memories = held
         if (holder.run, holder.state) != (run, exchanged.get(holder.process, NOTHING)):
             warnings.warn(
-                f"the residuals in {self._path} are from before an exchange that others have counted, or of another"
-                " run. They are not used: this replica begins without any.",
+                f"the local state in {self._path} is from before an exchange that others have counted, or of another"
+                " run. It is not used: this replica begins without residuals.",
                 stacklevel=2,
             )
             return []
-        # They are this process's from here on: what is sent of them next is under its name.
+        # It is this process's from here on: what is sent of it next is under its name.
         self._write(self._path, Holder(self._process, run, NOTHING), memories)
         self.taken = holder
         return memories
@@ -126,7 +129,8 @@ class Residuals:
             return Holder.of(content["holder"]), content["memories"]
         except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, KeyError, TypeError) as error:
             warnings.warn(
-                f"the residuals in {path} cannot be read: {error}. This replica begins without any.", stacklevel=2
+                f"the local state in {path} cannot be read: {error}. This replica begins without residuals.",
+                stacklevel=2,
             )
             return None
 
@@ -137,21 +141,21 @@ class Residuals:
             os.replace(new, path)
         except (OSError, RuntimeError) as error:
             warnings.warn(
-                f"residuals cannot be kept in {path}: {error}. If this replica is killed now, they are lost.",
+                f"the local state cannot be kept in {path}: {error}. If this replica is killed now, it is lost.",
                 stacklevel=2,
             )
 
 
-class ReplayedResiduals(Residuals):
-    """Residuals as they were taken over in the run that is replayed: this one, and when.
+class ReplayedLocalState(LocalState):
+    """Local state as it was taken over in the run that is replayed: this one, and when.
 
     Args:
-        folder, process, registry: As of `Residuals`.
+        folder, process, engine: As of `LocalState`.
         patience: How long it waits for the file.
     """
 
-    def __init__(self, folder: str | None, process: str, registry: Registry, patience: timedelta) -> None:
-        super().__init__(folder, process, registry)
+    def __init__(self, folder: str | None, process: str, engine: Engine, patience: timedelta) -> None:
+        super().__init__(folder, process, engine)
         self._patience = patience
         self.due = NOBODY
 

@@ -1,4 +1,4 @@
-"""Residuals that outlive the process of a replica that is killed."""
+"""What is a replica's own, and outlives the process of a replica that is killed."""
 
 import os
 import signal
@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from lightning_sparsecomm.channel.saved import Saved
-from lightning_sparsecomm.elastic import residuals
+from lightning_sparsecomm.elastic import local_state
+from lightning_sparsecomm.elastic.local_state import NOBODY, Holder, LocalState
 from lightning_sparsecomm.elastic.members import NOTHING
 from lightning_sparsecomm.elastic.record import Met, read
-from lightning_sparsecomm.elastic.residuals import NOBODY, Holder, Residuals
-from lightning_sparsecomm.run.registry import Registry
+from lightning_sparsecomm.run.engine import Engine
 from tests.elastic.replicas import lighthouse, needs_torchft, replicas
 from tests.elastic.test_elastic_training import LOCO, together, with_one_away
 from tests.elastic.test_in_flight import METHODS
@@ -25,17 +25,19 @@ HELD: list[Saved] = [{"DeltaSync.ErrorFeedback": {"weight": torch.tensor([1.0, 2
 
 
 @pytest.fixture
-def of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Residuals]:
-    """The residuals of a process, all in one folder."""
-    monkeypatch.setattr(residuals, "own_memories", lambda _: HELD[0])
-    registry = cast(Registry, SimpleNamespace(optimizers=["the only one"]))
-    return lambda process: Residuals(str(tmp_path), process, registry)
+def of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], LocalState]:
+    """The local state of a process, all in one folder."""
+    monkeypatch.setattr(local_state, "own_memories", lambda _: HELD[0])
+    own = SimpleNamespace(of_optimizer=lambda _, in_common: {"the optimizer's own state": {"weight": {"step": 3}}})
+    engine = cast(Engine, SimpleNamespace(registry=SimpleNamespace(optimizers=["the only one"]), state=own))
+    return lambda process: LocalState(str(tmp_path), process, engine)
 
 
-def test_the_next_process_goes_on_with_them(of: Callable[[str], Residuals]) -> None:
+def test_the_next_process_goes_on_with_them(of: Callable[[str], LocalState]) -> None:
     of("a:1").keep("run", "third")
     second = of("a:2")
     (taken,) = second.take("run", {"a:1": "third", "b:1": "fourth"})
+    assert taken["the optimizer's own state"] == {"weight": {"step": 3}}
     assert torch.equal(taken["DeltaSync.ErrorFeedback"]["weight"], torch.tensor([1.0, 2.0]))
     assert second.taken == Holder("a:1", "run", "third")
     # The second one has exchanged nothing, so a third one goes on with the same.
@@ -54,16 +56,16 @@ def test_the_next_process_goes_on_with_them(of: Callable[[str], Residuals]) -> N
     ids=["a later exchange", "unknown", "another run"],
 )
 def test_what_others_may_have_is_not_used_again(
-    run: str, exchanged: dict[str, str], of: Callable[[str], Residuals]
+    run: str, exchanged: dict[str, str], of: Callable[[str], LocalState]
 ) -> None:
     of("a:1").keep("run", "third")
     second = of("a:2")
-    with pytest.warns(UserWarning, match="are from before an exchange that others have counted, or of another run"):
+    with pytest.warns(UserWarning, match="is from before an exchange that others have counted, or of another run"):
         assert second.take(run, exchanged) == []
     assert second.taken == NOBODY
 
 
-def test_what_was_taken_over_and_sent_in_part_is_not_used_again(of: Callable[[str], Residuals]) -> None:
+def test_what_was_taken_over_and_sent_in_part_is_not_used_again(of: Callable[[str], LocalState]) -> None:
     of("a:1").keep("run", "third")
     of("a:2").take("run", {"a:1": "third"})
     # It was killed after an exchange, before it could keep anything.
@@ -71,41 +73,45 @@ def test_what_was_taken_over_and_sent_in_part_is_not_used_again(of: Callable[[st
         assert of("a:3").take("run", {"a:1": "third", "a:2": "sixth"}) == []
 
 
-def test_names_of_any_kind_have_files_of_their_own(of: Callable[[str], Residuals], tmp_path: Path) -> None:
+def test_names_of_any_kind_have_files_of_their_own(of: Callable[[str], LocalState], tmp_path: Path) -> None:
     for process in ("a/b:1", "a b:1", "..:1"):
         of(process).keep("run", "third")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["...residuals", "a%20b.residuals", "a%2Fb.residuals"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["...state", "a%20b.state", "a%2Fb.state"]
 
 
 @pytest.mark.parametrize("content", [b"", b"no such file", b"PK\x03\x04"], ids=["empty", "text", "broken off"])
-def test_a_file_that_cannot_be_read_is_left_out(content: bytes, of: Callable[[str], Residuals], tmp_path: Path) -> None:
-    (tmp_path / "a.residuals").write_bytes(content)
-    with pytest.warns(UserWarning, match=r"the residuals in .* cannot be read"):
+def test_a_file_that_cannot_be_read_is_left_out(
+    content: bytes, of: Callable[[str], LocalState], tmp_path: Path
+) -> None:
+    (tmp_path / "a.state").write_bytes(content)
+    with pytest.warns(UserWarning, match=r"the local state in .* cannot be read"):
         assert of("a:2").take("run", {}) == []
 
 
-def test_a_file_that_is_something_else_is_left_out(of: Callable[[str], Residuals], tmp_path: Path) -> None:
+def test_a_file_that_is_something_else_is_left_out(of: Callable[[str], LocalState], tmp_path: Path) -> None:
     for content in ({"holder": ("a", "b"), "memories": []}, {"holder": ("a", "b", 3), "memories": []}, [1, 2]):
-        torch.save(content, tmp_path / "a.residuals")
-        with pytest.warns(UserWarning, match=r"the residuals in .* cannot be read"):
+        torch.save(content, tmp_path / "a.state")
+        with pytest.warns(UserWarning, match=r"the local state in .* cannot be read"):
             assert of("a:2").take("run", {}) == []
 
 
 def test_where_nothing_can_be_written_training_goes_on(
-    of: Callable[[str], Residuals], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    of: Callable[[str], LocalState], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(residuals.torch, "save", full)
-    with pytest.warns(UserWarning, match=r"residuals cannot be kept in .*: No space left on device"):
+    monkeypatch.setattr(local_state.torch, "save", full)
+    with pytest.warns(UserWarning, match=r"the local state cannot be kept in .*: No space left on device"):
         of("a:1").keep("run", "third")
 
 
-def held_in(file: Path) -> float:
-    content = torch.load(file, weights_only=True)
-    kinds = [saved.get("DeltaSync.ErrorFeedback", {}) for saved in content["memories"]]
-    return sum(float(tensor.abs().sum()) for parts in kinds for tensor in parts.values())
+def held_in(file: Path) -> tuple[float, float]:
+    """The sums of the magnitudes of residuals, and of first moments."""
+    (saved,) = torch.load(file, weights_only=True)["memories"]
+    residuals = saved["DeltaSync.ErrorFeedback"].values()
+    moments = [state["exp_avg"] for state in saved["the optimizer's own state"].values()]
+    return sum(float(each.abs().sum()) for each in residuals), sum(float(each.abs().sum()) for each in moments)
 
 
 @needs_torchft
@@ -120,32 +126,35 @@ def held_in(file: Path) -> float:
     ids=["at once", "fragments in flight", "sbc in flight"],
 )
 def test_one_is_killed_and_started_again(method: Any, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"residual_dir": str(tmp_path)}
+    options: dict[str, Any] = {"local_state_dir": str(tmp_path)}
     with lighthouse() as address, replicas() as start:
         a, b, c = together(start, address, method, {}, stops=(12,), **options)
         assert c.hear() == 12
         c.kill()
-        held = held_in(tmp_path / "c.residuals")
+        held = held_in(tmp_path / "c.state")
         again = start(train, address, "c", 7, method, **options)
         results = [replica.hear() for replica in (a, b, again)]
     assert equal(results)
-    assert [result["began_with"] for result in results] == [0, 0, pytest.approx(held)]
-    assert held > 0
+    residuals, moments = held
+    assert residuals > 0
+    assert moments > 0
+    assert [result["began_with"] for result in results] == [0, 0, pytest.approx(residuals)]
+    assert [result["moments"] for result in results] == [0, 0, pytest.approx(moments)]
 
 
 def die_before_keeping(number: int) -> Callable[[], None]:
     """Alters this process: it is killed after an exchange that all have counted, before it has kept its residual."""
 
     def before() -> None:
-        keep, kept = Residuals.keep, list[str]()
+        keep, kept = LocalState.keep, list[str]()
 
-        def keeping(self: Residuals, run: str, state: str) -> None:
+        def keeping(self: LocalState, run: str, state: str) -> None:
             kept.append(state)
             if len(kept) == number:
                 os.kill(os.getpid(), signal.SIGKILL)
             keep(self, run, state)
 
-        Residuals.keep = keeping  # type: ignore[method-assign]
+        LocalState.keep = keeping  # type: ignore[method-assign]
 
     return before
 
@@ -154,15 +163,16 @@ def die_before_keeping(number: int) -> Callable[[], None]:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_one_that_is_killed_before_it_has_kept_them_begins_without_any(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"residual_dir": str(tmp_path)}
+    options: dict[str, Any] = {"local_state_dir": str(tmp_path)}
     with lighthouse() as address, replicas() as start:
         a, b, c = together(start, address, LOCO, {"c": die_before_keeping(4)}, **options)
         c.process.join()
         again = start(train, address, "c", 7, LOCO, **options)
         results = [replica.hear() for replica in (a, b, again)]
     assert equal(results)
-    assert held_in(tmp_path / "c.residuals") > 0
+    assert min(held_in(tmp_path / "c.state")) > 0
     assert [result["began_with"] for result in results] == [0, 0, 0]
+    assert [result["moments"] for result in results] == [0, 0, 0]
 
 
 @needs_torchft
@@ -170,7 +180,7 @@ def test_one_that_is_killed_before_it_has_kept_them_begins_without_any(tmp_path:
 @pytest.mark.timeout(300)
 def test_one_that_was_stopped_for_long_goes_on_with_its_own(tmp_path: Path) -> None:
     log = tmp_path / "members.jsonl"
-    assert equal_but_for_steps(with_one_away(LOCO, 40, residual_dir=str(tmp_path), membership_log=str(log)))
+    assert equal_but_for_steps(with_one_away(LOCO, 40, local_state_dir=str(tmp_path), membership_log=str(log)))
     holders = [entry.holder for entry in read(log) if isinstance(entry, Met) and entry.holder != NOBODY]
     assert [holder.process[0] for holder in holders] == ["c"]
     assert holders[0].state != NOTHING
