@@ -155,7 +155,7 @@ class RunState:
         return [words for tracked, saved in loaded for words in self._load(tracked, saved, in_common=True)]
 
     def of_optimizer(self, tracked: TrackedOptimizer, in_common: bool) -> Saved:
-        """What an optimizer holds `in_common` with all ranks or, if replicas drift, as a rank's own; for `load_shared`."""
+        """What an optimizer holds `in_common` with all ranks or, if they drift, as a rank's own; for `load_shared`."""
         return self._of_optimizer(tracked) if in_common is not tracked.drifts else {}
 
     def hand_over(self, tracked: TrackedOptimizer) -> None:
