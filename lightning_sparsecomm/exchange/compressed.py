@@ -1,6 +1,6 @@
 """An all-reduce whose two halves are compressed: each rank adds up one piece of every tensor."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -64,30 +64,44 @@ class CompressedAllReduce(Exchange):
             brought = pieces.cut(values)
             messages = [self._message(each, x, part, rank == own) for rank, each in enumerate(brought)]
         received = readable(wire.all_to_all(self._padded(messages, part, wire)), self.compressor.reads_on_gpus)
+        kept = copied(brought[own])
+        # From here on, as little as possible is held at once.
+        del brought
         with phase("decode"):
             # All are opened before any is used.
             envelopes = [open_envelope(message, part.layout, rank) for rank, message in enumerate(received)]
             present = read_envelopes(envelopes, context)
-            mean = copied(brought[own])
+            mean = copied(kept)
             for rank, envelope in enumerate(envelopes):
                 if rank != own:
                     add_to_(mean, self._vector(envelope, rank, x, part))
             mean.div_(world_size)
             # A sign stands for each element that a piece was filled up with.
             pieces.clear_filling_(mean, own)
+            del received, envelopes
         with phase("encode"):
             message = seal(Envelope(self.compressor.encode(Vector(mean), part)), part.layout)
         gathered = wire.all_gather(self._padded([message], part, wire)[0])
         gathered = readable(gathered, self.compressor.reads_on_gpus)
         with phase("decode"):
             opened = [open_envelope(message, part.layout, rank) for rank, message in enumerate(gathered)]
-            means = [self._vector(envelope, rank, x, part) for rank, envelope in enumerate(opened)]
-            sent = self._sent(messages, x, part, wire)
-            self._elements = sum(map(count_of, sent.values())) + count_of(means[own])
-            # Of the own piece all was sent, but for what its mean has lost, once per rank.
-            sent[own] = brought[own].sub_(add_to_(mean, means[own], -1), alpha=world_size)
-            shared = pieces.joined(means)
-            taken = pieces.joined([sent[rank] for rank in range(world_size)])
+            lost: list[Tensor] = []
+
+            def means() -> Iterator[SparseVector | Tensor]:
+                for rank, envelope in enumerate(opened):
+                    vector = self._vector(envelope, rank, x, part)
+                    if rank == own:
+                        self._elements = count_of(vector)
+                        lost.append(add_to_(mean, vector, -1))
+                    yield vector
+                    del vector
+
+            def sent() -> Iterator[SparseVector | Tensor]:
+                for rank, message in enumerate(messages):
+                    # Of the own piece all was sent, but for what its mean has lost, once per rank.
+                    yield kept.sub_(lost[0], alpha=world_size) if rank == own else self._sent(message, x, part, wire)
+
+            shared, taken = pieces.joined(means()), pieces.joined(sent())
         whole, here = (masked(each, present, context.layout) for each in (shared, taken))
         return Exchanged(whole, here, present)
 
@@ -115,14 +129,12 @@ class CompressedAllReduce(Exchange):
             vector = vector._replace(values=vector.values.to(x.values.dtype))
         return masked(vector, () if x.carries else envelope.present, part.layout)
 
-    def _sent(self, messages: Sequence[Tensor], x: Vector, part: Round, wire: Wire) -> dict[int, SparseVector | Tensor]:
-        """What was sent to each other rank, as it decodes it."""
-        sent = {}
-        for rank, message in enumerate(messages):
-            if rank != wire.rank:
-                sent[rank] = self._vector(open_envelope(message, part.layout, wire.rank), wire.rank, x, part)
-                count_clamped(sent[rank], self.compressor, wire)
-        return sent
+    def _sent(self, message: Tensor, x: Vector, part: Round, wire: Wire) -> SparseVector | Tensor:
+        """What was sent to another rank, as it decodes it."""
+        vector = self._vector(open_envelope(message, part.layout, wire.rank), wire.rank, x, part)
+        count_clamped(vector, self.compressor, wire)
+        self._elements += count_of(vector)
+        return vector
 
     def __repr__(self) -> str:
         return f"CompressedAllReduce({self.compressor!r})"

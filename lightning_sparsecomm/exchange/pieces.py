@@ -1,6 +1,6 @@
 """Every tensor of a layout cut into as many pieces as there are ranks; and put together again."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache
 
 import torch
@@ -55,31 +55,41 @@ class Pieces:
             if valid < flat.numel():
                 flat[valid:] = 0
 
-    def joined(self, pieces: Sequence[SparseVector | Tensor]) -> SparseVector | Tensor:
+    def joined(self, pieces: Iterable[SparseVector | Tensor]) -> SparseVector | Tensor:
         """`[n]`: pieces in the order in which they were cut. The dtype is that of the first one.
 
-        It is sparse if all pieces are, and hold at most an eighth of the elements together.
+        It is sparse if all pieces are, and hold at most an eighth of the elements together. Otherwise it is dense: then
+        pieces are consumed one by one, and none is kept.
         """
-        values = pieces[0].values if isinstance(pieces[0], SparseVector) else pieces[0]
-        sparse = {number: each for number, each in enumerate(pieces) if isinstance(each, SparseVector)}
-        if len(sparse) == self.count and sum(map(count_of, pieces)) <= self.whole.size // 8:
-            return self._merged([self._in_place(number, each) for number, each in sparse.items()])
-        whole = zeros(self.whole.size, values)
-        scratch: Tensor | None = None
+        sparse: list[SparseVector] = []
+        whole: Tensor | None = None
         for number, piece in enumerate(pieces):
-            if isinstance(piece, SparseVector) and count_of(piece) <= piece.size // 8:
-                indices, values, _ = self._in_place(number, piece)
-                whole.index_copy_(0, indices, values.to(whole.dtype))
-                continue
-            if isinstance(piece, SparseVector):
-                scratch = zeros(piece.size, values) if scratch is None else scratch.zero_()
-                dense = scratch.index_copy_(0, piece.indices, piece.values.to(whole.dtype))
-            else:
-                dense = piece
-            for into, part in zip(self.whole.flats(whole), self.layout.flats(dense)):
-                into = into[number * len(part) : (number + 1) * len(part)]
-                into.copy_(part[: len(into)])
-        return whole
+            if whole is None and isinstance(piece, SparseVector):
+                sparse.append(piece)
+                if sum(map(count_of, sparse)) <= self.whole.size // 8:
+                    continue
+                piece = sparse.pop()
+            if whole is None:
+                whole = zeros(self.whole.size, _values(sparse[0] if sparse else piece))
+                for earlier, each in enumerate(sparse):
+                    self._write(whole, earlier, each)
+                sparse.clear()
+            self._write(whole, number, piece)
+            del piece
+        if whole is not None:
+            return whole
+        return self._merged([self._in_place(number, each) for number, each in enumerate(sparse)])
+
+    def _write(self, whole: Tensor, number: int, piece: SparseVector | Tensor) -> None:
+        """Writes a piece to its place in the whole vector."""
+        if isinstance(piece, SparseVector) and count_of(piece) <= piece.size // 8:
+            indices, values, _ = self._in_place(number, piece)
+            whole.index_copy_(0, indices, values.to(whole.dtype))
+            return
+        dense = piece.dense() if isinstance(piece, SparseVector) else piece
+        for into, part in zip(self.whole.flats(whole), self.layout.flats(dense)):
+            into = into[number * len(part) : (number + 1) * len(part)]
+            into.copy_(part[: len(into)])
 
     @cached_property
     def _valid(self) -> Tensor:
@@ -109,6 +119,10 @@ class Pieces:
         first = (counts.view(-1).cumsum(0) - counts.view(-1)).view_as(counts)
         order = _ranges(first.t().reshape(-1), counts.t().reshape(-1))
         return SparseVector(indices[order], values[order], self.whole.size)
+
+
+def _values(piece: SparseVector | Tensor) -> Tensor:
+    return piece.values if isinstance(piece, SparseVector) else piece
 
 
 _Placed = tuple[Tensor, Tensor, Tensor]
