@@ -102,6 +102,7 @@ class Meetings(Outcomes):
             self._note(plan, members, 0 if offer is None else offer.trained)
             self._joining.samples.meet(plan, members, quorum.rank, quorum.number)
             if quorum.rank in plan.joining:
+                self._joining.own.present = [member.name for member in members]
                 self._receive(plan)
                 self._over = plan.ends
                 self._end_if(plan)

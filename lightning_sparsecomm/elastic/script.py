@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from lightning_sparsecomm.elastic.local_state import NOBODY
 from lightning_sparsecomm.elastic.record import Ended, Entry, Landed, Met, Outcome, entry_of
 
 Key = tuple[int, tuple[str, ...], str, int]
@@ -122,7 +123,7 @@ def _completed(name: str, own: Sequence[Met], counting: Sequence[Met]) -> list[M
         later = next((place for place, met in enumerate(meetings) if met.number > each.number), len(meetings))
         # Amid others, it has said what it shares, and then lost the rest.
         outcome: Outcome = "counts" if later == len(meetings) else "lost"
-        meetings.insert(later, each._replace(replica=name, outcome=outcome, prepared=0, offer=None))
+        meetings.insert(later, each._replace(replica=name, outcome=outcome, prepared=0, offer=None, holder=NOBODY))
     return meetings
 
 

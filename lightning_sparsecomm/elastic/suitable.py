@@ -4,9 +4,13 @@ from pathlib import Path
 
 from lightning_sparsecomm.basis.parts import parts_in
 from lightning_sparsecomm.channel import EF21
+from lightning_sparsecomm.elastic.local_state import file_of
 from lightning_sparsecomm.sharing.bucket import BucketSync
 from lightning_sparsecomm.sharing.delta import DeltaSync
 from lightning_sparsecomm.sharing.method import Method
+
+# A file's name may have 255 bytes, and more than this follows while it is written.
+_LONGEST = 200
 
 
 def check_method(method: Method, adapt_steps: bool) -> None:
@@ -79,11 +83,23 @@ def check_files(membership_log: str | None, folder: str | None, replica: str | N
             "replica must be given with local_state_dir: by this name, a replica that is started again finds its file"
             f" in {folder!r}. Pass replica='a', and another name to each replica."
         )
+    if not _fits(replica):
+        raise ValueError(
+            f"replica must be a name that a file of local_state_dir can have, of {_LONGEST} bytes at most as in an"
+            f" address; got {replica!r}. Choose a shorter one of plain letters and digits."
+        )
     if any(sync.shares_gradients for sync in method.syncs):
         raise ValueError(
             "local_state_dir must be None with a method that exchanges gradients, whose residuals change in each step;"
             f" got {method!r}. Leave it out, or use a method that exchanges weights, such as methods.sparse_loco()."
         )
+
+
+def _fits(replica: str) -> bool:
+    try:
+        return len(replica) > 0 and len(file_of(replica)) <= _LONGEST
+    except UnicodeEncodeError:
+        return False
 
 
 def _check_adapting(method: Method) -> None:

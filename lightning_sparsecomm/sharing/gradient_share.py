@@ -11,7 +11,7 @@ from lightning_sparsecomm.basis import Wire
 from lightning_sparsecomm.basis.parts import parts_in
 from lightning_sparsecomm.channel import AdamMoments, Channel, LocalAdam, StepSettings
 from lightning_sparsecomm.channel.momentum import Velocity
-from lightning_sparsecomm.channel.saved import Saved, add_prefix, strip_prefix
+from lightning_sparsecomm.channel.saved import Saved, add_prefix, pop_named, strip_prefix
 from lightning_sparsecomm.exchange import Exchanged
 from lightning_sparsecomm.sharing.adam import adam_rules, show_moments
 from lightning_sparsecomm.sharing.averaging import average_
@@ -20,6 +20,9 @@ from lightning_sparsecomm.sharing.hand_back import averaged_residuals, hand_back
 from lightning_sparsecomm.sharing.local_mode import LOCAL_MODES, SharedName
 from lightning_sparsecomm.sharing.share import Share, Turn
 from lightning_sparsecomm.sharing.takeover import learning_rates, mask_momentum_, momentum_rules
+
+LAST_EXCHANGE = "last exchange"
+"""In state of local steps, the step of the last exchange."""
 
 
 class SharesGradients(Protocol):
@@ -194,7 +197,10 @@ class GradientShare(Share):
 
     def load_state_dict(self, saved: Saved) -> None:
         saved = strip_prefix(type(self.sync).__name__, saved)
-        self.channel.load_state_dict(saved, [name for name, _ in self.parameters])
+        names = [name for name, _ in self.parameters]
+        # Of a run that made local steps: of no use where this one makes none, and nothing to speak of.
+        pop_named(saved, f"local steps, {LAST_EXCHANGE}", names)
+        self.channel.load_state_dict(saved, names)
         self.unfinished = self._finishes
 
 

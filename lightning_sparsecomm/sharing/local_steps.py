@@ -13,14 +13,14 @@ from lightning_sparsecomm.channel.saved import Saved, add_prefix, pop_named, str
 from lightning_sparsecomm.exchange import NonFiniteGradientError
 from lightning_sparsecomm.sharing.adam import show_moments
 from lightning_sparsecomm.sharing.ahead import Ahead
-from lightning_sparsecomm.sharing.gradient_share import GradientShare, SharesGradients
+from lightning_sparsecomm.sharing.gradient_share import LAST_EXCHANGE, GradientShare, SharesGradients
 from lightning_sparsecomm.sharing.gradients import NamedParameters
 from lightning_sparsecomm.sharing.own_step import OwnStep
 from lightning_sparsecomm.sharing.share import Turn
 from lightning_sparsecomm.sharing.takeover import learning_rates
 
 # Kinds of state besides those of the channel and of the weights.
-_PRESENT, _ALONE, _LAST = "present", "alone", "last exchange"
+_PRESENT, _ALONE = "present", "alone"
 
 _NEVER = -(2**40)
 
@@ -102,7 +102,9 @@ class LocalStepsShare(GradientShare):
             return
         every = every_at(every_for(self.sync.every, turn.length), turn.step, turn.epoch)
         often = turn.ends_epoch or self._weights.set.times >= _MOST_SET
-        self._exchanges = exchanges_in(turn.step, every, turn.step - self._last, often)
+        # After steps were set back, as if there had been none.
+        since = turn.step - self._last if turn.step > self._last else every
+        self._exchanges = exchanges_in(turn.step, every, since, often)
         self._gradients = self._read()
         missing = self.channel.missing
         self._nonfinite = missing.nonfinite
@@ -205,7 +207,7 @@ class LocalStepsShare(GradientShare):
         if not all(self._present.values()):
             ours[_PRESENT] = {name: torch.tensor(here) for name, here in self._present.items()}
         if self._last != _NEVER:
-            ours[_LAST] = {name: torch.tensor(self._last) for name in names[:1]}
+            ours[LAST_EXCHANGE] = {name: torch.tensor(self._last) for name in names[:1]}
         if self._alone:
             # A save between the gradients and the optimizer's step.
             ours[_ALONE] = {name: torch.tensor(True) for name in names[:1]}
@@ -222,7 +224,7 @@ class LocalStepsShare(GradientShare):
         self._weights.load_state_dict(taken, self.parameters)
         self._present = {name: bool(here) for name, here in taken(_PRESENT).items()}
         self._alone = bool(taken(_ALONE))
-        self._last = max((int(step) for step in taken(_LAST).values()), default=_NEVER)
+        self._last = max((int(step) for step in taken(LAST_EXCHANGE).values()), default=_NEVER)
         super().load_state_dict(saved)
 
     def _settle(self) -> None:

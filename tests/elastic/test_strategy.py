@@ -100,6 +100,9 @@ def test_weights_may_be_exchanged_in_flight() -> None:
         ({"membership_log": "nowhere/log.jsonl"}, ValueError, "membership_log must be a file in a folder that exists"),
         ({"local_state_dir": "nowhere", "replica": "a"}, ValueError, "local_state_dir must be a folder that exists"),
         ({"local_state_dir": "."}, ValueError, "replica must be given with local_state_dir"),
+        ({"local_state_dir": ".", "replica": "字" * 29}, ValueError, "replica must be a name that a file"),
+        ({"local_state_dir": ".", "replica": "\ud800"}, ValueError, "replica must be a name that a file"),
+        ({"local_state_dir": ".", "replica": ""}, ValueError, "replica must be a name that a file"),
         (
             {"local_state_dir": ".", "replica": "a", "method": methods.dgc()},
             ValueError,

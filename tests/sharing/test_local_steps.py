@@ -430,3 +430,13 @@ def test_its_repr_tells_the_steps() -> None:
     assert not sync.at(0).drifts
     assert repr(dgc(0.1, every=2)) == "dgc(density=0.1, every=2)"
     assert repr(gradient_dropping(0.1)) == "gradient_dropping(density=0.1)"
+
+
+@pytest.mark.usefixtures("wire")
+def test_a_run_that_goes_on_without_local_steps_has_nothing_to_say_of_the_last_exchange() -> None:
+    training = trained(dgc(0.3, every=4), SGD, 1, momentum=0.9)
+    resumed = Training(dgc(0.3), SGD, momentum=0.9)
+    resumed.engine.register(resumed.optimizer)
+    state, _, _ = training.saved()
+    dropped = resumed.engine.state.load_state_dict(state, as_many_ranks=True)
+    assert not any("last exchange" in words for words in dropped)
