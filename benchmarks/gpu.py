@@ -298,7 +298,7 @@ def main() -> None:
             print("\n".join(report(rows, next(iter(rows)))))
     print(f"\n{made_with([COMMIT])} torch {torch.__version__}")
     if options.output:
-        times = {"ms": parts, "step_ms": whole, "peak_bytes": peaks, "payload_ms": payloads}
+        times = {"ms": parts, "step_ms": whole, "peak_bytes": peaks, "parameters": sum(sizes), "payload_ms": payloads}
         stored = {"device": where, **versions(), "commit": COMMIT, **times}
         options.output.write_text(json.dumps(stored, indent=2))
 

@@ -94,6 +94,7 @@ def test_tables_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     benchmark = import_module("gpu")
     stored = json.loads((ROOT / "docs" / "results" / "gpu.json").read_text())
     lines = (ROOT / "docs" / "results.md").read_text().splitlines()
-    printed = [*benchmark.report(stored["ms"], "copy_"), *benchmark.report_steps(stored["step_ms"])]
+    steps = benchmark.report_steps(stored["step_ms"], stored["peak_bytes"], stored["parameters"])
+    printed = [*benchmark.report(stored["ms"], "copy_"), *steps]
     assert len(printed) == 25
     assert [line for line in printed if line not in lines] == []

@@ -174,7 +174,8 @@ def held_in(file: Path) -> tuple[float, float]:
 @pytest.mark.parametrize(
     "method",
     [
-        LOCO,
+        # Of these, a replay's test has one that is not slow.
+        pytest.param(LOCO, marks=pytest.mark.slow),
         pytest.param(METHODS["sparse_loco in fragments"], marks=pytest.mark.slow),
         pytest.param(METHODS["sbc"], marks=pytest.mark.slow),
     ],
