@@ -22,7 +22,7 @@ DENSITY, BALANCE_EVERY = 0.2, 7
 
 
 @pytest.mark.parametrize("positions", ["fast", "short"])
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow), 4, 5])
+@pytest.mark.parametrize("world_size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4)), 5])
 def test_step_by_step(tmp_path: Path, world_size: int, positions: str) -> None:
     method = ok_topk(DENSITY, positions=positions, balance_every=BALANCE_EVERY)
     ranks = run_ranks(tmp_path, world_size, _train, method, torch.float64)

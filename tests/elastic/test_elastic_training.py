@@ -97,7 +97,9 @@ def with_one_away(
         return [replica.hear() for replica in (a, b, c)]
 
 
-@pytest.mark.parametrize("method", [pytest.param(DILOCO, marks=pytest.mark.slow), LOCO], ids=["diloco", "sparse_loco"])
+# Of these, a replay's test has one that is not slow.
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [DILOCO, LOCO], ids=["diloco", "sparse_loco"])
 def test_one_is_killed_and_started_again(method: Any) -> None:
     with lighthouse() as address, replicas() as start:
         a, b, c = together(start, address, method, {}, stops=(12, 22))
