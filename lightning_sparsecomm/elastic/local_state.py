@@ -112,6 +112,9 @@ class LocalState:
         self.taken = NOBODY
         if self._path is None:
             return []
+        for broken_off in self._path.parent.glob(f"{self._path.name}.*.new"):
+            with suppress(OSError):
+                broken_off.unlink()
         found = self._read(self._path)
         if found is None:
             return []
@@ -144,7 +147,7 @@ class LocalState:
             return _Found(Holder.of(content["holder"]), Holder.of(content["origin"]), content["held"])
         except Exception as error:
             # What a damaged file raises has no end of kinds.
-            self._warn(f"cannot be read: {error or type(error).__name__}. It is not used.")
+            self._warn(f"cannot be read: {str(error) or type(error).__name__}. It is not used.")
             return None
 
     def _write(self, path: Path, holder: Holder, origin: Holder, held: list[Saved]) -> Exception | None:

@@ -13,7 +13,7 @@ import torch
 
 from lightning_sparsecomm.channel.saved import Saved
 from lightning_sparsecomm.elastic import local_state
-from lightning_sparsecomm.elastic.local_state import NOBODY, Holder, LocalState, ReplayedLocalState
+from lightning_sparsecomm.elastic.local_state import NOBODY, Holder, LocalState, ReplayedLocalState, file_of
 from lightning_sparsecomm.elastic.members import NOTHING
 from lightning_sparsecomm.elastic.record import Met, read
 from lightning_sparsecomm.run.engine import Engine
@@ -108,6 +108,9 @@ def _full(*_: object) -> None:
 def test_names_of_any_kind_have_files_of_their_own(of: Callable[[str], LocalState], tmp_path: Path) -> None:
     for process in ("a/b:1", "a b:1", "..:1", "a:b:1"):
         of(process).keep("run", "third")
+        # A process that was killed while it wrote leaves a part.
+        (tmp_path / f"{file_of(process[:-2])}.7.new").write_bytes(b"PK")
+        of(process).take("run", {process: "third"})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["...state", "a%20b.state", "a%2Fb.state", "a%3Ab.state"]
 
 
