@@ -33,6 +33,12 @@ def check_method(method: Method, adapt_steps: bool) -> None:
                     f" for what is in flight. Got {sync!r}. Leave delay out, or use a method that exchanges weights,"
                     " such as methods.sparse_loco(every=30, delay=5)."
                 )
+            if sync.shares_gradients and getattr(sync, "every", 1) != 1:
+                raise ValueError(
+                    "every must be 1 for gradients with replicas that come and go, which must be equal after each step;"
+                    f" got {sync!r}. Leave every out, or use a method that exchanges weights, such as"
+                    " methods.sparse_loco(every=30)."
+                )
             if any(parts_in(sync, EF21)):
                 raise ValueError(
                     "method must not keep a mean estimate of all ranks' gradients with replicas that come and go, since"

@@ -55,7 +55,7 @@ def test_names(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
         (methods.ef21(), "must not keep a mean estimate"),
         (methods.gradient_dropping(local="sum"), "gradients that are equal on all replicas"),
         (methods.default(delay=1), "delay must be 0 for gradients"),
-        (methods.dgc(every=2), "gradients that are equal on all replicas"),
+        (methods.default(every=2), "every must be 1 for gradients"),
         (
             Method(
                 [
