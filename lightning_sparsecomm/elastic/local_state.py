@@ -3,7 +3,7 @@
 import os
 import time
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -78,15 +78,18 @@ class LocalState:
         folder: Where the file is; None for nowhere.
         process: The name of this replica's process.
         engine: Its run.
+        tell: Called with what a user should know.
 
     Attributes:
         taken: With whose local state this process goes on, and of when; `NOBODY` for none.
         present: Names of the processes that are in the meeting. What one of them holds is left to it.
     """
 
-    def __init__(self, folder: str | None, process: str, engine: Engine) -> None:
+    def __init__(
+        self, folder: str | None, process: str, engine: Engine, tell: Callable[[str], None] = lambda _: None
+    ) -> None:
         self._path = None if folder is None else Path(folder) / file_of(process.rpartition(":")[0])
-        self._process, self._engine = process, engine
+        self._process, self._engine, self._tell = process, engine, tell
         self.taken = NOBODY
         self.present: Collection[str] = ()
 
@@ -133,6 +136,7 @@ class LocalState:
             self._warn(f"cannot be written: {problem}. It is not used, since the next process would use it again.")
             return []
         self.taken = found.origin
+        self._tell(f"sparsecomm: this replica goes on with its local state, from {path}")
         return found.held
 
     def _read(self, path: Path) -> "_Found | None":

@@ -28,7 +28,7 @@ class Meetings(Outcomes):
     Args:
         engine, wire, quorum, joining, stop, record: As of `Outcomes`.
         setup: By topic, a digest of what must be equal on all replicas.
-        tell: Called with each change of members, and whether this replica leads.
+        tell: Called with each change of members that this replica is to say: all where it leads, or else its own.
         adapts: Whether a slow replica makes fewer steps between exchanges than the fastest one.
         compare_every: Rounds between two comparisons of weights that are to be equal after each step; None for none. A
             replica that differs from most gets the state anew.
@@ -45,7 +45,7 @@ class Meetings(Outcomes):
         quorum: Connections,
         joining: Joining,
         setup: dict[str, str],
-        tell: Callable[[Change, bool], None],
+        tell: Callable[[Change], None],
         stop: Callable[[], None],
         adapts: bool = False,
         compare_every: int | None = None,
@@ -122,7 +122,10 @@ class Meetings(Outcomes):
         rank = self._quorum.rank
         check_place(plan, members, rank)
         names = [members[each].name for each in sorted((*plan.healthy, *plan.joining))]
-        change = self.membership.meet(names, plan.round, steps)
+        own = members[rank].name
+        # That its weights differ, it has said.
+        joining = [members[each].name for each in plan.joining if each not in plan.differing]
+        change = self.membership.meet(names, plan.round, steps, joining, own)
         if change is not None and change.gone:
             # If this raises, callbacks and loggers that save what is left must not: it leads no more.
             self.leads = False
@@ -131,7 +134,8 @@ class Meetings(Outcomes):
         self.leads = self.lead.note(plan, members, rank)
         if change is not None:
             self.record.change(change)
-            self._tell(change, self.leads)
+            if self.leads or own in change.joined:
+                self._tell(change)
 
     def _exchange(self, plan: Plan, offer: Offer, members: Sequence[Member]) -> None:
         """Makes an exchange with all that share the same state, and commits to it, or starts it in flight.

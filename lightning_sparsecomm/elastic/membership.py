@@ -17,6 +17,8 @@ class Change(NamedTuple):
         why: What is known of the cause.
         lost_steps: Of those that are gone, about how many steps each has trained since the last exchange, which nobody
             else has: as many as this replica has made since.
+        behind_since: Of a replica that joins again, the first of `joined`, in its own log: the rounds it had finished
+            before it was away; None otherwise.
     """
 
     time: float
@@ -26,14 +28,20 @@ class Change(NamedTuple):
     gone: tuple[str, ...]
     why: str
     lost_steps: int = 0
+    behind_since: int | None = None
 
     def __str__(self) -> str:
-        parts = [f"{', '.join(map(short, self.joined))} joined"] if self.joined else []
+        parts, joined = [], [short(name) for name in self.joined]
+        if self.behind_since is not None:
+            parts.append(f"{joined.pop(0)} joined again (away since round {self.behind_since})")
+        if joined:
+            parts.append(f"{', '.join(joined)} joined")
         if self.gone:
             lost = f", with about {self.lost_steps} steps since the last exchange" if self.lost_steps > 1 else ""
             parts.append(f"{', '.join(map(short, self.gone))} left ({self.why}){lost}")
-        there = "1 replica" if len(self.members) == 1 else f"{len(self.members)} replicas"
-        return f"sparsecomm: after round {self.round}, {' and '.join(parts)}; {there} from now on"
+        return (
+            f"sparsecomm: after round {self.round}, {' and '.join(parts)}; {_replicas(len(self.members))} from now on"
+        )
 
 
 class Membership:
@@ -48,33 +56,63 @@ class Membership:
         self.changes: list[Change] = []
         self.failures = 0
         self._members: tuple[str, ...] = ()
+        self._round = 0
         self._failed = False
+
+    @property
+    def summary(self) -> str:
+        """How many have taken part, in a line for the end of a run."""
+        counts = [len(change.members) for change in self.changes]
+        if not counts:
+            return "1 replica"
+        least, most = min(counts), max(counts)
+        span = f", {least} to {most} in the run" if least < most else ""
+        changes = len(self.changes) - 1
+        return (
+            f"{_replicas(counts[-1])} at the end{span}; {changes} change{'s' * (changes != 1)} of members,"
+            f" {self.failures} exchange{'s' * (self.failures != 1)} repeated"
+        )
 
     def fail(self) -> None:
         """Notes that an exchange has failed since the last meeting."""
         self._failed = True
         self.failures += 1
 
-    def meet(self, members: Sequence[str], finished_rounds: int, steps: int = 0) -> Change | None:
+    def meet(
+        self, members: Sequence[str], finished_rounds: int, steps: int = 0, joining: Sequence[str] = (), own: str = ""
+    ) -> Change | None:
         """Notes who takes part from now on; the change, if there is one.
 
         Args:
             members: Names of those that take part.
             finished_rounds: Rounds finished before.
             steps: Steps that this replica has made since the last exchange.
+            joining: Names of those of them that get the state from another.
+            own: The name of this replica.
         """
         why, self._failed = "lost in an exchange" if self._failed else "did not come to the next round", False
-        former, now = set(self._members), set(members)
+        former, now, since = set(self._members), set(members), None
+        if own in joining:
+            if former:
+                # Others have gone on without this one, whoever was there before.
+                former, since = former - {own}, self._round
+            elif finished_rounds:
+                former = now - set(joining)
+        self._round = finished_rounds
         if former == now:
             return None
-        joined = tuple(name for name in members if name not in former)
+        joined = tuple(sorted((name for name in members if name not in former), key=lambda name: name != own))
         gone = tuple(name for name in self._members if name not in now)
         self._members = tuple(members)
         lost, why = (steps, why) if gone else (0, "")
-        self.changes.append(Change(time.time(), finished_rounds, self._members, joined, gone, why, lost))
+        self.changes.append(Change(time.time(), finished_rounds, self._members, joined, gone, why, lost, since))
         return self.changes[-1]
 
 
 def short(name: str) -> str:
     """A replica's name without the part that tells one process from the next of the same name."""
     return name.partition(":")[0]
+
+
+def _replicas(count: int) -> str:
+    return "1 replica" if count == 1 else f"{count} replicas"

@@ -1,6 +1,7 @@
 """This replica's part in the quorum, which torchft's Manager forms through the lighthouse."""
 
 import importlib
+import logging
 import os
 import socket
 import threading
@@ -48,6 +49,7 @@ def load_torchft() -> ModuleType:
             f"replicas that come and go need torch {OLDEST_TORCH} or newer, for torchft; got {torch.__version__}."
             f" Run: pip install 'torch>={OLDEST_TORCH}'"
         )
+    logging.getLogger("torchft.manager").addFilter(_without_nccl)
     # Its servers log each heartbeat and request otherwise.
     os.environ.setdefault("RUST_LOG", "error")
     try:
@@ -58,6 +60,11 @@ def load_torchft() -> ModuleType:
             f"replicas that come and go need torchft, which is not installed ({error}). Install it with {EXTRA}."
         ) from error
     return module
+
+
+def _without_nccl(record: logging.LogRecord) -> bool:
+    """Whether a message of torchft's is for users: not that it cannot reset what NCCL records, which Gloo has not."""
+    return "NCCL flight recorder" not in record.getMessage()
 
 
 def address_towards(lighthouse: str) -> str:

@@ -1,6 +1,7 @@
 """The log of one replica: who took part and why that changed, and all that a replay needs."""
 
 import json
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -100,7 +101,7 @@ class Record:
     """
 
     def __init__(self, path: str | None) -> None:
-        self._path, self._begun = path, False
+        self._path = path
         self.holder = NOBODY
         self._counts: Counter[tuple[Any, ...]] = Counter()
 
@@ -151,10 +152,12 @@ class Record:
 
     def _write(self, kind: str, entry: Entry | Change) -> None:
         if self._path is not None:
-            with open(self._path, "ab") as log:
-                # A process that was killed amid a line may have written to this file before; empty lines are none.
-                log.write(b"\n" * (not self._begun) + json.dumps({"kind": kind, **entry._asdict()}).encode() + b"\n")
-                self._begun = True
+            with open(self._path, "ab+") as log:
+                # A process that wrote to this file before may have been killed amid a line.
+                if log.tell():
+                    log.seek(-1, os.SEEK_END)
+                    log.write(b"\n" * (log.read(1) != b"\n"))
+                log.write(json.dumps({"kind": kind, **entry._asdict()}).encode() + b"\n")
 
 
 def read(path: str | Path) -> list[Entry]:

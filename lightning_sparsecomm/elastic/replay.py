@@ -27,10 +27,12 @@ STORE, REPLICA = "SPARSECOMM_REPLAY", "SPARSECOMM_REPLICA"
 """Variables of the environment that `sparsecomm replay` sets: HOST:PORT of its store, and whose log to follow."""
 
 
-def local_state_of(folder: str | None, process: str, engine: Engine, patience: timedelta) -> LocalState:
+def local_state_of(
+    folder: str | None, process: str, engine: Engine, patience: timedelta, tell: Callable[[str], None]
+) -> LocalState:
     """What is a replica's own: in a replay, in files of the replay, which leaves the user's alone."""
     if not replaying():
-        return LocalState(folder, process, engine)
+        return LocalState(folder, process, engine, tell)
     return ReplayedLocalState(None if folder is None else os.environ[FOLDER], process, engine, patience)
 
 

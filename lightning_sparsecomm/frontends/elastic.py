@@ -145,7 +145,7 @@ class ElasticTrainerMixin(LeadingMixin):
         """Does nothing: others may come at any time."""
 
     @property
-    def _taking_part(self) -> int:
+    def taking_part(self) -> int:
         changes = [] if self.turns is None else self.turns.membership.changes
         return len(changes[-1].members) if changes else 1
 
@@ -192,7 +192,7 @@ class ElasticTrainerMixin(LeadingMixin):
         )
         records = self._leading_checkpoints
         assert records is not None
-        own = local_state_of(self.local_state_dir, quorum.name, engine, self.patience)
+        own = local_state_of(self.local_state_dir, quorum.name, engine, self.patience, tell)
         joining = Joining(engine, self._progress, self._follow, samples, records.to_json, records.follow, own)
         facts = _facts(engine, self.seed)
         facts["the number of training samples"] = str([reader.loading.size for reader in readers])
@@ -221,9 +221,8 @@ class ElasticTrainerMixin(LeadingMixin):
             follow(self._trainer, state)
         self.turns.lead.behind = state["behind"] + behind
 
-    def _tell(self, change: Change, leads: bool) -> None:
-        if leads:
-            say(str(change), self._trainer)
+    def _tell(self, change: Change) -> None:
+        say(str(change), self._trainer)
 
     def _stop(self) -> None:
         # The current step is not counted yet.

@@ -4,6 +4,7 @@ import time
 from typing import Any, NamedTuple
 
 from lightning_sparsecomm.basis.ledger import Ledger, summary_table
+from lightning_sparsecomm.elastic.membership import Membership
 from lightning_sparsecomm.frontends.packages import Callback
 from lightning_sparsecomm.frontends.plain_ddp import PlainDDP
 from lightning_sparsecomm.frontends.trainer import TrainerMixin
@@ -125,7 +126,8 @@ class CompressionMonitor(Observer):
       host's time. ddp has `seconds_wait` only, as DDP's own logging samples it.
     - `exchange_share`: exchange_seconds of the time in training batches.
 
-    And as they are now: `bytes_sent_total`, `residual_norm`; and `choice`, what `methods.auto` uses, as its place in
+    And as they are now: `bytes_sent_total`, `residual_norm`; `replicas`, how many of those that come and go take part;
+    and `choice`, what `methods.auto` uses, as its place in
     `choices` of the method: 0 for ddp, 1 for ddp in bfloat16, 2 for sparsecomm, as far as its quality allows them, and
     then its candidates.
 
@@ -133,7 +135,8 @@ class CompressionMonitor(Observer):
     >>> trainer = pl.Trainer(accelerator="cpu", callbacks=[CompressionMonitor(progress_bar=False)], logger=False)
 
     Args:
-        progress_bar: Whether to show the ratio on the progress bar, as `sparsecomm/ratio`.
+        progress_bar: Whether to show the ratio on the progress bar, as `sparsecomm/ratio`; and how many replicas take
+            part, as `replicas`, where they come and go.
         summary: Whether to print the table at the end of fit.
 
     Raises:
@@ -168,14 +171,28 @@ class CompressionMonitor(Observer):
         values["residual_norm"] = self.residual_norm(trainer)
         if (chooser := getattr(trainer.strategy, "chooser", None)) is not None:
             values["choice"] = chooser.number
+        membership = _membership_of(trainer)
+        if membership is not None:
+            values["replicas"] = trainer.strategy.taking_part
         named = {f"sparsecomm/{name}": value for name, value in values.items()}
         pl_module.log_dict(named, on_step=True, on_epoch=False)
         if self.progress_bar and "compression_ratio" in values:
             # Under a short name, since progress bars cut long ones.
             ratio = values["compression_ratio"]
             pl_module.log("sparsecomm/ratio", ratio, on_step=True, on_epoch=False, prog_bar=True, logger=False)
+        if self.progress_bar and membership is not None:
+            replicas = float(trainer.strategy.taking_part)
+            pl_module.log("replicas", replicas, on_step=True, on_epoch=False, prog_bar=True, logger=False)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         ledger = self.ledger_of(trainer)
         if self.summary and trainer.is_global_zero and ledger is not None:
-            print("\n".join([*getattr(trainer.strategy, "announced", ()), summary_table(ledger)]))
+            announced, membership = getattr(trainer.strategy, "announced", ()), _membership_of(trainer)
+            lines = [*announced, summary_table(ledger), *([] if membership is None else [membership.summary])]
+            print("\n".join(lines))
+
+
+def _membership_of(trainer: Any) -> Membership | None:
+    """Who takes part in a run of replicas that come and go; None for other runs."""
+    turns = getattr(trainer.strategy, "turns", None)
+    return None if turns is None else turns.membership

@@ -79,7 +79,7 @@ class TrainerMixin(UnevenMixin, CheckpointingMixin, DDPStrategy):
         return None
 
     @property
-    def _taking_part(self) -> int:
+    def taking_part(self) -> int:
         """How many ranks share what they train."""
         return self.world_size
 
@@ -124,7 +124,7 @@ class TrainerMixin(UnevenMixin, CheckpointingMixin, DDPStrategy):
             warn_of_short_run(self.engine.registry, self.engine.warmup, found.steps, found.epochs)
             registry = self.engine.registry
             fewer = [times_fewer_bytes(self.engine, each, length, found.epoch_steps) for each in registry.optimizers]
-            lines = announcement(registry, length, self._taking_part, found.estimated, fewer)
+            lines = announcement(registry, length, self.taking_part, found.estimated, fewer)
             self.announced = [*lines, *advice(registry, self.num_nodes, self.num_processes)]
             announce(self.announced, trainer)
             layout = ModelLayout.of(registry.modules, [each.optimizer for each in registry.optimizers])

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_sparsecomm import methods
+from lightning_sparsecomm import CompressionMonitor, methods
 from tests.elastic.replicas import LONGEST_SECONDS, Replica, lighthouse, needs_torchft, replicas
 from tests.elastic.training import (
     check_resumed,
@@ -186,9 +186,10 @@ def test_a_round_that_one_replica_votes_against_is_taken_back_and_made_again() -
 
 def test_what_a_joining_replica_gets_is_little_more_than_the_weights_and_the_outer_momentum() -> None:
     with lighthouse() as address, replicas() as start:
-        a = start(train, address, "a", 0, DILOCO, (12, 13), width=3000)
+        monitored: dict[str, Any] = {"width": 3000, "callbacks": [CompressionMonitor()], "log_every_n_steps": 5}
+        a = start(train, address, "a", 0, DILOCO, (12, 13), **monitored)
         assert a.hear() == 12
-        b = start(train, address, "b", 1, DILOCO, before=wait_for_the_start, width=3000)
+        b = start(train, address, "b", 1, DILOCO, before=wait_for_the_start, **monitored)
         assert b.hear() == "ready"
         b.say("go on")
         a.say("go on")
@@ -196,6 +197,9 @@ def test_what_a_joining_replica_gets_is_little_more_than_the_weights_and_the_out
         a.say("go on")
         results = [a.hear(), b.hear()]
     assert equal(results)
+    # On the progress bar, and for loggers.
+    for result in results:
+        assert result["metrics"]["replicas"] == result["metrics"]["sparsecomm/replicas"] == 2
     weights = results[0]["weights"]
     trained = sum(array.nbytes for name, array in weights.items() if "running" not in name and "num" not in name)
     buffers = sum(array.nbytes for array in weights.values()) - trained
@@ -222,15 +226,16 @@ def test_one_set_up_otherwise_is_refused_and_the_others_go_on() -> None:
 
 
 @pytest.mark.slow
-def test_two_of_three_are_killed_at_once_and_the_last_one_goes_on_alone() -> None:
+def test_two_of_four_are_killed_at_once_and_the_others_go_on() -> None:
     with lighthouse() as address, replicas() as start:
-        a, b, c = together(start, address, LOCO, {name: stop_at(12) for name in "bc"})
-        assert [b.hear(), c.hear()] == [12, 12]
-        b.kill()
+        a, b, c, d = together(start, address, LOCO, {name: stop_at(12) for name in "cd"}, names="abcd")
+        assert [c.hear(), d.hear()] == [12, 12]
         c.kill()
-        result = a.hear()
-    assert result["steps"] == 60
-    assert len(result["changes"][-1]["members"]) == 1
+        d.kill()
+        results = [a.hear(), b.hear()]
+    assert equal(results)
+    assert results[0]["steps"] == 60
+    assert len(results[0]["changes"][-1]["members"]) == 2
 
 
 @pytest.mark.slow
@@ -288,6 +293,10 @@ def test_one_that_was_stopped_for_long_joins_again() -> None:
     gone = [change for change in results[0]["changes"] if change["gone"]]
     assert [len(change["members"]) for change in gone] == [2]
     assert len(results[0]["changes"][-1]["members"]) == 3
+    # Its own log says that it was away.
+    change = results[2]["changes"][-1]
+    assert change["behind_since"] < change["round"]
+    assert any("c joined again (away since round " in line for line in results[2]["said"])
     # It ends with the others, though it has made fewer steps.
     for result in results:
         del result["weights"]["network.1.num_batches_tracked"]

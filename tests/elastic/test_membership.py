@@ -30,3 +30,32 @@ def test_a_change_is_one_line() -> None:
     assert third.lost_steps == 30
     fourth = membership.meet(["a:1", "d:4"], 7, steps=30)
     assert fourth is not None and fourth.lost_steps == 0
+
+
+def test_one_that_joins_amid_a_run_does_not_say_that_all_have_joined() -> None:
+    change = Membership().meet(["a:1", "b:2", "c:3", "d:4"], 37, joining=["b:2", "d:4"], own="d:4")
+    assert str(change) == "sparsecomm: after round 37, d, b joined; 4 replicas from now on"
+
+
+def test_one_that_was_away_says_so_though_the_same_replicas_are_there() -> None:
+    membership = Membership()
+    membership.meet(["a:1", "b:2", "c:3"], 4, own="b:2")
+    change = membership.meet(["a:1", "b:2", "d:4"], 9, joining=["b:2", "d:4"], own="b:2")
+    assert str(change) == (
+        "sparsecomm: after round 9, b joined again (away since round 4) and d joined and c left"
+        " (did not come to the next round); 3 replicas from now on"
+    )
+    again = membership.meet(["a:1", "b:2", "d:4"], 12, joining=["b:2"], own="b:2")
+    assert again is not None
+    assert (again.joined, again.gone, again.behind_since) == (("b:2",), (), 9)
+    assert str(again) == "sparsecomm: after round 12, b joined again (away since round 9); 3 replicas from now on"
+
+
+def test_the_end_says_how_many_took_part() -> None:
+    membership = Membership()
+    assert membership.summary == "1 replica"
+    membership.meet(["a:1", "b:2"], 0)
+    assert membership.summary == "2 replicas at the end; 0 changes of members, 0 exchanges repeated"
+    membership.fail()
+    membership.meet(["a:1"], 3)
+    assert membership.summary == "1 replica at the end, 1 to 2 in the run; 1 change of members, 1 exchange repeated"

@@ -1,6 +1,7 @@
 """Runs of replicas that come and go, made again to the same bits from their logs."""
 
 import os
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -115,6 +116,10 @@ def test_a_run_in_which_one_was_killed_and_came_again_is_made_again(method: Any,
         again = start(train, address, "c", 7, method, membership_log=str(log), **options)
         results = [replica.hear() for replica in (a, b, again)]
     assert (results[2]["began_with"] > 0) is bool(options)
+    said = " ".join(results[2]["said"])
+    assert re.search(r"sparsecomm: after round \d+, c joined; 3 replicas from now on", said)
+    assert ("this replica goes on with its local state, from " in said) is bool(options)
+    assert log.read_bytes().startswith(b"{")
     kept = {path.name: path.read_bytes() for path in tmp_path.glob("*.state")}
     ends, made = replayed(log, method, {"a": [0], "b": [1], "c": [2, 7]}, **options)
     assert sorted(ends.values()) == ["lost", "same", "same", "same"]

@@ -39,6 +39,7 @@ def test_what_a_log_has_is_read_and_a_line_broken_off_is_not(tmp_path: Path) -> 
     # The next process of that replica begins a line of its own.
     Record(str(path)).end(Ended("b", 2, "cd"))
     assert read(path) == [*entries, Ended("b", 2, "cd")]
+    assert "" not in path.read_text().splitlines()
     script = Script("a", scripts_of([met("a", "a", "s0", "")])[0].scenes, [entries[1]], "ab", ["b"])  # type: ignore[list-item]
     assert Script.from_json(script.to_json()) == script
 
@@ -164,4 +165,5 @@ def test_a_log_is_lines_of_json(tmp_path: Path) -> None:
         "gone": [],
         "why": "",
         "lost_steps": 0,
+        "behind_since": None,
     }

@@ -1,5 +1,6 @@
 """A small training on one replica, which can be stopped, or killed, at any place."""
 
+import logging
 import os
 import signal
 import time
@@ -133,6 +134,8 @@ def train(
 ) -> dict[str, Any]:
     """Trains, and returns what the replica ends with. `before` is called first, to alter what is to be altered."""
     PIPE.append(pipe)
+    said = _Said()
+    logging.getLogger("pytorch_lightning").addHandler(said)
     before()
     torch.manual_seed(seed)
     batches = DataLoader(torch.randn(10 * batch_size, 6), batch_size=batch_size)
@@ -173,7 +176,20 @@ def train(
         "law": LAW.error() if LAW.taken is not None else None,
         "flights": BOOKS.report(),
         "scale": SCALE.said,
+        "said": said.lines,
+        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
     }
+
+
+class _Said(logging.Handler):
+    """Notes what users are told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
 
 
 def equal(results: list[dict[str, Any]]) -> bool:
