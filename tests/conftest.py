@@ -1,6 +1,7 @@
 """What all tests share: compiled kernels, a fixed seed, and a process group of one rank."""
 
 import os
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,6 +60,23 @@ def _kernels() -> None:
     # What one of two workers has compiled, the other finds on disk, if they begin at different ends.
     for part in parts if os.environ.get("PYTEST_XDIST_WORKER") != "gw1" else reversed(parts):
         part()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of tests marked `few`, makes all cases slow but so many, evenly spread, with the first among them."""
+    cases = defaultdict[str, list[pytest.Item]](list)
+    for item in items:
+        if item.get_closest_marker("few") is not None and item.get_closest_marker("slow") is None:
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for group in cases.values():
+        marker = group[0].get_closest_marker("few")
+        assert marker is not None
+        (count,) = marker.args
+        kept = {number * len(group) // count for number in range(count)}
+        for number, item in enumerate(group):
+            if number not in kept:
+                item.add_marker(pytest.mark.slow)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -120,6 +120,7 @@ def test_our_selectors(selector: Selector) -> None:
     check_selector(selector)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("codec", "tolerance"),
     [
@@ -200,6 +201,7 @@ EXCHANGES: dict[str, tuple[Callable[[], Exchange], float | None]] = {
 QUICK = ("gather", "regions", "staged", "blocks", "compressed", "quantized", "power sgd, in groups", "ternary")
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in EXCHANGES]
 )
@@ -216,6 +218,7 @@ def test_one_rank_is_enough() -> None:
 MEMORIES = [ErrorFeedback, MomentumCorrection, Momentum, EF21, SharedSign]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("memory", MEMORIES, ids=lambda memory: memory.__name__)
 def test_our_memories(memory: Callable[[], Memory]) -> None:
     check_memory(memory)
@@ -497,6 +500,7 @@ def test_an_exchange_without_a_fault() -> None:
     check_exchange(Mean)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("kind", "message"),
     [

@@ -238,6 +238,7 @@ def outcomes(tmp_path: Path, name: str, seeds: range) -> Counter[str]:
 _QUICK = {"dgc", "dgc, summed", "s2_reducer", "sbc", "quantized"}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in _QUICK else pytest.mark.slow) for name in METHODS]
 )

@@ -87,6 +87,7 @@ def _train(
     return found
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("method", "gradient"),
     [

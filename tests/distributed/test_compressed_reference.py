@@ -84,6 +84,7 @@ def _with_holes(
     return shared, total.numpy(), channel.memories[0].held["residual"].flat.numpy()
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("exchange", "sizes", "world_size"),
     [

@@ -137,6 +137,7 @@ METHODS = {
 WITH_ADAM = ("sbc_1", "sbc_7", "diloco")
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("name", "adam"),
     [
@@ -270,6 +271,7 @@ _SLOW = (
 )
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name in _SLOW else ()) for name in FRAGMENTED]
 )

@@ -57,6 +57,7 @@ def trained(folder: Path, scenario: Scenario, method: Method | None, *callbacks:
     return [torch.load(folder / f"notes-{rank}.pt", weights_only=False) for rank in range(2)]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", METHODS)
 def test_measuring_and_saving_never_change_training(tmp_path: Path, name: str) -> None:
     method, scenario = METHODS[name](), Scenario(Measured, steps=10)

@@ -154,6 +154,7 @@ METHODS: dict[str, tuple[Method, str]] = {
 QUICK = ("dgc", "sbc")
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("event", EVENTS)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in METHODS]
@@ -169,6 +170,7 @@ def test_replicas_stay_equal(tmp_path: Path, name: str, event: str) -> None:
 
 
 # With federated averaging a rank without a gradient takes no step of its own, so the first event is not one of ddp's.
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("name", "event"),
     [(name, event) for name in ("dense", "dgc") for event in EVENTS]
@@ -243,6 +245,7 @@ def _set(rank: int, name: str, event_at: int) -> list[list[float]]:
     return found
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("event_at", [6, 7, 8], ids=["after an exchange", "amid training", "before an exchange"])
 @pytest.mark.parametrize("name", ["sbc", "federated_averaging", "diloco"])
 def test_what_is_set_on_all_ranks_moves_the_anchor(tmp_path: Path, name: str, event_at: int) -> None:

@@ -163,6 +163,7 @@ def test_a_gather_sends_no_more_than_everything(
 WORLDS = [pytest.param(size, marks=() if size == 3 else pytest.mark.slow) for size in (2, 3, 4, 5)]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("name", ALL)
 def test_what_is_shared_and_what_is_sent(tmp_path: Path, name: str, world_size: int) -> None:

@@ -52,6 +52,7 @@ def _results(rank: int, far: float) -> list[list[np.ndarray]]:
     return found
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("far", [0.5, 10.0])
 @pytest.mark.parametrize("world_size", [2, 3, pytest.param(5, marks=pytest.mark.slow)])
 def test_results(tmp_path: Path, world_size: int, far: float) -> None:
@@ -108,6 +109,7 @@ OTHERS = [name for name in METHODS if name not in ("dense", "split")]
 QUICK = "dgc", "powersgd", "s2_reducer", "streaming_diloco"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", quick_and_slow(OTHERS, QUICK))
 def test_training_has_the_same_bits(tmp_path: Path, name: str) -> None:
     """With two ranks, whose sums do not depend on the order."""

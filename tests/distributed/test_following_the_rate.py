@@ -71,6 +71,7 @@ def _ddp(rates: list[float], momentum: float) -> np.ndarray:
 
 
 # As the rate falls, what waits is scaled up beyond float16.
+@pytest.mark.few(3)
 @pytest.mark.filterwarnings("ignore:.* values beyond")
 @pytest.mark.parametrize("settle", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(

@@ -317,6 +317,7 @@ def _ranks(tmp_path: Path, world_size: int, name: str) -> list[list[Span]]:
     return [run_ranks(tmp_path, world_size, _send_rounds, name, FORK.Barrier(world_size))]
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     "world_size", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)]
 )

@@ -148,6 +148,7 @@ CASES = {
 QUICK = (0, "another step"), (1, "the same step")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("victim", "case"),
     [

@@ -101,6 +101,7 @@ CASES = [
 ]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("kind", "method", "options", "scheduled", "gaps", "first_steps"),
     [

@@ -62,6 +62,7 @@ def measured(folder: Path, method: Method, *callbacks: pl.Callback, **options: A
     return [torch.load(folder / f"notes-{rank}.pt") for rank in range(2)]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("local", ["sum", "partial", "error"])
 def test_measuring_and_saving_never_change_training(tmp_path: Path, local: str) -> None:
     method = gradient_dropping(0.05, local=local, average_every=4)

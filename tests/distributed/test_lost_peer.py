@@ -273,6 +273,7 @@ def assert_lost(found: list[dict[str, Any]], point: str, name: str = "") -> None
         assert all(kind == "RuntimeError" for kind, _ in each["errors"][1:])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "point", "lose"), CASES)
 def test_rank_0_saves_as_often_as_under_ddp(tmp_path: Path, name: str, point: str, lose: Callable[[], None]) -> None:
     ddp, theirs = survivors(tmp_path / "ddp", 2, None, point, lose)
@@ -306,6 +307,7 @@ def test_of_three_ranks_two_are_left(tmp_path: Path, name: str, point: str) -> N
     assert "on_exception.ckpt" in saved
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("strategy", [DDPStrategy, SparseCommStrategy])
 def test_a_launcher_does_not_wait_for_the_killed(tmp_path: Path, strategy: Any) -> None:
     """Lightning's launcher ends the others as soon as one is gone, whatever they are doing.

@@ -63,6 +63,7 @@ RANKS = [3, 4, 5]
 
 
 # Quickly each case and each number of ranks once; all pairs run with the slow tests.
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("rank", "dense_steps", "dtype", "steps", "tolerance", "world_size"),
     [

@@ -226,6 +226,7 @@ def cases() -> Iterator[Any]:
             yield pytest.param(name, groups, marks=() if quick else pytest.mark.slow, id=f"{name}, {groups}")
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("name", "groups"), list(cases()))
 def test_a_node_is_one_rank(name: str, groups: Groups) -> None:
     method, adam = METHODS[name]
@@ -266,6 +267,7 @@ def test_a_node_sends_what_one_rank_would(in_memory: bool, monkeypatch: pytest.M
     assert ours[TWO[0][0]].held == ours[TWO[1][0]].held
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("padded", [1.5, 0.2])
 def test_rows_over_the_wire_have_the_bits_of_those_in_memory(padded: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """In stretches too, as where one tensor is most of the model: whole rows, padded, would need much memory."""
@@ -287,6 +289,7 @@ def test_rows_need_memory_of_one_and_a_half_times_what_they_hold(sizes: tuple[in
     assert longest * len(sizes) <= 1.5 * sum(sizes) + len(sizes)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("method", "adam"), [(methods.default(), False), (methods.default(), True)], ids=["sgd", "adam"]
 )
@@ -313,6 +316,7 @@ def train_a_part(
     return pickle.loads(saved)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("nodes", [[[0, 1, 2, 3]], [[0], [1], [2], [3]], [[0, 1], [2, 3]]], ids=str)
 def test_on_other_nodes_a_run_begins_with_the_mean_of_what_nodes_have_not_sent(nodes: Groups) -> None:
     method = methods.dgc(density=0.01, momentum_correction=False)
@@ -516,6 +520,7 @@ def test_nodes_are_those_of_machines_by_default() -> None:
     assert run_ranks(4, run) == [[[0, 2], [1, 3]]] * 4
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("nodes", [[[1, 0], [3, 2]], [[2, 3], [0, 1]], [[3, 0], [2, 1]]], ids=str)
 def test_the_order_of_nodes_and_of_their_ranks_does_not_matter(nodes: Groups) -> None:
     method = methods.default()

@@ -108,6 +108,7 @@ def node_of(rank: int, groups: Groups) -> int:
     return next(number for number, group in enumerate(groups) if rank in group)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("name", "groups"), list(cases()))
 def test_a_node_is_one_rank(name: str, groups: Groups) -> None:
     case = CASES[name]
@@ -204,6 +205,7 @@ def test_memories_and_anchors_are_those_of_one_rank_of_each_node() -> None:
 STOPS = {"sbc, in fragments in flight": (2, 4), "diloco": (4,), "des_loc": (3,), "gradients and changes": (4,)}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "stop"),
     [
@@ -262,6 +264,7 @@ def test_on_other_nodes_a_run_begins_with_the_mean_of_nodes(nodes: Groups) -> No
 FAILING = ["diloco", "diloco, in flight", "sbc, in fragments in flight"]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", FAILING)
 def test_an_exchange_that_fails_on_one_rank_of_each_node_aborts_on_all(name: str) -> None:
     """Weights go back to the last shared ones on all ranks, and training goes on."""

@@ -21,6 +21,7 @@ WEIGHTS = sum(size for size, shape in zip(SIZES, SHAPES) if len(shape) > 1)
 DENSITY, BALANCE_EVERY = 0.2, 7
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("positions", ["fast", "short"])
 @pytest.mark.parametrize("world_size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4)), 5])
 def test_step_by_step(tmp_path: Path, world_size: int, positions: str) -> None:
@@ -88,6 +89,7 @@ def _exchange(rank: int, kind: str, values: ValueCoding, density: float) -> tupl
     )
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize("values", [Float32(), TwoBit()], ids=["exact", "rounded"])
 @pytest.mark.parametrize("kind", ["noise", "in one place", "cancelling", "nothing on rank 1", "nothing", "alike"])
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow), 4])
@@ -135,6 +137,7 @@ def _link_bytes(rank: int, kind: str) -> float:
     return wire.ledger.link_bytes(GRADIENTS) - before
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("kind", SKEWS)
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow), 8])
 def test_bytes_are_those_of_an_all_reduce_of_k_elements(tmp_path: Path, world_size: int, kind: str) -> None:

@@ -24,6 +24,7 @@ from tests.reference.quantized import QuantizedReference
 
 
 # With 2 bits, other numbers of ranks come to ties, which the reference refuses.
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("bits", "world_size"),
     [
@@ -68,6 +69,7 @@ def _few_gradients(rank: int, size: int) -> np.ndarray:
     return np.random.default_rng(rank).standard_normal((5, size))
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("world_size", [2, 3, 5])
 @pytest.mark.parametrize(("size", "block"), [(0, 4), (1, 4), (2, 256), (11, 2), (40, 3)])
 def test_fewer_elements_than_ranks(tmp_path: Path, size: int, block: int, world_size: int) -> None:

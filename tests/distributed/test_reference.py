@@ -83,6 +83,7 @@ def flat(tensors: Iterable[torch.Tensor | None]) -> np.ndarray:
     return torch.cat([tensor.flatten() for tensor in tensors if tensor is not None]).numpy().copy()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "options",
     [
@@ -125,6 +126,7 @@ def test_a_rank_alone_keeps_its_own_gradient(tmp_path: Path, local: str, density
         np.testing.assert_array_equal(seen, gradient)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("local", ["sum", "partial", "error"])
 @pytest.mark.parametrize("state", [False, True])
 def test_replicas_are_averaged_with_adam(tmp_path: Path, local: str, state: bool) -> None:
@@ -151,6 +153,7 @@ def test_replicas_are_averaged_with_adam(tmp_path: Path, local: str, state: bool
             np.testing.assert_allclose(trained.weights[step], weights[rank], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("method", "sgd", "scheduled"),
     [

@@ -329,6 +329,7 @@ def test_a_run_that_is_resumed_with_nothing_left_to_do_ends_all_the_same(tmp_pat
         assert rank == {name: [] for name in names}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("world_size", "names"), [(2, QUICK), (3, SUMMED), *ALL], ids=["some", "summed", "half", "other half"]
 )

@@ -89,6 +89,7 @@ def ddp_of(folder: Path, scenario: Scenario, world_size: int) -> list[dict[str, 
         return fit(folder / "again", scenario, world_size)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -227,6 +228,7 @@ def test_a_norm_that_would_differ_between_ranks_is_refused(tmp_path: Path, rest:
         fit(tmp_path / "clipped", Scenario(lambda: Bag(False), {"gradient_clip_val": 0.1}, steps=5), 2, method)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "method",
     [

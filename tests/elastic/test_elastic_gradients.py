@@ -69,6 +69,7 @@ def test_one_is_killed_and_started_again(name: str) -> None:
     assert results[2]["handed"]["gradients"] < results[0]["handed"]["gradients"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("place", ["vote", pytest.param("exchange", marks=pytest.mark.slow)])
 def test_one_is_killed_amid_an_exchange(place: str, tmp_path: Path) -> None:
     """The others take it back, and make it without that one: what they sent and hold is what they took in."""

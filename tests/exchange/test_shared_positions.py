@@ -79,9 +79,9 @@ def test_one_position_is_drawn_from_each_part(n: int, k: int) -> None:
 
 
 def test_without_feedback_the_mean_is_the_gradient(wire: Wire) -> None:
-    """Over 4,000 draws, to five standard errors."""
+    """Over 1,000 draws, to five standard errors."""
     x, layout = torch.randn(10), Layout([("weight", (10,))])
-    exchange, draws = RandomK(0.3, unbiased=True), 4_000
+    exchange, draws = RandomK(0.3, unbiased=True), 1_000
     total = torch.zeros(10, dtype=torch.float64)
     for step in range(draws):
         shared = exchange.exchange(Vector(x), Round(layout, step=step), wire).shared

@@ -41,6 +41,7 @@ class Setting(Model):
                 self.network[0].weight.fill_(3.0)
 
 
+@pytest.mark.few(4)
 @pytest.mark.filterwarnings("ignore:other code than the optimizer")
 @pytest.mark.parametrize("hook", ["validation_step", "on_validation_end"])
 @pytest.mark.parametrize(
@@ -101,6 +102,7 @@ class Swapping(pl.Callback):
                 self.average[index].copy_(held)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("how", ["values", "data"])
 @pytest.mark.parametrize(
     "method",

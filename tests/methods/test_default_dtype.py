@@ -64,6 +64,7 @@ def _wants_adam(method: Method) -> bool:
     return averages or any(parts_in(method, AdamMoments))  # type: ignore[type-abstract]
 
 
+@pytest.mark.few(11)
 @pytest.mark.parametrize("method", recipes(), ids=repr)
 @pytest.mark.filterwarnings("ignore:.*")
 def test_the_default_dtype_changes_no_bit(method: Method) -> None:

@@ -138,6 +138,7 @@ def _whole_run(rank: int, shapes: Shapes, method: Method, steps: int) -> tuple[i
     return ledger.ddp_bytes, ledger.sent_bytes
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("shapes", "ranks", "method", "steps", "least"),
     [

@@ -92,15 +92,17 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Without --steps" not in shown
 
 
-def test_on_a_terminal_the_command_says_what_it_rehearses(
+def test_on_a_terminal_the_command_says_what_it_rehearses_and_that_the_processor_is_busy(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("time.process_time", lambda: 0.0)
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     main([*COMMAND, "--quality", "exact"])
     shown, said = capsys.readouterr()
     counts = re.findall(r"\r\x1b\[K(\d+) of (\d+): \w", said)
     assert [int(number) for number, _ in counts] == list(range(1, int(counts[0][1]) + 1))
     assert "+ " not in shown.partition("\n\n")[0]
+    assert "other work has taken the processor (0% was left for rehearsals)" in said
     assert "Without --steps, sparsecomm is planned for a run of unknown length" in shown
 
 
@@ -137,12 +139,6 @@ def test_the_command_refuses(option: str, value: str, words: str, capsys: pytest
     assert re.search(words, error)
     if option == "--ranks":
         assert "rehearsing" not in error
-
-
-def test_a_busy_processor_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("time.process_time", lambda: 0.0)
-    main(COMMAND)
-    assert "other work has taken the processor (0% was left for rehearsals)" in capsys.readouterr().err
 
 
 def test_the_table_is_narrow_and_aligned() -> None:

@@ -28,6 +28,7 @@ def _said(rank: int, folder: str, method: Method) -> Any:
     return said, ratios[0]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "method",
     [

@@ -227,6 +227,7 @@ def test_the_last_batches_are_a_point(tmp_path: Path) -> None:
     assert "<td>1.0 ×</td>" in (tmp_path / "report.html").read_text()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("strategy", ["ddp_fork", "sparsecomm_fork"])
 @pytest.mark.parametrize("logs", [False, True])
 def test_by_default_it_writes_where_lightning_does(tmp_path: Path, strategy: str, logs: bool) -> None:
@@ -238,6 +239,7 @@ def test_by_default_it_writes_where_lightning_does(tmp_path: Path, strategy: str
     assert Run.load(folder / f"{strategy.removesuffix('_fork')}.run.json").world_size == 2
 
 
+@pytest.mark.few(2)
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 @pytest.mark.parametrize("later", ["sparsecomm_fork", "ddp_fork"])
 def test_a_run_that_was_resumed_is_one_of_its_own(tmp_path: Path, later: str) -> None:

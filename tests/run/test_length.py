@@ -44,6 +44,7 @@ class Fails(pl.Callback):
         torch.save(texts, self.folder / f"warned-{trainer.global_rank}.pt")
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("method", "model", "limits", "words"),
     [

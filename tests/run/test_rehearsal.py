@@ -24,6 +24,7 @@ from lightning_sparsecomm.testing import run_ranks
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.few(12)
 @pytest.mark.filterwarnings("ignore:one process")
 @pytest.mark.parametrize(
     "dtype",

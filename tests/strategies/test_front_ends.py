@@ -310,6 +310,7 @@ def run_fabric(package: str, folder: Path, loop: Callable[[Any, int], dict[str, 
 
 
 # The two packages' Fabrics are the same code under two names: once is enough for most of it.
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("package", "loop"),
     [
