@@ -264,9 +264,7 @@ def run(
             steps_made, sent = measure.progress.tolist()
             raise DivergedError(int(steps_made), sent) from error
         measured = json.loads(path.read_text())
-    of_step = float(sum(p.nbytes for p in learner.parameters() if p.requires_grad))
-    if options.processes > 1:
-        of_step = link_bytes("all_reduce", of_step, options.processes)
+    of_step = bytes_of_step(learner, options.processes)
     ratio = measured.pop("ratio")
     if measured["link_bytes"] is None:
         # As torch counts for PowerSGD.
@@ -275,6 +273,26 @@ def run(
         measured["link_bytes"] = of_step * (dense_steps + (steps - dense_steps) / fewer)
     named = {"strategy": strategy, "task": task, "optimizer": optimizer, "steps": steps, "seed": seed, "rate": rate}
     return {**named, **measured, "ddp_bytes": steps * of_step, "commit": COMMIT}
+
+
+def bytes_of_step(learner: Learner, processes: int) -> float:
+    """What ddp sends for a step, on the link."""
+    whole = float(sum(p.nbytes for p in learner.parameters() if p.requires_grad))
+    return link_bytes("all_reduce", whole, processes) if processes > 1 else whole
+
+
+def run_or_diverge(
+    strategy: str, task: str, optimizer: str, steps: int, seed: int, rate: float, options: argparse.Namespace
+) -> dict[str, Any]:
+    """As `run`; of a training that diverges, after how many steps, and the bytes up to there."""
+    try:
+        return run(strategy, task, optimizer, steps, seed, rate, options)
+    except DivergedError as error:
+        named = {"strategy": strategy, "task": task, "optimizer": optimizer, "steps": steps, "seed": seed, "rate": rate}
+        found = {"diverged": error.steps, "link_bytes": error.link_bytes, "commit": COMMIT}
+        network = TASKS[task].network(TASKS[task].read(options.data_dir, options.tune).classes)
+        of_step = bytes_of_step(Learner(network, optimizer, rate, steps), options.processes)
+        return {**named, **found, "ddp_bytes": error.steps * of_step}
 
 
 class Row(NamedTuple):
@@ -287,6 +305,7 @@ class Row(NamedTuple):
         losses: Differences from ddp's.
         baseline: ddp's runs.
         fewer: How many times fewer bytes than ddp.
+        diverged: Seeds that have no end to compare, since a gradient was not finite.
     """
 
     cell: tuple[str, str, int]
@@ -295,10 +314,13 @@ class Row(NamedTuple):
     losses: list[float]
     baseline: list[dict[str, Any]]
     fewer: float
+    diverged: int = 0
 
     @property
     def verdict(self) -> str:
         """In what the mean is within one standard error of ddp's, or better."""
+        if self.diverged:
+            return f"diverged with {self.diverged} of {self.diverged + len(self.losses)} seeds"
         if len(self.losses) < 2:
             return ""
         held = [
@@ -324,10 +346,15 @@ def rows(runs: list[dict[str, Any]]) -> list[Row]:
             pairs = [(each, base[each["seed"]]) for each in mine if each["strategy"] == name and each["seed"] in base]
             if not pairs:
                 continue
-            accuracies = [own["accuracy"] - theirs["accuracy"] for own, theirs in pairs]
-            losses = [own["loss"] - theirs["loss"] for own, theirs in pairs]
-            fewer = statistics.mean(own["ddp_bytes"] / own["link_bytes"] for own, _ in pairs)
-            found.append(Row((task, optimizer, steps), name, accuracies, losses, [b for _, b in pairs], fewer))
+            ended = [(own, theirs) for own, theirs in pairs if "diverged" not in own]
+            accuracies = [own["accuracy"] - theirs["accuracy"] for own, theirs in ended]
+            losses = [own["loss"] - theirs["loss"] for own, theirs in ended]
+            # One that diverged may have sent nothing before.
+            counted = [own for own, _ in ended or pairs if own["link_bytes"]]
+            ratios = [own["ddp_bytes"] / own["link_bytes"] for own in counted]
+            fewer = statistics.mean(ratios) if ratios else float("nan")
+            lost, theirs = len(pairs) - len(ended), [their for _, their in pairs]
+            found.append(Row((task, optimizer, steps), name, accuracies, losses, theirs, fewer, lost))
     return found
 
 
@@ -351,6 +378,8 @@ def table(found: list[Row]) -> str:
 
 def spread(values: list[float], sign: str = "", decimals: int = 2) -> str:
     """The mean and its standard error."""
+    if not values:
+        return "–"
     mean = f"{statistics.mean(values):{sign}.{decimals}f}"
     return f"{mean} ± {statistics.stdev(values) / len(values) ** 0.5:.{decimals}f}" if len(values) > 1 else mean
 
@@ -369,7 +398,7 @@ def plot(found: list[Row], path: Path) -> None:
     for axis, (steps, optimizer) in zip(axes[0], panels):
         axis.axhline(0, color="0.6", linewidth=1, label=BASELINE)
         for row in found:
-            if (row.cell[2], row.cell[1]) != (steps, optimizer):
+            if (row.cell[2], row.cell[1]) != (steps, optimizer) or not row.losses:
                 continue
             errors = statistics.stdev(row.losses) / len(row.losses) ** 0.5 if len(row.losses) > 1 else 0
             color, marker = f"C{tasks.index(row.cell[0])}", "osD^vP*X<>"[names.index(row.strategy) % 10]
@@ -418,14 +447,16 @@ def main() -> None:
             cell = (steps, seed, task, optimizer, strategy, rate)
             if any(all(each[name] == value for name, value in zip(names, cell)) for each in runs):
                 continue
-            runs.append(run(strategy, task, optimizer, steps, seed, rate, options))
+            runs.append(run_or_diverge(strategy, task, optimizer, steps, seed, rate, options))
             save(runs, options.output, settings)
-            print({name: runs[-1][name] for name in (*names, "accuracy", "loss")}, file=sys.stderr, flush=True)
+            shown = {name: runs[-1].get(name) for name in (*names, "accuracy", "loss", "diverged")}
+            print(shown, file=sys.stderr, flush=True)
     if options.tune:
         print("| network | optimizer | rate | accuracy, % | loss |\n|---|---|---:|---:|---:|")
         for each in runs:
             named = " | ".join(str(each[name]) for name in ("task", "optimizer", "rate"))
-            print(f"| {named} | {each['accuracy']:.2f} | {each['loss']:.4f} |")
+            measured = "diverged |" if "diverged" in each else f"{each['accuracy']:.2f} | {each['loss']:.4f}"
+            print(f"| {named} | {measured} |")
     else:
         found = rows(runs)
         print(table(found))
