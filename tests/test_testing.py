@@ -224,6 +224,7 @@ def test_our_memories(memory: Callable[[], Memory]) -> None:
     check_memory(memory)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["dgc", "sbc"])
 def test_our_methods(name: str) -> None:
     check_method({"dgc": lambda: methods.dgc(0.1, warmup_steps=4), "sbc": lambda: methods.sbc(0.1, every=4)}[name])
@@ -590,6 +591,7 @@ def test_a_memory_without_a_fault() -> None:
     check_memory(Residual)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("kind", "message"),
     [

@@ -64,6 +64,7 @@ def prepared(gradient: Tensor, layout: Layout, selector: TopK, context: Round, m
     return contribution
 
 
+@pytest.mark.few(1)
 def test_exactly_the_largest_of_1000_random_tensors(backend: Reference) -> None:
     generator = torch.Generator().manual_seed(0)
     noted = 0

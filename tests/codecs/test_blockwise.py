@@ -9,6 +9,7 @@ from lightning_sparsecomm.codecs import Blockwise, PayloadError, TwoBitBlocks, d
 from lightning_sparsecomm.testing.samples import damaged, vectors
 
 
+@pytest.mark.few(14)
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("block", [1, 7, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -77,7 +77,7 @@ def examine(compressor: Compressor, data: bytes, layout: Layout) -> bool:
     return True
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(st.sampled_from(COMPRESSORS), st.sampled_from(LAYOUTS), st.integers(0, 2**32 - 1))
 def test_altered_payloads_are_refused_or_sound(compressor: Compressor, layout: Layout, seed: int) -> None:
     chance = random.Random(seed)

@@ -305,6 +305,7 @@ CHANGED: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["dgc", pytest.param("sbc", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("before", "after"), WORLDS)
 def test_another_world_size(before: int, after: int, name: str, tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ def _in_groups_of_64(values: np.ndarray) -> np.ndarray:
     return QuantizedReference(1, max(1, len(values)), 2, 64).rounded(values)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("density", "values", "world_size"),
     [

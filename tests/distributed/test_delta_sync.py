@@ -128,6 +128,7 @@ QUICK = ("accumulation", "adversarial", "unused_on_one_rank")
 NOT_CLIPPED = [name for name in SCENARIOS if "clip" not in name and name != "several_backwards"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in NOT_CLIPPED]
 )
@@ -157,6 +158,7 @@ class Same(Classifier):
         return self.make(self.parameters())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "make",
     [
@@ -177,6 +179,7 @@ def test_ranks_that_do_the_same_train_as_one(tmp_path: Path, make: Any) -> None:
         assert ranks[0]["ledger"].handed_bytes("weight updates") == math.ceil(7 / every) * exchanged
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["accumulation", "clip_norm", "clip_value", "several_backwards", "bf16_mixed"])
 def test_optimizer_steps_are_counted_whatever_they_are_made_of(tmp_path: Path, name: str) -> None:
     scenario = SCENARIOS[name]
@@ -252,6 +255,7 @@ class Unfreezes(Classifier):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", METHODS)
 def test_parameters_may_begin_to_train_later(tmp_path: Path, name: str) -> None:
     ranks = trained(tmp_path, Scenario(Unfreezes, steps=9), METHODS[name]())
@@ -435,6 +439,7 @@ class Seen(pl.Callback):
             torch.save(seen | {"residual": strategy.engine.residual_norm()}, self.folder / "seen.pt")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", [sbc(0.05, every=3), gradient_dropping(0.05), dgc(0.05, warmup_steps=0)])
 def test_what_a_learning_rate_finder_has_tried_is_forgotten(tmp_path: Path, method: Method) -> None:
     finder = pl.callbacks.LearningRateFinder(num_training_steps=7, update_attr=False)

@@ -215,6 +215,7 @@ def _residuals(rank: int, name: str, event: str) -> list[Any]:
     return counts
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["dgc", "gradient_dropping", "local_adam", "sbc"])
 def test_a_new_optimizer_takes_over_residual_and_steps(tmp_path: Path, name: str) -> None:
     for before, after in run_ranks(tmp_path, WORLD_SIZE, _residuals, name, "replace_the_optimizer"):
@@ -337,6 +338,7 @@ def _save_what_was_set(rank: int, name: str, path: str, set_at: int) -> list[flo
     return [float((ends[0] - ends[1]).abs().max())]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("set_at", [4, 6], ids=["amid training", "after an exchange"])
 @pytest.mark.parametrize("name", ["sbc", "diloco"])
 def test_what_is_set_before_a_save_moves_the_anchor_in_a_resumed_run(tmp_path: Path, name: str, set_at: int) -> None:

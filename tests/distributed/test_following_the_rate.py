@@ -123,6 +123,7 @@ def test_frozen_weights_stay_as_they_are(tmp_path: Path) -> None:
     run_ranks(tmp_path, WORLD_SIZE, _train, dgc(0.02), RATES, float("inf"), 0.9, True, 1.0, True)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("scale", [1e-9, 1e8])
 def test_the_default_suits_losses_of_any_scale(tmp_path: Path, scale: float) -> None:
     rates = [rate / scale for rate in RATES]

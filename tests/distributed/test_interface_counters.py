@@ -412,6 +412,7 @@ def _fit(tmp_path: Path, strategy: str | Method) -> list[list[Span]]:
     return [list(spans) for spans in zip(reader.results.get(), reader.results.get())]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "strategy",
     ["sparsecomm_dense_fork", "sparsecomm_gradient_dropping_fork", dense()],

@@ -153,6 +153,7 @@ def test_momentum_correction_at_full_density_equals_ddp(tmp_path: Path, name: st
         laws.equal_to_round_off(ours[rank], ddp[rank], scenario.tolerance)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", quick_and_slow(SCENARIOS, ("plain", "unused_by_turns", "bf16_mixed")))
 def test_factors_that_are_no_shorter_equal_ddp(tmp_path: Path, name: str) -> None:
     """At its largest rank PowerSGD sends everything whole; with everything else at its default."""
@@ -214,6 +215,7 @@ def keeps_what_it_does_not_send(method: Method) -> bool:
     return any(isinstance(memory, ErrorFeedback) for channel in channels for memory in channel.memories)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("correction", "name"),
     [
@@ -230,6 +232,7 @@ def test_ef21_obeys_the_laws(tmp_path: Path, name: str, correction: bool) -> Non
     laws.estimates_are_what_was_sent(ranks)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", quick_and_slow(METHODS, ("model", "sketched_sgd", "random_k")))
 def test_a_recorder_hides_nothing(tmp_path: Path, name: str) -> None:
     """So the laws hold for what users run: overlap, candidates noted by memories, sparse vectors."""

@@ -120,6 +120,7 @@ def _check(ranks: list[list[Vectors]], directions: list[list[list[np.ndarray]]],
         assert trained[-1][0].tobytes() == ranks[0][-1][0].tobytes()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("every", "options", "sgd"),
     [
@@ -333,6 +334,7 @@ def _often(steps: float) -> Any:
     return dgc(0.02, warmup_steps=0, every=2 if steps >= 10 else 1)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("batches", "after_steps"),
     # Step 5 ends the first epoch: an odd one, after which ranks would be apart.

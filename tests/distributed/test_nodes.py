@@ -246,6 +246,7 @@ def test_a_node_is_one_rank(name: str, groups: Groups) -> None:
 TWO = NODES[1]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("in_memory", [True, False])
 def test_a_node_sends_what_one_rank_would(in_memory: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not in_memory:
@@ -363,6 +364,7 @@ def train_in_stages(rank: int, method: Method, saved: Stages | None) -> Stages:
     return state, [each.detach().numpy() for each in module]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", [methods.gradient_dropping(0.05), methods.diloco(every=2)], ids=repr)
 def test_what_trains_later_does_not_change_who_has_what(method: Method) -> None:
     """A run divides alike, in whatever order optimizers have begun: what a rank has saved, it can load."""

@@ -132,6 +132,7 @@ def test_a_node_is_one_rank(name: str, groups: Groups) -> None:
     assert any(not np.array_equal(own, other) for own, other in zip(first, last, strict=True))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", [methods.diloco(every=3), methods.sbc(0.1, every=3, delay=1, mix=0.5)], ids=repr)
 def test_narrow_and_wide_weights(method: Method) -> None:
     def run(rank: int, nodes: bool) -> list[list[np.ndarray]]:
@@ -165,6 +166,7 @@ def test_narrow_and_wide_weights(method: Method) -> None:
                 np.testing.assert_allclose(own, expected, rtol=0, atol=1e-6)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("in_memory", [True, False])
 def test_a_node_sends_what_one_rank_would(in_memory: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not in_memory:
@@ -226,6 +228,7 @@ def test_a_resumed_run_is_the_run_that_never_stopped(name: str, stop: int) -> No
         assert one.handed[UPDATES] == other.handed[UPDATES]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("nodes", [[[0], [1], [2], [3]], [[0, 1], [2, 3]]], ids=str)
 def test_on_other_nodes_a_run_begins_with_the_mean_of_nodes(nodes: Groups) -> None:
     method = methods.sparse_loco(every=3, density=0.1, chunk=64, outer_lr=0.5)
@@ -433,6 +436,7 @@ def test_a_node_skips_a_step_alone() -> None:
             np.testing.assert_array_equal(own, other)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("delay", [0, 1])
 def test_parameters_may_join_and_optimizers_be_replaced(delay: int) -> None:
     method = methods.diloco(every=4, fragments=2, delay=delay)

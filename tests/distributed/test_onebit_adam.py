@@ -87,6 +87,7 @@ CASES = [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("world_size", "kind", "method", "options", "scheduled", "late"), CASES)
 def test_step_by_step(
     tmp_path: Path,

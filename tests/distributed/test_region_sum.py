@@ -72,6 +72,7 @@ def test_shares_the_bits_of_a_gather(tmp_path: Path, world_size: int, kind: str)
     _check_bits(tmp_path, world_size, kind, 0.01, Float32(), RunLength16(), torch.float32)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("density", "values", "indices", "dtype"),
     [

@@ -184,6 +184,7 @@ class Frozen(Bag):
             self.thaw()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "method", [dense(), dgc(0.2, warmup_steps=0), split(["head.*"], gradient_dropping(0.2), dgc())]
 )

@@ -74,6 +74,7 @@ def _train(rank: int, methods: list[Method], rates: list[float], kind: str, save
     return weights
 
 
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:.* values beyond")
 @pytest.mark.parametrize(
     "methods",

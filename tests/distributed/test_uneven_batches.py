@@ -137,6 +137,7 @@ CASES = [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "validates", "more"), CASES)
 def test_one_batch_more_on_one_rank(tmp_path: Path, name: str, validates: bool, more: int) -> None:
     """Both ranks say where each is, after the timeout."""

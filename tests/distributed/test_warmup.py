@@ -44,6 +44,7 @@ def test_density_of_any_method(warmup: dict[str, Any], stages: list[float], tmp_
     assert torch.load(tmp_path / "sent.pt") == [round(stage * PARAMETERS) for stage in stages]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "method",
     [

@@ -63,6 +63,7 @@ def _decay(rank: int, method: Method | None, dtype: torch.dtype) -> float:
     return float(module.weight.detach().double().mean())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", [dgc(1.0), dgc(0.05), sketched_sgd(0.05, columns=500)])
 @pytest.mark.filterwarnings("ignore:one process")
 def test_decay_is_not_rounded_away(tmp_path: Path, method: Method) -> None:

@@ -189,6 +189,7 @@ def test_tensorboard_logger(tmp_path: Path) -> None:
     assert {scalar.value for scalar in scalars} == {sparse_bytes(PARAMETERS // 4)}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("method", "link", "elements"),
     [
@@ -228,6 +229,7 @@ def test_entries(options: dict[str, int], steps: list[int], tmp_path: Path) -> N
     assert all(row["sparsecomm/bytes_sent"] == sparse_bytes(23) for row in rows)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("every", "entries"), [(1, 10), (2, 5), (3, 3)])
 def test_two_optimizers(every: int, entries: int, tmp_path: Path) -> None:
     """Lightning's loggers count batches; an entry is the mean over both optimizers' steps since the one before."""

@@ -47,6 +47,7 @@ class Asking(Model):
             torch.save(self.state_dict(), self.path / f"after {self.global_step}.pt")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("accumulated", [1, 2])
 @pytest.mark.parametrize("moment", ["signal", "on_before_optimizer_step"])
 def test_it_is_saved_when_the_step_has_ended(tmp_path: Path, moment: str, accumulated: int) -> None:
@@ -72,6 +73,7 @@ class SavingAmidABatch(Model):
             self.trainer.save_checkpoint(self.path)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "method",
     [

@@ -88,6 +88,7 @@ def train(
     return trainer, model
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("package", "by_hand", "accumulated"),
     [
@@ -165,6 +166,7 @@ def test_an_unknown_hook_is_said(tmp_path: Path) -> None:
         train("pytorch_lightning", tmp_path, strategy(start_method="fork"))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("package", PACKAGES)
 @pytest.mark.parametrize("name", ["sparsecomm_notebook", "sparsecomm_sbc_fork"])
 def test_the_ledger_comes_back_from_processes_that_fit_has_started(package: str, name: str, tmp_path: Path) -> None:

@@ -217,6 +217,7 @@ def _one_step(rank: int, shapes: Shapes) -> tuple[int, int, float, int]:
 
 
 # Deep Gradient Compression, tables 3 and 4.
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("shapes", "parameters", "vectors", "mebibytes", "ratio"),
     [

@@ -191,6 +191,7 @@ def test_what_cannot_clip_as_the_trainer_does_is_left_out(tmp_path: Path, option
         assert "sparsecomm" not in record.measured | record.predicted
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("adam", [False, True])
 def test_with_ddp_chosen_training_is_ddps_to_the_bit(tmp_path: Path, adam: bool) -> None:
     def fit(rank: int, method: Any, times: Any) -> Any:
@@ -291,6 +292,7 @@ def _two_optimizers(rank: int, folder: str, clips: bool) -> Any:
     return [parameter.grad is None for parameter in (model.extra, model.never)], switched
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("clips", [False, True])
 def test_what_waits_for_another_optimizers_step_is_shared(tmp_path: Path, clips: bool) -> None:
     """Else the comparison of replicas fails; what is clipped is used by the method that has shared it."""

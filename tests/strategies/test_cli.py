@@ -280,6 +280,7 @@ def exit_of(capsys: pytest.CaptureFixture[str], run: Callable[[], Any], code: in
     return printed.err if code else printed.out
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "config",
     [
@@ -406,6 +407,7 @@ def test_values_that_cannot_work(
     assert text in found
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "config", [{"trainer": {"strategy": "sparsecomm_fork"}}, with_strategy(method=part("methods.gradient_dropping"))]
 )

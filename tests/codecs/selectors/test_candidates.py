@@ -66,6 +66,7 @@ def noted(x: Tensor, stretch: Wanted) -> Hints:
     return {stretch: found}
 
 
+@pytest.mark.few(1)
 def test_exactly_the_largest_of_1000_random_tensors(backend: Reference) -> None:
     generator = torch.Generator().manual_seed(0)
     hinted = 0

@@ -17,6 +17,7 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 each_kernels = pytest.mark.parametrize("kernels", KERNELS, ids=lambda kernels: type(kernels).__name__)
 
 
+@pytest.mark.few(35)
 @each_dtype
 @each_size
 @each_kind
@@ -65,6 +66,7 @@ def test_an_update_can_be_taken_back(kind, size, dtype):
                 torch.testing.assert_close(moment, before, rtol=tolerance, atol=tolerance * largest)
 
 
+@pytest.mark.few(40)
 @each_dtype
 @pytest.mark.parametrize("size", [1, 31, 4095, 4096, 4097, 10000])
 @each_kind
