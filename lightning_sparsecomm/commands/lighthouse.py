@@ -46,6 +46,11 @@ def run(options: argparse.Namespace) -> None:
         raise ValueError(f"--min-replicas must be at least 1; got {options.min_replicas}. Leave it out for 1.")
     join = seconds("--join-timeout", options.join_timeout)
     heartbeat = seconds("--heartbeat-timeout", options.heartbeat_timeout)
+    if heartbeat < 0.1:
+        raise ValueError(
+            f"--heartbeat-timeout must be at least 100ms, as replicas tell ten times a second that they live; got"
+            f" {options.heartbeat_timeout!r}. Leave it out for 5s."
+        )
     try:
         server = load_torchft().coordination.LighthouseServer(
             bind=options.bind,

@@ -150,8 +150,9 @@ class LocalState:
                 raise ValueError("its checksum does not fit")
             return _Found(Holder.of(content["holder"]), Holder.of(content["origin"]), content["held"])
         except Exception as error:
-            # What a damaged file raises has no end of kinds.
-            self._warn(f"cannot be read: {str(error) or type(error).__name__}. It is not used.")
+            # What a damaged file raises has no end of kinds, and torch's advice is about models of others.
+            why = str(error) if isinstance(error, (OSError, ValueError)) else f"it is damaged ({type(error).__name__})"
+            self._warn(f"cannot be read: {why}. It is not used.")
             return None
 
     def _write(self, path: Path, holder: Holder, origin: Holder, held: list[Saved]) -> Exception | None:

@@ -123,9 +123,10 @@ class Meetings(Outcomes):
         check_place(plan, members, rank)
         names = [members[each].name for each in sorted((*plan.healthy, *plan.joining))]
         own = members[rank].name
-        # That its weights differ, it has said.
+        # Those that begin a run all join. That its weights differ, a replica has said.
         joining = [members[each].name for each in plan.joining if each not in plan.differing]
-        change = self.membership.meet(names, plan.round, steps, joining, own)
+        begun = any(members[each].state != NOTHING for each in plan.healthy)
+        change = self.membership.meet(names, plan.round, steps, joining if begun else (), own, members[rank].round)
         if change is not None and change.gone:
             # If this raises, callbacks and loggers that save what is left must not: it leads no more.
             self.leads = False

@@ -79,7 +79,13 @@ class Membership:
         self.failures += 1
 
     def meet(
-        self, members: Sequence[str], finished_rounds: int, steps: int = 0, joining: Sequence[str] = (), own: str = ""
+        self,
+        members: Sequence[str],
+        finished_rounds: int,
+        steps: int = 0,
+        joining: Sequence[str] = (),
+        own: str = "",
+        own_rounds: int = 0,
     ) -> Change | None:
         """Notes who takes part from now on; the change, if there is one.
 
@@ -87,16 +93,17 @@ class Membership:
             members: Names of those that take part.
             finished_rounds: Rounds finished before.
             steps: Steps that this replica has made since the last exchange.
-            joining: Names of those of them that get the state from another.
+            joining: Names of those of them that get the state from others, which have shared it before.
             own: The name of this replica.
+            own_rounds: Rounds that this replica has finished; 0 where it cannot know.
         """
         why, self._failed = "lost in an exchange" if self._failed else "did not come to the next round", False
         former, now, since = set(self._members), set(members), None
         if own in joining:
             if former:
                 # Others have gone on without this one, whoever was there before.
-                former, since = former - {own}, self._round
-            elif finished_rounds:
+                former, since = former - {own}, own_rounds or self._round
+            else:
                 former = now - set(joining)
         self._round = finished_rounds
         if former == now:

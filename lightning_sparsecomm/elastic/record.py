@@ -101,7 +101,7 @@ class Record:
     """
 
     def __init__(self, path: str | None) -> None:
-        self._path = path
+        self._path, self._begun = path, False
         self.holder = NOBODY
         self._counts: Counter[tuple[Any, ...]] = Counter()
 
@@ -152,12 +152,20 @@ class Record:
 
     def _write(self, kind: str, entry: Entry | Change) -> None:
         if self._path is not None:
-            with open(self._path, "ab+") as log:
-                # A process that wrote to this file before may have been killed amid a line.
-                if log.tell():
-                    log.seek(-1, os.SEEK_END)
-                    log.write(b"\n" * (log.read(1) != b"\n"))
-                log.write(json.dumps({"kind": kind, **entry._asdict()}).encode() + b"\n")
+            # A process that wrote to this file before may have been killed amid a line.
+            broken_off = not self._begun and _ends_amid_line(self._path)
+            with open(self._path, "ab") as log:
+                log.write(b"\n" * broken_off + json.dumps({"kind": kind, **entry._asdict()}).encode() + b"\n")
+            self._begun = True
+
+
+def _ends_amid_line(path: str) -> bool:
+    # What is no file, such as a pipe, has nothing that was written before.
+    if not os.path.isfile(path) or not os.path.getsize(path):
+        return False
+    with open(path, "rb") as log:
+        log.seek(-1, os.SEEK_END)
+        return log.read() != b"\n"
 
 
 def read(path: str | Path) -> list[Entry]:

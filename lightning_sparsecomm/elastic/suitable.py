@@ -80,6 +80,11 @@ def check_files(membership_log: str | None, folder: str | None, replica: str | N
         raise ValueError(
             f"membership_log must be a file in a folder that exists; got {membership_log!r}. Make the folder first."
         )
+    if membership_log is not None and Path(membership_log).is_dir():
+        raise ValueError(
+            f"membership_log must be a file; got {membership_log!r}, which is a folder. Add a name, such as"
+            " 'members.jsonl'."
+        )
     if folder is None:
         return
     if not Path(folder).is_dir():

@@ -58,6 +58,8 @@ class ElasticTrainerMixin(LeadingMixin):
         turns: The exchanges of the current fit, with `turns.membership`; None before the first.
     """
 
+    come_and_go = True
+
     _beginning = False
 
     def __init__(
@@ -121,7 +123,9 @@ class ElasticTrainerMixin(LeadingMixin):
                 raise ValueError(
                     f"nodes must be left out with replicas that come and go, each of one rank; got {kwargs['nodes']!r}."
                 )
-            check_files(membership_log, local_state_dir, replica, method)
+            # A replay has names and files of its own.
+            if not replaying():
+                check_files(membership_log, local_state_dir, replica, method)
             for name, value in (("exchange_timeout", exchange_timeout), ("patience", patience)):
                 if not isinstance(value, timedelta) or value <= timedelta(0):
                     raise ValueError(

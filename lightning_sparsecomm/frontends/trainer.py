@@ -56,6 +56,8 @@ class TrainerMixin(UnevenMixin, CheckpointingMixin, DDPStrategy):
     reporting_launcher: ClassVar[Any] = None
 
     announced: Sequence[str] = ()
+    # Whether ranks may join and leave amid a run.
+    come_and_go = False
     _unsettled = False
     _idle_since = 0.0
     _question: StopQuestion | None = None
@@ -124,7 +126,7 @@ class TrainerMixin(UnevenMixin, CheckpointingMixin, DDPStrategy):
             warn_of_short_run(self.engine.registry, self.engine.warmup, found.steps, found.epochs)
             registry = self.engine.registry
             fewer = [times_fewer_bytes(self.engine, each, length, found.epoch_steps) for each in registry.optimizers]
-            lines = announcement(registry, length, self.taking_part, found.estimated, fewer)
+            lines = announcement(registry, length, self.taking_part, found.estimated, fewer, self.come_and_go)
             self.announced = [*lines, *advice(registry, self.num_nodes, self.num_processes)]
             announce(self.announced, trainer)
             layout = ModelLayout.of(registry.modules, [each.optimizer for each in registry.optimizers])

@@ -12,7 +12,12 @@ from lightning_sparsecomm.sharing.method import Method
 
 
 def announcement(
-    registry: Registry, length: float, world_size: int, estimated: bool = False, fewer: Sequence[float] = ()
+    registry: Registry,
+    length: float,
+    world_size: int,
+    estimated: bool = False,
+    fewer: Sequence[float] = (),
+    come_and_go: bool = False,
 ) -> list[str]:
     """A line for each optimizer, and one more where it does not suit its method.
 
@@ -22,6 +27,7 @@ def announcement(
         world_size: Number of ranks.
         estimated: Whether the length supposes one step for each batch.
         fewer: How many times fewer bytes each optimizer sends than with ddp; NaN where unknown.
+        come_and_go: Whether ranks are replicas, of which more may join.
     """
     lines: list[str] = []
     for number, tracked in enumerate(registry.optimizers):
@@ -37,6 +43,8 @@ def announcement(
                 call = call.replace(repr(each), f"{each.for_length(length):.3g}")
             by = f"{tracked.name} by {call}"
             ranks = f"{world_size} ranks" if world_size > 1 else "1 rank, so nothing crosses a network"
+            if come_and_go:
+                ranks = f"{world_size} replica{'s' * (world_size > 1)} so far"
             ranks += f" on {len(registry.nodes.groups)} nodes" if registry.nodes is not None else ""
             lines.append(f"sparsecomm: {ranks}, {by}{densities}{bytes_sent}")
             lines += advice_on_signs(tracked.optimizer, tracked.method)

@@ -38,6 +38,7 @@ def test_the_lighthouse_serves_until_it_is_interrupted() -> None:
     [
         ("--min-replicas=0", "--min-replicas must be at least 1; got 0"),
         ("--join-timeout=5", "--join-timeout must be a time with its unit"),
+        ("--heartbeat-timeout=0s", "--heartbeat-timeout must be at least 100ms"),
         ("--bind=999.0.0.1:0", "--bind must be an address of this machine with a free port"),
     ],
 )

@@ -37,12 +37,17 @@ def test_one_that_joins_amid_a_run_does_not_say_that_all_have_joined() -> None:
     assert str(change) == "sparsecomm: after round 37, d, b joined; 4 replicas from now on"
 
 
+def test_one_that_joins_before_the_first_exchange_does_not_either() -> None:
+    change = Membership().meet(["a:1", "b:2"], 0, joining=["b:2"], own="b:2")
+    assert str(change) == "sparsecomm: after round 0, b joined; 2 replicas from now on"
+
+
 def test_one_that_was_away_says_so_though_the_same_replicas_are_there() -> None:
     membership = Membership()
     membership.meet(["a:1", "b:2", "c:3"], 4, own="b:2")
-    change = membership.meet(["a:1", "b:2", "d:4"], 9, joining=["b:2", "d:4"], own="b:2")
+    change = membership.meet(["a:1", "b:2", "d:4"], 9, joining=["b:2", "d:4"], own="b:2", own_rounds=5)
     assert str(change) == (
-        "sparsecomm: after round 9, b joined again (away since round 4) and d joined and c left"
+        "sparsecomm: after round 9, b joined again (away since round 5) and d joined and c left"
         " (did not come to the next round); 3 replicas from now on"
     )
     again = membership.meet(["a:1", "b:2", "d:4"], 12, joining=["b:2"], own="b:2")

@@ -1,6 +1,7 @@
 """What replicas do in a replay, from logs."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,16 @@ def test_what_a_log_has_is_read_and_a_line_broken_off_is_not(tmp_path: Path) -> 
     assert "" not in path.read_text().splitlines()
     script = Script("a", scripts_of([met("a", "a", "s0", "")])[0].scenes, [entries[1]], "ab", ["b"])  # type: ignore[list-item]
     assert Script.from_json(script.to_json()) == script
+
+
+def test_a_log_may_go_through_a_pipe() -> None:
+    reading, writing = os.pipe()
+    record = Record(f"/dev/fd/{writing}")
+    for round_ in (1, 2):
+        record.end(Ended("a", round_, "ab"))
+    os.close(writing)
+    with os.fdopen(reading) as log:
+        assert [json.loads(line)["round"] for line in log] == [1, 2]
 
 
 @pytest.mark.parametrize(

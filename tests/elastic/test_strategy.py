@@ -98,6 +98,7 @@ def test_weights_may_be_exchanged_in_flight() -> None:
             "adapt_steps must be False with delay, .* got delay=3",
         ),
         ({"membership_log": "nowhere/log.jsonl"}, ValueError, "membership_log must be a file in a folder that exists"),
+        ({"membership_log": "."}, ValueError, "membership_log must be a file; got '.', which is a folder"),
         ({"local_state_dir": "nowhere", "replica": "a"}, ValueError, "local_state_dir must be a folder that exists"),
         ({"local_state_dir": "."}, ValueError, "replica must be given with local_state_dir"),
         ({"local_state_dir": ".", "replica": "字" * 29}, ValueError, "replica must be a name that a file"),
