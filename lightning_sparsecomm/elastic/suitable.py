@@ -5,6 +5,7 @@ from pathlib import Path
 from lightning_sparsecomm.basis.parts import parts_in
 from lightning_sparsecomm.channel import EF21
 from lightning_sparsecomm.elastic.local_state import file_of
+from lightning_sparsecomm.elastic.replay import replaying
 from lightning_sparsecomm.sharing.bucket import BucketSync
 from lightning_sparsecomm.sharing.delta import DeltaSync
 from lightning_sparsecomm.sharing.method import Method
@@ -76,6 +77,9 @@ def check_files(membership_log: str | None, folder: str | None, replica: str | N
         replica: The replica's name.
         method: Its method.
     """
+    if replaying():
+        # A replay has names and files of its own.
+        return
     if membership_log is not None and not Path(membership_log).absolute().parent.is_dir():
         raise ValueError(
             f"membership_log must be a file in a folder that exists; got {membership_log!r}. Make the folder first."

@@ -59,7 +59,6 @@ class ElasticTrainerMixin(LeadingMixin):
     """
 
     come_and_go = True
-
     _beginning = False
 
     def __init__(
@@ -123,9 +122,7 @@ class ElasticTrainerMixin(LeadingMixin):
                 raise ValueError(
                     f"nodes must be left out with replicas that come and go, each of one rank; got {kwargs['nodes']!r}."
                 )
-            # A replay has names and files of its own.
-            if not replaying():
-                check_files(membership_log, local_state_dir, replica, method)
+            check_files(membership_log, local_state_dir, replica, method)
             for name, value in (("exchange_timeout", exchange_timeout), ("patience", patience)):
                 if not isinstance(value, timedelta) or value <= timedelta(0):
                     raise ValueError(

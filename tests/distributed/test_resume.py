@@ -137,7 +137,10 @@ def train(
         }
     )
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*(num_workers|LeafSpec|Checkpoint directory|The dirpath|litlogger).*")
+        warnings.filterwarnings(
+            "ignore",
+            ".*(num_workers|LeafSpec|Checkpoint directory|The dirpath|litlogger|other code than the optimizer).*",
+        )
         trainer.fit(
             Network() if model is None else model,
             DataLoader(TensorDataset(x, y), batch_size=BATCH, shuffle=True),
