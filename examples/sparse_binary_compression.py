@@ -87,6 +87,9 @@ ROWS = {
     "sbc1_unmasked": Row(
         "SBC (1), momentum not masked", lambda: methods.sbc(density=0.001, every=1, momentum_masking=False)
     ),
+    "sbc1_ahead": Row(
+        "SBC (1), residual in weights", lambda: methods.sbc(density=0.001, every=1, residual_in_weights=True)
+    ),
     "sbc1_denser": Row("SBC (1), but 1%", lambda: methods.sbc(density=0.01, every=1)),
     "sbc1_exact": Row("SBC (1), both signs, exact values", lambda: exact_top_k(density=0.001, every=1)),
     "sbc1_every2": Row("SBC, every 2 steps, 0.2%", lambda: methods.sbc(density=0.002, every=2)),

@@ -47,9 +47,12 @@ class sbc(Method):
             another.
         delay: Steps between the start of an exchange and its use; training goes on meanwhile. 0 waits for it.
         mix: The local weights then: "keep" what was trained meanwhile, or their share α in α·w + (1 − α)·anchor.
+        residual_in_weights: Whether a rank trains on from all that it has trained, also what it has not sent yet, and
+            not from what ranks share, as the paper has it. Better where `every` is 1; only without a delay.
 
     Raises:
-        ValueError: A density outside (0, 1], or `every` or `fragments` below 1.
+        ValueError: A density outside (0, 1], `every` or `fragments` below 1, or `residual_in_weights` with a delay or
+            without error feedback.
         TypeError: A switch is neither True nor False.
     """
 
@@ -64,13 +67,14 @@ class sbc(Method):
         fragments: int = 1,
         delay: int = 0,
         mix: Mix = "keep",
+        residual_in_weights: bool = False,
     ) -> None:
         check_booleans(error_feedback=error_feedback, momentum_masking=momentum_masking)
         codec = SparseCodec(OneSidedTopK(density), SharedMean(), Golomb())
         channel = Channel(Gather(codec), [ErrorFeedback()] if error_feedback else [])
         now = partial(DeltaSync, every=every, buffers=buffers)
         later = partial(now, mask_momentum=momentum_masking, fragments=fragments, delay=delay, mix=mix)
-        sparse = later(channel, exclude=exclude)
+        sparse = later(channel, exclude=exclude, residual_in_weights=residual_in_weights)
         super().__init__([sparse, now(Channel(DenseAllReduce()), parameters=exclude)] if exclude else [sparse])
 
 

@@ -204,7 +204,12 @@ def advice(registry: Registry, hosts: int, per_host: int) -> list[str]:
 
 def _works(method: Method) -> bool:
     """Whether it can work between nodes."""
-    return all(isinstance(sync, DeltaSync) or _shares_means(sync) for sync in method.syncs)
+    return all(_shares_changes(sync) or _shares_means(sync) for sync in method.syncs)
+
+
+def _shares_changes(sync: Sync) -> bool:
+    # A node's ranks would have to have a residual in common.
+    return isinstance(sync, DeltaSync) and not sync.residual_in_weights
 
 
 def _shares_means(sync: Sync) -> bool:
@@ -215,7 +220,7 @@ def _refuse(method: Method) -> None:
     if not _works(method):
         raise ValueError(
             "nodes must be left out unless the method exchanges changes of weights, or shares gradients in an exchange"
-            " of its own and leaves every rank the same step: without DDP's buckets, local gradients, delay=1 and"
-            f" local steps for gradients; got {method!r}. Use methods.default(), dgc(), diloco() or sparse_loco(), for"
+            " of its own and leaves every rank the same step: without DDP's buckets, local gradients, residuals in"
+            f" weights, delay=1 and local steps for gradients; got {method!r}. Use methods.default() or dgc(), for"
             " example."
         )

@@ -64,11 +64,15 @@ class DeltaSync(Sync):
         moments: Parts of the local optimizer's state to average too, such as Adam's "exp_avg", each with the number of
             exchanges after which that happens. Those that the optimizer does not keep are left out; one must be there.
             Only without a delay.
+        residual_in_weights: Whether a rank trains on from the anchor plus its residual, and not from the anchor alone:
+            so its gradients see what it has trained and not sent yet. The channel needs an `ErrorFeedback`; only
+            without a delay, and not between nodes. Then replicas differ right after an exchange too.
 
     Raises:
         ValueError: `every` is not a whole number of at least 1; `buffers` or `fragment_order` is unknown; `fragments`
             is below 1, or more than `every` or the layers; `delay` is negative or not below `every`; `mix` is neither
-            "keep" nor in [0, 1); a number of `moments` is below 1, or there is a delay too.
+            "keep" nor in [0, 1); a number of `moments` is below 1, or there is a delay too; `residual_in_weights` with
+            a delay, or without an `ErrorFeedback`.
         TypeError: `outer` is an optimizer instead of a callable that makes one, or `channel` is no channel.
     """
 
@@ -93,10 +97,11 @@ class DeltaSync(Sync):
         delay: int = 0,
         mix: Mix = "keep",
         moments: Mapping[str, int] | None = None,
+        residual_in_weights: bool = False,
     ) -> None:
         super().__init__(parameters, exclude, min_dimensions, rest)
         check_every("every", every)
-        check_booleans(mask_momentum=mask_momentum)
+        check_booleans(mask_momentum=mask_momentum, residual_in_weights=residual_in_weights)
         check_one_of("buffers", buffers, get_args(Buffers), "Use 'average', which sends them with each exchange.")
         check_fragments(fragments, fragment_order, least_every(every))
         check_delay(delay, mix, least_every(every))
@@ -114,6 +119,11 @@ class DeltaSync(Sync):
                 "channel must be without MomentumCorrection, Momentum, LocalAdam and ClipLocalNorm: weight changes hold"
                 f" momentum, and come from clipped gradients, already; got {channel!r}. Leave them out."
             )
+        if residual_in_weights and (delay or len(channel.residuals) != 1):
+            raise ValueError(
+                "residual_in_weights must be False with a delay, and without an ErrorFeedback in the channel; got"
+                f" delay={delay} and {channel!r}. Leave it out, or use delay=0 and Channel(..., [ErrorFeedback()])."
+            )
         self.channel = channel
         self.every = every
         self.outer = outer
@@ -124,6 +134,7 @@ class DeltaSync(Sync):
         self.delay = delay
         self.mix = mix
         self.moments: Mapping[str, int] = dict(moments or {})
+        self.residual_in_weights = residual_in_weights
 
     def objection(self, optimizer: Optimizer) -> str | None:
         return super().objection(optimizer) or objection_to(optimizer, self.moments)
@@ -165,4 +176,5 @@ class DeltaSync(Sync):
         options += f", delay={self.delay}" if self.delay else ""
         options += f", mix={self.mix!r}" if self.mix != "keep" else ""
         options += f", moments={self.moments!r}" if self.moments else ""
+        options += ", residual_in_weights=True" if self.residual_in_weights else ""
         return f"DeltaSync({self.channel!r}{options}{self._patterns()})"

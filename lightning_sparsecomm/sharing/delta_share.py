@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -21,6 +20,7 @@ from lightning_sparsecomm.sharing.others import Own, PartShare, all_of
 from lightning_sparsecomm.sharing.outer import OuterOptimizer
 from lightning_sparsecomm.sharing.set_weights import NOTED, SetWeights
 from lightning_sparsecomm.sharing.share import Turn
+from lightning_sparsecomm.sharing.starts import Starts
 from lightning_sparsecomm.sharing.takeover import MOMENTA, mask_momentum_
 
 # Kinds of state besides those of the channel and of the anchors.
@@ -36,6 +36,7 @@ class Delayed(Protocol):
     mask_momentum: bool
     fragments: int
     moments: Mapping[str, int]
+    residual_in_weights: bool
 
 
 class DeltaShare(PartShare):
@@ -65,6 +66,7 @@ class DeltaShare(PartShare):
         self.channel.exchange.check_ranks(wire.world_size)
         self.anchored = Anchored(sync.outer)
         self.anchors = self.anchored.anchors
+        self._starts = Starts(self.anchored, self.channel, sync.residual_in_weights)
         self.steps = 0
         self._set_weights = SetWeights()
         self._moments = Moments(kept_by(optimizer, sync.moments))
@@ -73,7 +75,6 @@ class DeltaShare(PartShare):
         self._noted = False
         # In a turn: anchors of weights that were set, by name; before the exchange, this rank's own weights.
         self._set: dict[str, Tensor] = {}
-        self._changed: list[tuple[Tensor, Tensor]] = []  # weights that hold their changes in a turn, with anchors
         super().__init__(optimizer, parameters, wire, own)
 
     @property
@@ -87,7 +88,7 @@ class DeltaShare(PartShare):
             if count == 1:
                 return self.steps >= max(1, round(every * self.pace))
             return self.steps > 0 and is_due(turn.step, every, self._fragment, count)
-        return turn.moment == "end" and self.steps > 0
+        return turn.moment == "end" and self._differs
 
     def before_step(self) -> None:
         self._bind()
@@ -125,9 +126,7 @@ class DeltaShare(PartShare):
             left_out = {name: weight for name, weight in self._set.items() if bool(weight.isfinite().all())}
             if left_out and self.wire.rank == 0:
                 self._set_weights.warn(left_out)
-            anchored = self.anchored.pairs(self.parameters)
-            changes = [None if name in left_out else change_in(*pair) for name, pair in zip(names, anchored)]
-            self._changed = [pair for pair, change in zip(anchored, changes) if change is pair[0]]
+            changes = self._starts.changes(self.parameters, left_out)
             context = self._context(turn, "weight update")
             self.channel.prepare(times(changes, self.weight), context, self.wire.under(UPDATES))
 
@@ -163,12 +162,11 @@ class DeltaShare(PartShare):
         self._reset_weights()
 
     def take_back(self) -> None:
-        """Sets the weights back to what was trained: anchor + change, which rounds where the change had rounded."""
+        """Sets the weights back to what was trained: start + change, which rounds where the change had rounded."""
         self.channel.abort()
         self._moments.abort()
-        for weight, anchor in self._changed:
-            weight.add_(anchor)
-        self._changed, self._set = [], {}
+        self._starts.take_back(self.parameters)
+        self._set = {}
 
     def to_hand_out(self) -> list[tuple[Parameter, Tensor]]:
         weights = [weight for _, weight in (*self.parameters, *self.others.parameters)]
@@ -180,7 +178,7 @@ class DeltaShare(PartShare):
         return self.anchored.in_common(self.parameters) + self.others.in_common()
 
     def shared_weights(self) -> list[tuple[Tensor, Tensor]]:
-        return self.anchored.pairs(self.parameters) + self.others.pairs() if self.steps else []
+        return self.anchored.pairs(self.parameters) + self.others.pairs() if self._differs else []
 
     def state_dict(self) -> Saved:
         known = (*self.anchors, *self.others.values)
@@ -193,6 +191,7 @@ class DeltaShare(PartShare):
             # By this, what is set between now and the next step is found in a run that resumes too.
             saved[NOTED] = dict(self._set_weights.noted)
         saved[_STEPS] = dict.fromkeys(known, self.steps)
+        saved |= self._starts.state_dict(list(known))
         if self.sync.moments:
             saved[_EXCHANGES] = dict.fromkeys(known, self._moments.exchanges)
         return add_prefix(type(self.sync).__name__, saved)
@@ -202,6 +201,7 @@ class DeltaShare(PartShare):
         saved = strip_prefix(type(self.sync).__name__, saved)
         steps = pop_named(saved, _STEPS, self.all_names)
         self.steps = max(steps.values(), default=0)
+        self._starts.load_state_dict(saved, self.all_names)
         # Their values come from the ranks that have them.
         self.others.make_room(steps)
         self._moments.exchanges = max(pop_named(saved, _EXCHANGES, self.all_names).values(), default=0)
@@ -210,18 +210,22 @@ class DeltaShare(PartShare):
         self.channel.load_state_dict(saved, names)
         self.anchored.load_state_dict(saved, self.parameters)
 
+    @property
+    def _differs(self) -> bool:
+        """Whether this rank's weights may be others than those that ranks share."""
+        return self.steps > 0 or self._starts.ahead
+
     def _look(self) -> None:
-        self._set_weights.look(self.parameters, trained=self.steps > 0)
+        self._set_weights.look(self.parameters, trained=self._differs)
 
     def _reset_weights(self) -> None:
-        """Sets the weights to the anchors."""
+        """Sets the weights to where training goes on from."""
         self.steps = 0
         self.others.reset_weights()
-        if pairs := self.anchored.pairs(self.parameters):
-            torch._foreach_copy_([weight for weight, _ in pairs], [anchor for _, anchor in pairs])
-            self._set_weights.note(self.parameters)
+        self._starts.reset(self.parameters, self._last)
+        self._set_weights.note([(name, weight) for name, weight in self.parameters if name in self.anchors])
         self._set_weights.forget()
-        self._set, self._changed = {}, []
+        self._set = {}
 
     def _bind(self) -> bool:
         self.others.note_new()
@@ -232,20 +236,6 @@ class DeltaShare(PartShare):
             # From now on, so also in the first step.
             self._set_weights.note(added)
         return new
-
-
-def change_in(weight: Tensor, anchor: Tensor) -> Tensor:
-    """What a weight has changed since it was set to its anchor.
-
-    Where dtypes are equal, the change overwrites the weight, which spares the memory of another model: weights are
-    about to be set anew, by `abort` where the exchange fails.
-    """
-    return weight.sub_(anchor) if weight.dtype == anchor.dtype else change_from(weight, anchor)
-
-
-def change_from(weight: Tensor, anchor: Tensor) -> Tensor:
-    """The same, apart from the weight, and in the anchor's dtype."""
-    return weight.to(anchor.dtype) - anchor.to(weight.dtype).to(anchor.dtype)
 
 
 def times(changes: Sequence[Tensor | None], weight: float) -> Sequence[Tensor | None]:

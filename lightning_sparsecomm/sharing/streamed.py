@@ -11,7 +11,7 @@ from lightning_sparsecomm.basis import UPDATES, Wire
 from lightning_sparsecomm.basis.arguments import check_whole_number, is_number
 from lightning_sparsecomm.basis.stream import Stream
 from lightning_sparsecomm.channel.saved import Saved, add_prefix, pop_named, strip_prefix
-from lightning_sparsecomm.sharing.delta_share import Delayed, DeltaShare, change_from, times
+from lightning_sparsecomm.sharing.delta_share import Delayed, DeltaShare, times
 from lightning_sparsecomm.sharing.flown import Arrived, by_name, fly, load_arrived, saved_arrived
 from lightning_sparsecomm.sharing.flown import Mix as Mix
 from lightning_sparsecomm.sharing.gradients import NamedParameters
@@ -19,6 +19,7 @@ from lightning_sparsecomm.sharing.in_flight import InFlightShare
 from lightning_sparsecomm.sharing.others import Own, all_of
 from lightning_sparsecomm.sharing.set_weights import SetWeights
 from lightning_sparsecomm.sharing.share import Turn
+from lightning_sparsecomm.sharing.starts import change_from
 from lightning_sparsecomm.sharing.takeover import mask_momentum_
 
 

@@ -83,6 +83,7 @@ METHODS: dict[str, Method] = {
     "demo": demo(k=4, side=8),
     "split": split(["head.*"], gradient_dropping(density=0.05), dgc(density=0.05, warmup_steps=0)),
     "sbc": sbc(0.05, every=3),
+    "sbc, ahead": sbc(0.05, every=3, residual_in_weights=True),
     "federated_averaging": federated_averaging(every=3),
     "diloco": diloco(every=3),
     "sparse_loco": sparse_loco(every=3, density=0.125, chunk=64),

@@ -39,6 +39,7 @@ METHODS: dict[str, Callable[[], Method]] = {
     "s2_reducer": lambda: methods.s2_reducer(block_size=4),
     "sketched_sgd": lambda: methods.sketched_sgd(density=0.1, columns=20, candidates=2),
     "sbc": lambda: methods.sbc(0.1, every=3),
+    "sbc, ahead": lambda: methods.sbc(0.1, every=3, residual_in_weights=True),
     "sparse_loco": lambda: methods.sparse_loco(every=3),
 }
 

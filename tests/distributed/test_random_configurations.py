@@ -132,7 +132,7 @@ def method_of(drawn: random.Random) -> Method:
         lambda: methods.local_adam(density, warmup_steps=drawn.choice([0, 4])),
         lambda: summed(drawn.choice([methods.dgc, methods.local_adam]), density, warmup_steps=drawn.choice([0, 4])),
         methods.default,
-        lambda: methods.sbc(density, every=every),
+        lambda: methods.sbc(density, every=every, residual_in_weights=drawn.random() < 0.5),
         lambda: methods.federated_averaging(every=every),
         lambda: methods.diloco(every=every),
         lambda: methods.sparse_loco(every=every),

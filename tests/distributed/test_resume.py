@@ -211,6 +211,7 @@ CASES: dict[str, tuple[Callable[[], Method], dict[str, Any], Callable[[], tuple[
     "local_adam, ok_topk": (lambda: methods.local_adam(0.05, exchange="ok_topk"), {"adam": True}, tuple),
     "dgc, two optimizers": (lambda: methods.dgc(0.02, warmup_steps=4), {"two": True}, tuple),
     "sbc": (lambda: methods.sbc(0.02, every=4), {"adam": True}, tuple),
+    "sbc, ahead": (lambda: methods.sbc(0.02, every=4, residual_in_weights=True), {"adam": True}, tuple),
     "sbc, two optimizers": (lambda: methods.sbc(0.02, every=5), {"two": True}, tuple),
     "federated_averaging": (lambda: methods.federated_averaging(every=4), {}, tuple),
     "diloco": (lambda: methods.diloco(every=4, delay=2, mix=0.5), {"adam": True}, tuple),

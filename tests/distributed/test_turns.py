@@ -26,7 +26,7 @@ from lightning_sparsecomm.exchange import (
     NonFiniteGradientError,
     PlainExchange,
 )
-from lightning_sparsecomm.methods import RECIPES, dgc, gradient_dropping, s2_reducer, sbc, split
+from lightning_sparsecomm.methods import RECIPES, dgc, gradient_dropping, s2_reducer, sbc, split, streaming_diloco
 from lightning_sparsecomm.run.engine import Engine
 from lightning_sparsecomm.sharing import DeltaSync, GradientSync, Method
 from tests import laws
@@ -451,6 +451,9 @@ FROZEN: dict[str, Callable[[], Method]] = {
     **{name: recipe for name, recipe in RECIPES.items() if not any(parts_in(recipe(), LocalAdam))},
     "dgc": lambda: dgc(0.3, warmup_steps=0, clip=0.5),
     "sbc": lambda: sbc(0.3, every=2),
+    "sbc, ahead": lambda: sbc(0.3, every=2, residual_in_weights=True),
+    # All parameters are one layer.
+    "streaming_diloco": lambda: streaming_diloco(every=2, fragments=1),
     "local mode": lambda: gradient_dropping(0.3, local="partial", average_every=3, momentum_masking=True),
     "split": lambda: split(["first"], s2_reducer(), dgc(0.3, warmup_steps=0)),
     "with state": lambda: _stateful(GradientSync, True, "third"),

@@ -35,6 +35,7 @@ pytestmark = [
 DILOCO = methods.diloco(every=5, outer_lr=0.5)
 LOCO = methods.sparse_loco(every=5, chunk=64, density=0.1, fragments=2)
 SBC = methods.sbc(density=0.1, every=4, momentum_masking=False)
+AHEAD = methods.sbc(density=0.1, every=5, residual_in_weights=True)
 
 
 def altered(*alterations: Callable[[], None]) -> Callable[[], None]:
@@ -99,7 +100,7 @@ def with_one_away(
 
 # Of these, a replay's test has one that is not slow.
 @pytest.mark.slow
-@pytest.mark.parametrize("method", [DILOCO, LOCO], ids=["diloco", "sparse_loco"])
+@pytest.mark.parametrize("method", [DILOCO, LOCO, AHEAD], ids=["diloco", "sparse_loco", "sbc, ahead"])
 def test_one_is_killed_and_started_again(method: Any) -> None:
     with lighthouse() as address, replicas() as start:
         a, b, c = together(start, address, method, {}, stops=(12, 22))

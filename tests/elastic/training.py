@@ -236,7 +236,7 @@ class _Law:
             # Kernels are compiled by taking steps on small stand-ins.
             if isinstance(share.wire, ElasticWire):
                 # In a turn, the weights hold their changes.
-                changes = torch.cat([change.flatten().double() for change, _ in share._changed])
+                changes = torch.cat([change.flatten().double() for change, _ in share._starts.changed])
                 self.taken = self.taken + changes * share.weight
                 self.channel = share.channel
             commit(share)

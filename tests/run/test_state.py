@@ -20,6 +20,7 @@ METHODS: list[Callable[[], Method]] = [
     lambda: gradient_dropping(0.3),
     lambda: dgc(0.3, warmup_steps=0),
     lambda: sbc(0.3, every=3),
+    lambda: sbc(0.3, every=3, residual_in_weights=True),
     lambda: diloco(every=3),
     lambda: gradient_dropping(0.3, local="partial", average_every=3),
 ]

@@ -12,6 +12,7 @@ from lightning_sparsecomm.sharing.share import Turn
 
 METHODS = [
     methods.sbc(density=0.2, every=2),
+    methods.sbc(density=0.2, every=2, residual_in_weights=True),
     methods.sparse_loco(every=2, chunk=16, density=0.25, outer_lr=0.5),
     methods.diloco(every=2),
 ]
