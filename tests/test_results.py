@@ -31,7 +31,18 @@ def test_tables_of_sparse_binary_compression(task: str, seeds: int, monkeypatch:
 
 
 @pytest.mark.parametrize(
-    "name", ["battery", "battery-gathered", "battery-two-bit", "powersgd", "sums", "nodes", "sparse_loco", "streaming"]
+    "name",
+    [
+        "battery",
+        "battery-gathered",
+        "battery-two-bit",
+        "powersgd",
+        "sums",
+        "nodes",
+        "sparse_loco",
+        "streaming",
+        "sbc-grid",
+    ],
 )
 def test_table_of_the_battery(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))

@@ -92,6 +92,8 @@ class DeltaShare(PartShare):
 
     def before_step(self) -> None:
         self._bind()
+        if self._starts.leave(self.parameters):
+            self._set_weights.note(self.parameters)
         self._look()
         self._count_ddp()
 
@@ -150,6 +152,7 @@ class DeltaShare(PartShare):
             self.anchored.move(exchanged.shared, self.parameters, self.layout, self._set)
             for name, mean in self._set.items():
                 self.anchored.of(name).copy_(mean)
+                self._starts.enter(name)
             self._reset_weights()
             if self.sync.mask_momentum:
                 mask_momentum_(self.optimizer, self.parameters, exchanged.sent, self.layout)
@@ -213,7 +216,7 @@ class DeltaShare(PartShare):
     @property
     def _differs(self) -> bool:
         """Whether this rank's weights may be others than those that ranks share."""
-        return self.steps > 0 or self._starts.ahead
+        return self.steps > 0 or bool(self._starts.ahead)
 
     def _look(self) -> None:
         self._set_weights.look(self.parameters, trained=self._differs)

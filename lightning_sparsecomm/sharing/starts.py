@@ -23,12 +23,12 @@ class Starts:
         adds_residual: Whether a rank trains on from the sum of both.
 
     Attributes:
-        ahead: Whether weights were set to the sum, and not to the anchors.
+        ahead: Names of weights that were set to the sum, and not to the anchor.
         changed: Weights that hold their changes in a turn, with names.
     """
 
     def __init__(self, anchored: Anchored, channel: Channel, adds_residual: bool) -> None:
-        self.ahead = False
+        self.ahead = set[str]()
         self.changed: list[tuple[Tensor, str]] = []
         self._anchored, self._channel, self._adds = anchored, channel, adds_residual
 
@@ -37,17 +37,29 @@ class Starts:
         self.changed = []
         if pairs := self._anchored.pairs(parameters):
             torch._foreach_copy_([weight for weight, _ in pairs], [anchor for _, anchor in pairs])
-        residuals = self._residuals() if self._adds and not last else {}
-        self.ahead = bool(residuals)
+        known = set(self._anchored.anchors) if self._adds and not last else set[str]()
+        self.ahead = known & self._residuals().keys()
         for name, weight in parameters:
-            if name in residuals and name in self._anchored.anchors:
-                weight.detach().add_(residuals[name])
+            if name in self.ahead:
+                weight.detach().copy_(self._sum(name))
+
+    def leave(self, parameters: NamedParameters) -> bool:
+        """Takes the residual out of weights that have it from a run with another method; whether there were any."""
+        found = [] if self._adds else [(name, weight) for name, weight in parameters if name in self.ahead]
+        for name, weight in found:
+            weight.detach().sub_(self.of(name, weight) - self._anchored.of(name))
+        self.ahead -= {name for name, _ in found}
+        return bool(found)
 
     def of(self, name: str, weight: Parameter) -> Tensor:
         """What a weight was set to, as it rounds; in the anchor's dtype. The anchor itself, or a tensor of its own."""
         anchor = self._anchored.of(name)
-        residual = self._residuals().get(name) if self.ahead else None
-        return anchor if residual is None else anchor.to(weight.dtype, copy=True).add_(residual).to(anchor.dtype)
+        return self._sum(name).to(weight.dtype).to(anchor.dtype) if name in self.ahead else anchor
+
+    def enter(self, name: str) -> None:
+        """The anchor has become a mean of weights: what was in them of residuals is in it now, and waits no more."""
+        if name in self.ahead:
+            self._residuals()[name].zero_()
 
     def changes(self, parameters: NamedParameters, left_out: Collection[str]) -> list[Tensor | None]:
         """What each weight has changed since then; None for some that are left out.
@@ -71,14 +83,22 @@ class Starts:
         self.changed = []
 
     def state_dict(self, names: list[str]) -> Saved:
-        """Whether weights are ahead, by name. In another world all is a mean: this, weights, anchors and residuals."""
-        return {_AHEAD: {name: torch.tensor(float(self.ahead)) for name in names}} if self._adds else {}
+        """Which weights are ahead, by name. In another world all is a mean: this, weights, anchors and residuals."""
+        if not (self._adds or self.ahead):
+            return {}
+        return {_AHEAD: {name: torch.tensor(float(name in self.ahead)) for name in names}}
 
     def load_state_dict(self, saved: Saved, names: list[str]) -> None:
         """Takes out of `saved` what `state_dict` returned."""
-        self.ahead = any(bool(value) for value in pop_named(saved, _AHEAD, names).values())
+        self.ahead = {name for name, ahead in pop_named(saved, _AHEAD, names).items() if bool(ahead)}
+
+    def _sum(self, name: str) -> Tensor:
+        anchor, residual = self._anchored.of(name), self._residuals().get(name)
+        # One that joins a run has its residual on the CPU.
+        return anchor if residual is None else anchor + residual.to(anchor.device)
 
     def _residuals(self) -> dict[str, Tensor]:
+        """By name, what this rank has not sent yet."""
         return {
             name: part for each in self._channel.residuals for name, part in each.held["residual"].state_dict().items()
         }
