@@ -68,25 +68,31 @@ class Network(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=RATE)
 
 
-def _total(strategy: SparseCommStrategy, module: Network) -> dict[str, np.ndarray]:
-    """This rank's weights, and what they will move by when all that waits has arrived."""
+def _held(strategy: SparseCommStrategy) -> dict[str, dict[str, Tensor]]:
+    """This rank's state, by kind and parameter name."""
     (stream,) = strategy.engine.state.state_dict()["streams"]
-    held = stream["held"]
-    late = held.get("GradientSync.late, anchors", {})
+    held: dict[str, dict[str, Tensor]] = stream["held"]
+    return held
+
+
+def _total(held: dict[str, dict[str, Tensor]], module: Network) -> dict[str, np.ndarray]:
+    """This rank's weights, and what they will move by when all that waits has arrived."""
+    anchors = held.get("GradientSync.late, anchors", {}) | held.get("GradientSync.local steps, anchors", {})
     found = {}
     for name, parameter in module.named_parameters():
-        total = late.get(name, parameter).detach().double()
+        total = anchors.get(name, parameter).detach().double()
         for kind in ("GradientSync.ErrorFeedback", "GradientSync.late, shared"):
             if name in held.get(kind, {}):
                 total = total - RATE * held[kind][name].double()
-        if name in held.get("DeltaSync.ErrorFeedback", {}):
+        # Weights that are ahead have the residual in them.
+        if name in held.get("DeltaSync.ErrorFeedback", {}) and not held.get("DeltaSync.ahead", {}).get(name):
             total = total + held["DeltaSync.ErrorFeedback"][name].double()
         found[name] = total.numpy().copy()
     return found
 
 
 class Weighing(pl.Callback):
-    """Notes the total when a world begins, and when its last step is saved."""
+    """Notes the total when a world begins, and when its last step is saved; `waits` is the largest residual."""
 
     def __init__(self) -> None:
         self.totals: list[dict[str, np.ndarray]] = []
@@ -95,9 +101,10 @@ class Weighing(pl.Callback):
     def _note(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         strategy = trainer.strategy
         assert isinstance(strategy, SparseCommStrategy) and isinstance(module, Network)
-        self.totals.append(_total(strategy, module))
-        pairs = zip(self.totals[-1].values(), module.parameters())
-        self.waits = max(float(np.abs(total - own.detach().numpy()).max()) for total, own in pairs)
+        held = _held(strategy)
+        self.totals.append(_total(held, module))
+        residuals = [part for kind, parts in held.items() if kind.endswith(".ErrorFeedback") for part in parts.values()]
+        self.waits = RATE * max((float(part.abs().max()) for part in residuals), default=0.0)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._note(trainer, pl_module)
