@@ -56,6 +56,10 @@ class Form(NamedTuple):
             `LocalAdam` did before; the "mean" over ranks of the local ones; that mean, corrected ("mean corrected"); or
             of the mean gradient, as in ddp, which no rank knows ("oracle").
         finish: Whether everything is sent in the last step.
+        every: Steps between two exchanges, which have so many times the bits; in between, each rank steps along what it
+            has to send.
+        residual_in_weights: Whether a rank trains ahead of the shared weights by its whole residual; otherwise by what
+            it has stepped along since the last exchange.
     """
 
     values: str = "bfloat16"
@@ -67,6 +71,13 @@ class Form(NamedTuple):
     balanced: bool = True
     second: Literal["local", "coherence", "product", "corrected", "mean", "mean corrected", "oracle"] = "coherence"
     finish: bool = False
+    every: int = 1
+    residual_in_weights: bool = False
+
+    @property
+    def ahead(self) -> bool:
+        """Whether each rank has weights of its own."""
+        return self.every > 1 or self.residual_in_weights
 
 
 def forms_of(optimizer: str) -> dict[str, Form]:
@@ -82,7 +93,7 @@ def forms_of(optimizer: str) -> dict[str, Form]:
             "… 16-bit values": base._replace(values="bfloat16"),
             "… two-bit values": base._replace(values="two bits"),
             "… one-bit values": base._replace(values="one bit"),
-            "… that finishes": base._replace(finish=True),
+            **_local_steps(base),
             "… masked": base._replace(mask=True, summed=False),
             "dgc as in the paper": Form(mask=True, summed=False, follow_rate=False, balanced=False),
         }
@@ -91,6 +102,7 @@ def forms_of(optimizer: str) -> dict[str, Form]:
         "ddp": Form(optimizer="adam", dense=True),
         "sparsecomm (local Adam)": base,
         "… gathered": base._replace(summed=False),
+        **_local_steps(base),
         "… of the rank's own gradient": base._replace(second="local"),
         "… product": base._replace(second="product"),
         "… corrected": base._replace(second="corrected"),
@@ -104,6 +116,14 @@ def forms_of(optimizer: str) -> dict[str, Form]:
         "gradient dropping into Adam": base._replace(optimizer="adam", summed=False),
         "… equally dense in all tensors": Form(optimizer="adam", summed=False, follow_rate=False, balanced=False),
     }
+
+
+def _local_steps(base: Form) -> dict[str, Form]:
+    base = base._replace(finish=True)
+    every = {"… that finishes": 1} | {f"… every {number} steps": number for number in (2, 4, 8)}
+    alone = {name: base._replace(every=number) for name, number in every.items()}
+    both = {f"{name}, residual in weights": form._replace(residual_in_weights=True) for name, form in alone.items()}
+    return alone | both
 
 
 def density_of(values: str, bits: float) -> float:
@@ -123,7 +143,7 @@ class Rank:
     """What one rank keeps for one tensor."""
 
     def __init__(self, weight: Tensor) -> None:
-        self.velocity, self.first, self.second, self.residual = (torch.zeros_like(weight) for _ in range(4))
+        self.velocity, self.first, self.second, self.residual, self.ahead = (torch.zeros_like(weight) for _ in range(5))
 
 
 class Simulation:
@@ -135,7 +155,7 @@ class Simulation:
 
     def __init__(self, network: nn.Module, form: Form, bits: float, rate: float, steps: int) -> None:
         self.rate, self.steps = rate, steps
-        bits *= 1 if form.summed else 2 / RANKS
+        bits *= form.every * (1 if form.summed else 2 / RANKS)
         if form.values == "few bits":
             form = form._replace(values="two bits" if density_of("two bits", bits) > 0.6 else "one bit")
         self.form, self.density = form, density_of(form.values, bits)
@@ -151,14 +171,26 @@ class Simulation:
         rate = self.rate * (1 + math.cos(math.pi * step / self.steps)) / 2
         everything = self.form.finish and step == self.steps - 1
         densities = [1.0] * len(self.weights) if everything else self._densities()
+        exchanges = everything or step % self.form.every == 0
         for index, (weight, density) in enumerate(zip(self.weights, densities)):
             own = [each[index] for each in gradients]
-            if self.form.dense or weight.dim() < 2:
+            if not exchanges:
+                self._step_alone(index, own, rate, step)
+            elif self.form.dense or (weight.dim() < 2 and self.form.every == 1):
                 element_bytes = 4 if self.form.dense else 1 + 4 / 64
                 self.link_bytes += 2 * (RANKS - 1) / RANKS * weight.numel() * element_bytes
                 weight -= rate * self._direction(self.shared[index], sum(own) / RANKS, step)
             else:
                 weight -= self._exchanged(index, own, rate, step, density)
+
+    def own_weights(self, rank: int) -> list[Tensor]:
+        """The weights by which a rank computes its gradient."""
+        return [weight - self.ranks[rank][index].ahead for index, weight in enumerate(self.weights)]
+
+    def _step_alone(self, index: int, own: list[Tensor], rate: float, step: int) -> None:
+        for rank, each in zip(self.ranks, self._brought(index, own, step)):
+            rank[index].residual.add_(each, alpha=rate)
+            rank[index].ahead.add_(each, alpha=rate)
 
     def _direction(self, state: Rank, gradient: Tensor, step: int) -> Tensor:
         """What torch's optimizer steps along."""
@@ -171,19 +203,16 @@ class Simulation:
 
     def _exchanged(self, index: int, own: list[Tensor], rate: float, step: int, density: float) -> Tensor:
         form, ranks = self.form, [each[index] for each in self.ranks]
-        if form.optimizer == "sgd":
-            brought = [rank.velocity.mul_(MOMENTUM).add_(gradient) for rank, gradient in zip(ranks, own)]
-        elif form.optimizer == "local adam":
-            brought = self._local_directions(index, own, step)
-        else:
-            brought = own
+        brought = self._brought(index, own, step)
         scaled = form.follow_rate and form.optimizer != "adam"
         total = torch.zeros_like(own[0])
-        count = max(1, round(density * total.numel()))
+        whole = self.weights[index].dim() < 2
+        count = total.numel() if whole else max(1, round(density * total.numel()))
+        codec, value_bits = (None, 8 + 32 / 64) if whole else VALUES[form.values]
         pieces = [_piece(rank, total.numel()) for rank in range(RANKS)]
         for rank, each, piece in zip(ranks, brought, pieces):
             rank.residual.add_(each, alpha=rate if scaled else 1.0)
-            sent = _sent(rank.residual, count, VALUES[form.values][0])
+            sent = _sent(rank.residual, count, codec)
             if form.summed:
                 sent.view(-1)[piece] = rank.residual.view(-1)[piece]
             rank.residual -= sent
@@ -191,19 +220,23 @@ class Simulation:
                 rank.velocity[sent != 0] = 0
             total += sent / RANKS
         if form.summed:
-            mean, total = total, _sent(total, count, VALUES[form.values][0])
+            mean, total = total, _sent(total, count, codec)
             for rank, piece in zip(ranks, pieces):
                 rank.residual.view(-1)[piece] += RANKS * (mean - total).view(-1)[piece]
+        for rank in ranks:
+            rank.ahead = rank.residual.clone() if form.residual_in_weights else torch.zeros_like(total)
         # With everything sent, there are no positions.
-        bits = total.numel() * (
-            density * VALUES[form.values][1]
-            if count == total.numel()
-            else _bits_at(count / total.numel(), VALUES[form.values][1])
-        )
+        bits = total.numel() * (value_bits if count == total.numel() else _bits_at(count / total.numel(), value_bits))
         self.link_bytes += (2 * (RANKS - 1) / RANKS if form.summed else RANKS - 1) * bits / 8
         if form.optimizer == "adam":
             return rate * self._direction(self.shared[index], total, step)
         return total if scaled else rate * total
+
+    def _brought(self, index: int, own: list[Tensor], step: int) -> list[Tensor]:
+        """What enters each rank's residual."""
+        if self.form.optimizer == "sgd":
+            return [rank[index].velocity.mul_(MOMENTUM).add_(gradient) for rank, gradient in zip(self.ranks, own)]
+        return self._local_directions(index, own, step) if self.form.optimizer == "local adam" else own
 
     def _local_directions(self, index: int, own: list[Tensor], step: int) -> list[Tensor]:
         ranks = [each[index] for each in self.ranks]
@@ -262,7 +295,10 @@ def _piece(rank: int, size: int) -> slice:
     return slice(rank * length, (rank + 1) * length)
 
 
-def _sent(residual: Tensor, count: int, codec: ValueCodec) -> Tensor:
+def _sent(residual: Tensor, count: int, codec: ValueCodec | None) -> Tensor:
+    """The largest elements, as they are rounded; all and exact without a codec."""
+    if codec is None:
+        return residual.clone()
     flat = residual.reshape(-1)
     chosen = torch.topk(flat.abs(), count).indices.sort().values
     section = codec.encode(flat[chosen], chosen, Layout([]))
@@ -286,10 +322,15 @@ def train(
     generator = torch.Generator().manual_seed(seed)
     for step in range(steps):
         gradients = []
-        for _ in range(RANKS):
+        for rank in range(RANKS):
+            if form.ahead:
+                shared = [weight.clone() for weight in simulation.weights]
+                torch._foreach_copy_(simulation.weights, simulation.own_weights(rank))
             batch = torch.randint(0, len(inputs), (BATCH,), generator=generator)
             loss = cross_entropy(simulation.network(inputs[batch]).flatten(0, -2), targets[batch].flatten())
             gradients.append(torch.autograd.grad(loss, parameters))
+            if form.ahead:
+                torch._foreach_copy_(simulation.weights, shared)
         with torch.no_grad():
             simulation.step(step, gradients)
     with torch.no_grad():

@@ -16,7 +16,8 @@ class local_adam(Method):
     A rank adds its direction, times the learning rate, to a residual, and sends the residual's largest elements. So no
     second moment sees sparse gradients, which trains badly. Learning rate, betas, epsilon and weight decay are read
     from the user's torch.optim.Adam or AdamW in each step. `.grad` holds the shared direction while weights are
-    stepped. Tensors of one dimension (biases, norms) are sent whole, and left to the optimizer.
+    stepped. Tensors of one dimension (biases, norms) are sent whole, and left to the optimizer; but where a rank steps
+    along its own directions (with one of the last three options), they have moments and a residual too.
 
     Bytes per step and rank: 6 for each element sent (2 of position, 4 of value; 4 with float16), 4 for each element of
     the tensors that are sent whole, and 32 of headers; 36 to 132 for each other tensor, in every eighth step after the
@@ -56,10 +57,12 @@ class local_adam(Method):
             no step waits for the network, unless that takes longer than a step computes. 0 waits.
         every: Optimizer steps between two exchanges, or a schedule of it; in between, each rank steps along its own
             directions, from the weights that all share.
+        residual_in_weights: Whether a rank computes its gradients ahead of the shared weights by all that it has not
+            sent yet, and not only by its steps since the last exchange; see `GradientSync`.
 
     Raises:
         ValueError: A density outside (0, 1], a clip that is not positive, an unknown scope, dtype, code or exchange, a
-            `delay` other than 0 and 1, or `every` below 1, or not 1 with a delay.
+            `delay` other than 0 and 1, or `every` below 1, or not 1 with a delay, or `residual_in_weights` with one.
     """
 
     def __init__(
@@ -76,13 +79,13 @@ class local_adam(Method):
         rest_bits: RestBits = 32,
         delay: int = 0,
         every: Every = 1,
+        residual_in_weights: bool = False,
     ) -> None:
         how = sparse(warmed(density, warmup_steps, warmup_epochs, "exponential"), scope, values, positions, exchange)
         with renamed(max_norm="clip"):
             before, after = ClipLocalNorm(clip), ClipLocalNorm(clip)
         whole = [after, LocalAdam(), ErrorFeedback()]
         weights = GradientSync(Channel(how, [before, LocalAdam(), ErrorFeedback()]), exclude=exclude, min_dimensions=2)
-        # What a rank steps along by itself must be in units of the learning rate, also for biases and norms.
-        own = delay or every != 1
+        own = delay or every != 1 or residual_in_weights
         others = rest(rest_bits, *([whole, whole] if own else [[after], [after, ErrorFeedback()]]))
-        super().__init__([sync.at(delay, every) for sync in (weights, others)])
+        super().__init__([sync.at(delay, every, residual_in_weights) for sync in (weights, others)])

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from lightning_sparsecomm.basis.arguments import renamed
+from lightning_sparsecomm.basis.arguments import check_booleans, renamed
 from lightning_sparsecomm.basis.schedules import Every
 from lightning_sparsecomm.channel import Channel, ClipLocalNorm, ErrorFeedback, Momentum, MomentumCorrection
 from lightning_sparsecomm.exchange import Exchange
@@ -20,8 +20,10 @@ def corrected(
     rest_bits: RestBits = 32,
     delay: int = 0,
     every: Every = 1,
+    residual_in_weights: bool = False,
 ) -> list[GradientSync]:
     """Sends weights through `exchange`, after momentum and residual; sends all else whole, before momentum."""
+    check_booleans(momentum_correction=correction, follow_rate=follow_rate)
     with renamed(max_norm="clip"):
         clipping = ClipLocalNorm(clip)
     before = [MomentumCorrection(masking)] if correction else []
@@ -35,6 +37,6 @@ def corrected(
     syncs = [
         GradientSync(weights, exclude=exclude, min_dimensions=2, mask_momentum=masks_own),
         # For steps of a rank's own, momentum must be before the exchange.
-        rest(rest_bits, rounded if delay or every != 1 else [clipping, *after], rounded),
+        rest(rest_bits, rounded if delay or every != 1 or residual_in_weights else [clipping, *after], rounded),
     ]
-    return [sync.at(delay, every) for sync in syncs]
+    return [sync.at(delay, every, residual_in_weights) for sync in syncs]

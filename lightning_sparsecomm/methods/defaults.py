@@ -1,7 +1,5 @@
 """The method of `strategy="sparsecomm"`."""
 
-from functools import partial
-
 from lightning_sparsecomm.basis.arguments import check_whole_number
 from lightning_sparsecomm.basis.schedules import ByLength
 from lightning_sparsecomm.methods.adam import local_adam
@@ -9,7 +7,7 @@ from lightning_sparsecomm.methods.dropping import dgc, gradient_dropping
 from lightning_sparsecomm.sharing import Method
 
 
-def default(delay: int = 0, every: int | None = None) -> Method:
+def default(delay: int = 0, every: int | None = None, residual_in_weights: bool = False) -> Method:
     """The method of `strategy="sparsecomm"`: dgc for SGD, local_adam for Adam and AdamW, else gradient dropping.
 
     The density follows from the run's length, and small tensors are sent more densely. Values take one to three bits,
@@ -17,8 +15,9 @@ def default(delay: int = 0, every: int | None = None) -> Method:
     bits. So with any number of ranks there are about 10 times fewer bytes than with ddp in a run of 300 steps, 20 times
     in 1,000 and 50 times in 4,000.
 
-    In longer runs of a Trainer, ranks exchange in every second to fourth step, and more of the elements then, which all
-    together takes about as many bytes. In between, each steps along its own gradients.
+    In longer runs of a Trainer, ranks exchange in every second or fourth step, and more of the elements then, which all
+    together takes about as many bytes. In between, each steps along its own gradients; in runs of up to 5,000 steps it
+    is ahead of the shared weights by what it has not sent yet, too.
 
     With other optimizers, values are bfloat16, and the mean of what ranks select goes the way that costs least.
 
@@ -28,32 +27,41 @@ def default(delay: int = 0, every: int | None = None) -> Method:
     Args:
         delay: 1 exchanges while the next step computes, as `dgc` and `local_adam` say; other optimizers wait. 0 waits.
         every: Optimizer steps between two exchanges by SGD, Adam and AdamW, as `dgc` and `local_adam` say; others
-            exchange in each. None lets a Trainer's run choose by its length, at its start: by SGD every second step
-            from 563 steps on, every third from 1,563 and every fourth from 3,063; by Adam and AdamW every second from
-            563 on. All steps exchange with `delay`, in Fabric, between nodes, between replicas that come and go, and
-            where two optimizers hold the same parameter.
+            exchange in each. None lets a Trainer's run choose by its length, at its start: every second step from 563
+            steps on, with `residual_in_weights`; from 5,001 on without, and by SGD every fourth. All steps exchange
+            with `delay`, in Fabric, between nodes, between replicas that come and go, and where two optimizers hold the
+            same parameter.
+        residual_in_weights: With `every`, whether a rank is ahead of the shared weights by its residual too, as `dgc`
+            and `local_adam` say.
 
     Raises:
-        ValueError: `delay` is neither 0 nor 1, or `every` no whole number of at least 1, or both are more than that.
+        ValueError: `delay` is neither 0 nor 1, or `every` no whole number of at least 1, or both are more than that, or
+            `residual_in_weights` with a delay or without `every`.
     """
     if every is not None:
         check_whole_number("every", every, 1, "optimizer steps between two exchanges", "Use 2, for example.")
-        return _exchanging(delay, every, every)
-    method = _exchanging(delay, 1, 1)
-    return method if delay else method.following(partial(_for_length))
+        return _exchanging(delay, every, every, residual_in_weights)
+    if residual_in_weights:
+        raise ValueError(
+            "residual_in_weights must be False where the run's length chooses `every`, and this with it; got"
+            f" {residual_in_weights!r}. Give every too, such as every=2."
+        )
+    method = _exchanging(delay, 1, 1, False)
+    return method if delay else method.following(_for_length)
+
+
+# A run makes local steps from so many steps on, and in longer ones with residuals that wait for long.
+_LOCAL, _LONG = 563, 5000
 
 
 def _for_length(steps: float) -> Method:
     """The default of a Trainer's run of so many steps."""
-    often = max(1, round((min(steps, _LONG) / 250) ** 0.5))
-    return _exchanging(0, min(often, 4), min(often, 2))
+    if steps < _LOCAL:
+        return _exchanging(0, 1, 1, False)
+    return _exchanging(0, 2, 2, True) if steps <= _LONG else _exchanging(0, 4, 2, False)
 
 
-# From here on, nothing changes.
-_LONG = 4000.0
-
-
-def _exchanging(delay: int, sgd_every: int, adam_every: int) -> Method:
+def _exchanging(delay: int, sgd_every: int, adam_every: int, residual_in_weights: bool) -> Method:
     """The default with so many steps between exchanges by SGD, and by Adam and AdamW."""
     others = gradient_dropping(ByLength(), scope="balanced", values="bfloat16", positions="short")
     adam = local_adam(
@@ -65,6 +73,7 @@ def _exchanging(delay: int, sgd_every: int, adam_every: int) -> Method:
         rest_bits=8,
         delay=delay,
         every=adam_every,
+        residual_in_weights=residual_in_weights,
     )
     sgd = dgc(
         _density(0.23, 0.88, (0.58, 0.62), sgd_every, 1.55),
@@ -75,6 +84,7 @@ def _exchanging(delay: int, sgd_every: int, adam_every: int) -> Method:
         rest_bits=8,
         delay=delay,
         every=sgd_every,
+        residual_in_weights=residual_in_weights,
     )
     return sgd.with_fallback(adam.with_fallback(others))
 

@@ -160,11 +160,13 @@ class dgc(Method):
             no step waits for the network, unless that takes longer than a step computes. 0 waits.
         every: Optimizer steps between two exchanges, or a schedule of it; in between, each rank steps along its own
             velocities, from the weights that all share.
+        residual_in_weights: Whether a rank computes its gradients ahead of the shared weights by all that it has not
+            sent yet, and not only by its steps since the last exchange; see `GradientSync`.
 
     Raises:
         ValueError: A density outside (0, 1], a clip that is not positive, an unknown scope, dtype, code or exchange,
             momentum masking with exchange="all_reduce" or "ok_topk", a `delay` other than 0 and 1, or `every` below 1,
-            or not 1 with a delay.
+            or with a delay not 1, or `residual_in_weights` with a delay or without `follow_rate`.
         TypeError: A switch is neither True nor False.
     """
 
@@ -185,12 +187,12 @@ class dgc(Method):
         rest_bits: RestBits = 32,
         delay: int = 0,
         every: Every = 1,
+        residual_in_weights: bool = False,
     ) -> None:
-        check_booleans(momentum_correction=momentum_correction, follow_rate=follow_rate)
         _check_masking(momentum_masking, exchange)
         density = warmed(density, warmup_steps, warmup_epochs, "exponential", 1000)
         how = sparse(density, scope, values, positions, exchange)
-        others = exclude, follow_rate, rest_bits, delay, every
+        others = exclude, follow_rate, rest_bits, delay, every, residual_in_weights
         super().__init__(corrected(how, clip, momentum_correction, momentum_masking, *others))
 
 

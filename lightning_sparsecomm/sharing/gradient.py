@@ -56,11 +56,15 @@ class GradientSync(Sync):
             the mean; the next step uses the result. 0 waits for it.
         every: Optimizer steps between two exchanges, or a schedule of it. In between, a rank steps along its own
             gradients, which the next exchange puts together.
+        residual_in_weights: Whether a rank computes its gradients ahead of the shared weights by all that it has not
+            sent yet, and not only by its steps since the last exchange. Those weights' mean over ranks is then where
+            ranks would be if everything were sent. Takes the memory of one more model with every=1.
 
     Raises:
         ValueError: Unknown `local`; `sparse` with memories, a local mode, or an exchange of dense vectors only;
-            `delay` other than 0 and 1, `every` below 1, both of them, or one of them with sparse gradients, a local
-            mode, masked momentum, or no residual.
+            `delay` other than 0 and 1, `every` below 1, a delay with one of the last two, or one of the three with
+            sparse gradients, a local mode, masked momentum, or no residual; `residual_in_weights` with a residual that
+            does not follow the learning rate.
     """
 
     def __init__(
@@ -76,6 +80,7 @@ class GradientSync(Sync):
         finish: bool = True,
         delay: int = 0,
         every: Every = 1,
+        residual_in_weights: bool = False,
     ) -> None:
         super().__init__(parameters, exclude, min_dimensions, rest)
         check_booleans(mask_momentum=mask_momentum, sparse=sparse, finish=finish)
@@ -100,15 +105,16 @@ class GradientSync(Sync):
         self.local = local
         self.mask_momentum = mask_momentum
         self.finish = finish
-        self._when(delay, every)
+        self._when(delay, every, residual_in_weights)
 
-    def at(self, delay: int, every: Every = 1) -> "GradientSync":
-        """The same sync with another delay, and other steps between exchanges; errors as for the constructor."""
+    def at(self, delay: int, every: Every = 1, residual_in_weights: bool = False) -> "GradientSync":
+        """The same sync with other steps along a rank's own gradients; errors as for the constructor."""
         sync = copy.copy(self)
-        sync._when(delay, every)
+        sync._when(delay, every, residual_in_weights)
         return sync
 
-    def _when(self, delay: int, every: Every) -> None:
+    def _when(self, delay: int, every: Every, residual_in_weights: bool) -> None:
+        check_booleans(residual_in_weights=residual_in_weights)
         if isinstance(delay, bool) or delay not in (0, 1):
             raise ValueError(
                 f"delay must be 0 or 1, in optimizer steps; got {delay!r}. Use 1 for an exchange in flight."
@@ -116,12 +122,20 @@ class GradientSync(Sync):
         check_every("every", every)
         if delay and every != 1:
             raise ValueError(f"every must be 1 with delay=1, whose exchange takes a step; got {every!r}. Use delay=0.")
-        self.delay, self.every = delay, every
+        if residual_in_weights and (delay or not all(each.follow_rate for each in self.channel.residuals)):
+            raise ValueError(
+                "residual_in_weights must be False with delay=1, and where a residual does not follow the learning rate"
+                f", and so is no change of weights; got delay={delay!r} and {self.channel!r}. Use delay=0 and"
+                " follow_rate=True."
+            )
+        self.delay, self.every, self.residual_in_weights = delay, every, residual_in_weights
         if option := self._steps_alone:
             if self.takes_sparse or self.local != "none" or self.mask_momentum:
+                name = option.split("=")[0]
+                default = {"delay": 0, "every": 1}.get(name, False)
                 raise ValueError(
-                    f"{option.split('=')[0]} must be {1 - delay} with sparse gradients, a local mode, or masked"
-                    f" momentum, which belong to the step that computed the gradient; got {option}. Leave it out."
+                    f"{name} must be {default} with sparse gradients, a local mode, or masked momentum, which belong to"
+                    f" the step that computed the gradient; got {option}. Leave it out."
                 )
             after = any(isinstance(each, (Momentum, SharedSign)) for each in self.channel.memories)
             if after or not self.channel.residuals:
@@ -136,7 +150,9 @@ class GradientSync(Sync):
     @property
     def _steps_alone(self) -> str:
         """The option by which a rank steps along its own gradients; empty for none."""
-        return f"delay={self.delay}" if self.delay else f"every={self.every}" if self.every != 1 else ""
+        if self.delay:
+            return f"delay={self.delay}"
+        return f"every={self.every}" if self.every != 1 else "residual_in_weights=True" * self.residual_in_weights
 
     def objection(self, optimizer: Optimizer) -> str | None:
         if isinstance(optimizer, LBFGS):
@@ -187,7 +203,7 @@ class GradientSync(Sync):
         return sync
 
     def start(self, optimizer: Optimizer, parameters: NamedParameters, wire: Wire) -> GradientShare:
-        if self.every != 1:
+        if self.every != 1 or self.residual_in_weights:
             return LocalStepsShare(self, optimizer, parameters, wire)
         return (LateShare if self.delay else GradientShare)(self, optimizer, parameters, wire)
 
@@ -198,4 +214,5 @@ class GradientSync(Sync):
         options += "" if self.finish else ", finish=False"
         options += f", delay={self.delay}" if self.delay else ""
         options += f", every={self.every!r}" if self.every != 1 else ""
+        options += ", residual_in_weights=True" if self.residual_in_weights else ""
         return f"GradientSync({self.channel!r}{self._patterns()}{options})"

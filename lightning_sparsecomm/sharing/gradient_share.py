@@ -76,8 +76,7 @@ class GradientShare(Share):
     def prepare(self, turn: Turn) -> None:
         self._bind()
         if turn.moment == "end":
-            # Unknown learning rates, before the first step after resuming from an old checkpoint, count as 0.
-            self._waiting = sum((each.waiting(self.layout) for each in self.channel.residuals), torch.zeros(()))
+            self._waiting = self._waits()
             return
         settings = self._settings(turn)
         self._gradients = self._read()
@@ -129,6 +128,21 @@ class GradientShare(Share):
         hand_back(self.optimizer, self.parameters, self.channel, self.wire)
         # What follows the learning rate was delivered in the turn at the end.
         return {} if self._finishes else averaged_residuals(self.parameters, self.channel, self.wire)
+
+    def _waits(self) -> Tensor:
+        """What this rank has not sent, as a change of weights over the layout.
+
+        Unknown learning rates, before the first step after resuming from an old checkpoint, count as 0.
+        """
+        total, *others = [each.waiting(self.layout) for each in self.channel.residuals] or [torch.zeros(())]
+        for other in others:
+            total += other
+        return total
+
+    def _unsent(self) -> dict[str, Tensor]:
+        """The same by parameter name, of those that are trained."""
+        parts = zip(self.parameters, self.layout.views(self._waits()))
+        return {name: part for (name, weight), part in parts if weight.requires_grad}
 
     def _forget_waiting(self) -> None:
         for residual in self.channel.residuals:

@@ -32,6 +32,7 @@ class SharesSometimes(SharesGradients, Protocol):
     """What a share reads besides of its `GradientSync`."""
 
     every: Every
+    residual_in_weights: bool
 
 
 class LocalStepsShare(GradientShare):
@@ -42,6 +43,9 @@ class LocalStepsShare(GradientShare):
         each step:       E ← E + η·u;   w ← anchor;   a step of the optimizer without gradient, such as weight decay
         every H steps:   S, what is sent of E, is exchanged;   E ← E − S;   w ← w − mean of S;   anchor ← w;   A ← 0
         in between:      anchor ← w;   A ← A + η·u;   w ← w − A
+
+    With `residual_in_weights`, an exchange leaves A ← E, which is what a rank has trained and not sent, and w ← w − A;
+    not at the end of an epoch, where w is what all share.
 
     The run's first step exchanges. u is what enters the residual E: with momentum a velocity, with `LocalAdam` a
     direction; η is the learning rate. So in between, a rank trains ahead of the anchor by its own u alone. Other code
@@ -62,7 +66,7 @@ class LocalStepsShare(GradientShare):
         self._weights, self._own = Ahead(), OwnStep(optimizer)
         # Which parameters some rank had a gradient for in the last exchange, by name; equal on all ranks.
         self._present: dict[str, bool] = {}
-        self._turn, self._exchanges = Turn("end", 0), True
+        self._turn, self._exchanges, self._rejoins = Turn("end", 0), True, True
         # The step of the last exchange, in steps finished before; equal on all ranks.
         self._last = _NEVER
         # Whether the optimizer's next step is this rank's own.
@@ -101,7 +105,8 @@ class LocalStepsShare(GradientShare):
                     self._waiting.fill_(math.nan)
             return
         every = every_at(every_for(self.sync.every, turn.length), turn.step, turn.epoch)
-        often = turn.ends_epoch or self._weights.set.times >= _MOST_SET
+        # Whether this step's exchange leaves no rank ahead.
+        self._rejoins = often = turn.ends_epoch or self._weights.set.times >= _MOST_SET
         # After steps were set back, as if there had been none.
         since = turn.step - self._last if turn.step > self._last else every
         self._exchanges = exchanges_in(turn.step, every, since, often)
@@ -148,7 +153,9 @@ class LocalStepsShare(GradientShare):
 
     def commit(self) -> None:
         if self._ending:
-            self._settle()
+            self._weights.rejoin(self.parameters, warns=self.wire.rank == 0)
+            if self._waiting is not None:
+                super().commit()
             return
         names = [name for name, _ in self.parameters]
         # Before memories commit, which read the gradients that this is written over.
@@ -165,6 +172,8 @@ class LocalStepsShare(GradientShare):
             self._count_sent(exchanged)
             self._write(exchanged)
             self._weights.rejoin(self.parameters, warns=self.wire.rank == 0)
+            if self.sync.residual_in_weights and not self._rejoins:
+                self._weights.by = self._unsent()
         else:
             moves = [self._present.get(name, True) and weight.requires_grad for name, weight in self.parameters]
             self._own.write(entering or [None] * len(names), self.parameters, moves)
@@ -226,11 +235,3 @@ class LocalStepsShare(GradientShare):
         self._alone = bool(taken(_ALONE))
         self._last = max((int(step) for step in taken(LAST_EXCHANGE).values()), default=_NEVER)
         super().load_state_dict(saved)
-
-    def _settle(self) -> None:
-        """Moves the shared weights by the mean of what waits in residuals."""
-        waiting = self._waiting
-        self._weights.rejoin(self.parameters, warns=self.wire.rank == 0)
-        if waiting is not None:
-            self._forget_waiting()
-            self._move(waiting)

@@ -72,6 +72,7 @@ METHODS: dict[str, Method] = {
     "local_adam, late": local_adam(density=0.05, delay=1),
     "dgc, local steps": dgc(density=0.05, warmup_steps=0, every=3),
     "local_adam, local steps": local_adam(density=0.05, every=2),
+    "dgc, ahead": dgc(density=0.05, warmup_steps=0, every=3, residual_in_weights=True),
     "sketched_sgd": sketched_sgd(0.05, columns=40, candidates=4),
     "s2_reducer": s2_reducer(block_density=0.2, block_size=8),
     "powersgd": powersgd(rank=1),

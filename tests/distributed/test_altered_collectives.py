@@ -68,6 +68,7 @@ METHODS: dict[str, Callable[[], Method]] = {
     "dgc, regions": lambda: in_regions(dgc(0.3, warmup_steps=0)),
     "dgc, late": lambda: dgc(0.3, warmup_steps=0, delay=1),
     "dgc, local steps": lambda: dgc(0.3, warmup_steps=0, every=2),
+    "dgc, ahead": lambda: dgc(0.3, warmup_steps=0, residual_in_weights=True),
     "local_adam, summed": lambda: summed(local_adam, 0.5),
     "federated_averaging": lambda: federated_averaging(every=2),
     "diloco": lambda: diloco(every=2),

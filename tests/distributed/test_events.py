@@ -144,6 +144,7 @@ METHODS: dict[str, tuple[Method, str]] = {
     "local_adam": (local_adam(0.1), "Adam"),
     "dgc, late": (dgc(0.1, delay=1), "SGD"),
     "dgc, local steps": (dgc(0.1, every=3), "SGD"),
+    "dgc, ahead": (dgc(0.1, residual_in_weights=True), "SGD"),
     "sbc": (sbc(0.1, every=3), "SGD"),
     "sbc, ahead": (sbc(0.1, every=3, residual_in_weights=True), "SGD"),
     "federated_averaging": (federated_averaging(every=3), "SGD"),

@@ -81,6 +81,7 @@ def _ddp(rates: list[float], momentum: float) -> np.ndarray:
         (dgc(0.02), 0.9),
         (dgc(0.02, delay=1), 0.9),
         (dgc(0.02, every=3), 0.9),
+        (dgc(0.02, residual_in_weights=True), 0.9),
         pytest.param(default(delay=1), 0.9, marks=pytest.mark.slow),
         (dgc(0.3, warmup_steps=0, values="float16"), 0.5),
         pytest.param(dgc(ByLength(), scope="balanced", values="two_bit"), 0.9, marks=pytest.mark.slow),

@@ -103,10 +103,15 @@ def _directions(every: int) -> list[list[list[np.ndarray]]]:
     return found
 
 
-def _check(ranks: list[list[Vectors]], directions: list[list[list[np.ndarray]]], every: int) -> None:
-    reference = LocalSteps(np.split(starting_weights(), BOUNDS), DENSE, WORLD_SIZE, DENSITY, every)
+def _check(ranks: list[list[Vectors]], directions: list[list[list[np.ndarray]]], every: int, ahead: bool) -> None:
+    reference = LocalSteps(np.split(starting_weights(), BOUNDS), DENSE, WORLD_SIZE, DENSITY, every, ahead)
+    all_sent = starting_weights().astype(np.float64)
     for step, rate in enumerate(RATES):
         reference.step(directions[step], rate)
+        all_sent -= rate * np.mean([np.concatenate(along) for along in directions[step]], axis=0)
+        if ahead:
+            # The law that is the reason for it: in the mean, ranks are where they would be if all had been sent.
+            np.testing.assert_allclose(np.mean([each[step][0] for each in ranks], axis=0), all_sent, rtol=0, atol=3e-4)
         # What is validated and saved: what ranks have shared, and nothing that one has trained since.
         expected = np.concatenate(reference.shared)
         for rank, trained in enumerate(ranks):
@@ -114,32 +119,37 @@ def _check(ranks: list[list[Vectors]], directions: list[list[list[np.ndarray]]],
             assert shared.tobytes() == ranks[0][step][1].tobytes()
             np.testing.assert_allclose(shared, expected, rtol=1e-5, atol=3e-4)
             np.testing.assert_allclose(own, np.concatenate(reference.weights[rank]), rtol=1e-5, atol=3e-4)
-            assert (own.tobytes() == shared.tobytes()) is (step % every == 0)
+            assert (own.tobytes() == shared.tobytes()) is (step % every == 0 and not ahead)
     for trained in ranks:
         np.testing.assert_allclose(trained[-1][0], np.concatenate(reference.finish()), rtol=1e-5, atol=3e-4)
         assert trained[-1][0].tobytes() == ranks[0][-1][0].tobytes()
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("every", "options", "sgd"),
     [
         (3, {}, {"momentum": 0.9}),
-        (2, {"exchange": "gather"}, {"momentum": 0.9, "nesterov": True}),
+        pytest.param(2, {"exchange": "gather"}, {"momentum": 0.9, "nesterov": True}, marks=pytest.mark.slow),
+        (1, {"residual_in_weights": True}, {"momentum": 0.9}),
+        pytest.param(3, {"residual_in_weights": True}, {"momentum": 0.9, "nesterov": True}, marks=pytest.mark.slow),
         pytest.param(4, {}, {"momentum": 0.0}, marks=pytest.mark.slow),
         pytest.param(5, {}, {"momentum": 0.9, "dampening": 0.4}, marks=pytest.mark.slow),
     ],
 )
 def test_sgd_step_by_step(tmp_path: Path, every: int, options: dict[str, Any], sgd: dict[str, Any]) -> None:
     method = dgc(DENSITY, warmup_steps=0, every=every, **options)
-    _check(run_ranks(tmp_path, WORLD_SIZE, _train, method, torch.optim.SGD, sgd), _velocities(sgd), every)
+    ranks = run_ranks(tmp_path, WORLD_SIZE, _train, method, torch.optim.SGD, sgd)
+    _check(ranks, _velocities(sgd), every, options.get("residual_in_weights", False))
 
 
-@pytest.mark.parametrize("every", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_adam_step_by_step(tmp_path: Path, every: int) -> None:
-    method = local_adam(DENSITY, every=every)
+@pytest.mark.parametrize(
+    ("every", "ahead"), [(2, True), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((2, False), (4, False)))]
+)
+def test_adam_step_by_step(tmp_path: Path, every: int, ahead: bool) -> None:
+    method = local_adam(DENSITY, every=every, residual_in_weights=ahead)
     options = {"weight_decay": 0.0, "eps": EPSILON}
-    _check(run_ranks(tmp_path, WORLD_SIZE, _train, method, torch.optim.AdamW, options), _directions(every), every)
+    ranks = run_ranks(tmp_path, WORLD_SIZE, _train, method, torch.optim.AdamW, options)
+    _check(ranks, _directions(every), every, ahead)
 
 
 def _with_gaps(rank: int, method: Any, gaps: str, length: int) -> tuple[list[bytes], np.ndarray]:

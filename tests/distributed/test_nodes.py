@@ -471,6 +471,7 @@ def test_what_is_no_list_of_nodes_is_refused_at_once(nodes: Any, words: str) -> 
         (methods.dense(), [[0, 1, 2]], "nodes must be left out unless"),
         (methods.dgc(delay=1), [[0, 1, 2]], "nodes must be left out unless"),
         (methods.dgc(every=2), [[0, 1, 2]], "nodes must be left out unless"),
+        (methods.dgc(residual_in_weights=True), [[0, 1, 2]], "residuals in weights"),
         (methods.gradient_dropping(local="partial"), [[0, 1, 2]], "nodes must be left out unless"),
     ],
 )

@@ -30,6 +30,7 @@ METHODS: dict[str, Callable[[], Method]] = {
     "dgc": lambda: methods.dgc(0.1, warmup_steps=0),
     "dgc, late": lambda: methods.dgc(0.1, warmup_steps=0, delay=1),
     "dgc, local steps": lambda: methods.dgc(0.1, warmup_steps=0, every=3),
+    "dgc, ahead": lambda: methods.dgc(0.1, warmup_steps=0, residual_in_weights=True),
     "dgc, summed": lambda: summed(methods.dgc, 0.2, warmup_steps=0),
     "quantized": lambda: methods.quantized(2),
     "ok_topk": lambda: methods.ok_topk(0.1, balance_every=3),

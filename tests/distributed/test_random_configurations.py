@@ -130,6 +130,8 @@ def method_of(drawn: random.Random) -> Method:
         lambda: methods.dgc(density, warmup_steps=drawn.choice([0, 4]), clip=drawn.choice([None, None, 0.5])),
         lambda: methods.dgc(density, warmup_steps=0, momentum_correction=drawn.random() < 0.5),
         lambda: methods.local_adam(density, warmup_steps=drawn.choice([0, 4])),
+        lambda: methods.dgc(density, warmup_steps=0, every=every, residual_in_weights=True),
+        lambda: methods.local_adam(density, every=every, residual_in_weights=True),
         lambda: summed(drawn.choice([methods.dgc, methods.local_adam]), density, warmup_steps=drawn.choice([0, 4])),
         methods.default,
         lambda: methods.sbc(density, every=every, residual_in_weights=drawn.random() < 0.5),

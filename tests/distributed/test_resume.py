@@ -202,6 +202,12 @@ CASES: dict[str, tuple[Callable[[], Method], dict[str, Any], Callable[[], tuple[
     "dgc, late, two optimizers": (lambda: methods.dgc(0.02, warmup_steps=4, delay=1), {"two": True}, tuple),
     "dgc, local steps": (lambda: methods.dgc(0.02, warmup_steps=4, every=3), {"nesterov": True}, tuple),
     "local_adam, local steps": (lambda: methods.local_adam(0.05, every=4), {"adam": True}, tuple),
+    "dgc, ahead": (
+        lambda: methods.dgc(0.02, warmup_steps=4, every=3, residual_in_weights=True),
+        {"nesterov": True},
+        tuple,
+    ),
+    "local_adam, ahead": (lambda: methods.local_adam(0.05, residual_in_weights=True), {"adam": True}, tuple),
     "local steps, by the run's length": (_following, {"nesterov": True}, tuple),
     "local steps, clamped": (lambda: methods.local_adam(0.05, every=4), {"adam": True}, lambda: (Clamp(),)),
     "dgc, local steps, two optimizers": (lambda: methods.dgc(0.02, warmup_steps=4, every=3), {"two": True}, tuple),

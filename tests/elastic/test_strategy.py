@@ -56,6 +56,7 @@ def test_names(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
         (methods.gradient_dropping(local="sum"), "gradients that are equal on all replicas"),
         (methods.default(delay=1), "delay must be 0 for gradients"),
         (methods.default(every=2), "every must be 1 for gradients"),
+        (methods.dgc(residual_in_weights=True), "gradients that are equal on all replicas"),
         (
             Method(
                 [

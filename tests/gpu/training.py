@@ -67,6 +67,7 @@ METHODS |= {
     "local_adam a step late": lambda: methods.local_adam(density=0.05, delay=1),
     "dgc with local steps": lambda: methods.dgc(density=0.05, warmup_steps=4, every=3),
     "local_adam with local steps": lambda: methods.local_adam(density=0.05, every=2),
+    "dgc with its residual in weights": lambda: methods.dgc(0.05, warmup_steps=4, residual_in_weights=True),
     "streaming_diloco two steps late": lambda: methods.streaming_diloco(every=4, fragments=2, delay=2),
     "sparse_loco two steps late": lambda: methods.sparse_loco(every=4, fragments=2, delay=2),
 }

@@ -60,6 +60,28 @@ def test_alone_a_rank_steps_as_if_it_exchanged_each_time(
 
 
 @pytest.mark.usefixtures("wire")
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize(
+    ("method", "kind", "options"),
+    [
+        (lambda **o: dgc(warmup_steps=0, **o), SGD, {"momentum": 0.9}),
+        (lambda **o: dgc(warmup_steps=0, **o), SGD, {"momentum": 0.9, "nesterov": True, "maximize": True}),
+        (local_adam, AdamW, {"weight_decay": 0.0}),
+    ],
+)
+def test_with_residuals_in_weights_a_rank_is_where_it_would_be_if_it_had_sent_all(
+    method: Callable[..., Method], kind: Any, options: dict[str, Any], every: int
+) -> None:
+    """Whatever the density; also where learning rates rise, fall, and are zero."""
+    dense = trained(method(density=1.0), kind, **options)
+    sparse = trained(method(density=0.2, every=every, residual_in_weights=True), kind, **options)
+    torch.testing.assert_close(sparse.own(), dense.own(), rtol=1e-5, atol=1e-6)
+    assert (sparse.shared() - dense.own()).abs().max() > 0.01
+    sparse.engine.settle()
+    torch.testing.assert_close(sparse.own(), dense.own(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.usefixtures("wire")
 @pytest.mark.parametrize(("method", "kind"), [(dgc, SGD), (local_adam, AdamW)])
 def test_between_exchanges_nothing_is_sent(method: Callable[..., Method], kind: Any) -> None:
     training, sent = Training(method(density=0.3, every=3), kind), []
@@ -83,6 +105,9 @@ def test_the_number_of_steps_can_follow_a_schedule() -> None:
 @pytest.mark.usefixtures("wire")
 @pytest.mark.parametrize("steps", [4, 5, 6])
 @pytest.mark.parametrize(
+    "when", [{"every": 3}, {"every": 3, "residual_in_weights": True}, {"residual_in_weights": True}]
+)
+@pytest.mark.parametrize(
     ("method", "kind", "options"),
     [
         (dgc, SGD, {"momentum": 0.9, "weight_decay": 0.01}),
@@ -90,11 +115,11 @@ def test_the_number_of_steps_can_follow_a_schedule() -> None:
     ],
 )
 def test_a_run_resumes_between_two_exchanges(
-    method: Callable[..., Method], kind: Any, options: dict[str, Any], steps: int
+    method: Callable[..., Method], kind: Any, options: dict[str, Any], when: dict[str, Any], steps: int
 ) -> None:
-    whole = trained(method(density=0.3, every=3), kind, **options)
-    saved = trained(method(density=0.3, every=3), kind, steps, **options).saved()
-    resumed = Training(method(density=0.3, every=3), kind, **options)
+    whole = trained(method(density=0.3, **when), kind, **options)
+    saved = trained(method(density=0.3, **when), kind, steps, **options).saved()
+    resumed = Training(method(density=0.3, **when), kind, **options)
     resumed.load(copy.deepcopy(saved))
     for step in range(steps, len(RATES)):
         resumed.train(*drawn(step), rate=RATES[step])
@@ -118,8 +143,9 @@ def test_a_gradient_that_is_not_finite_is_refused_by_the_next_exchange() -> None
 
 
 @pytest.mark.usefixtures("wire")
-def test_an_error_leaves_the_weights_that_all_share() -> None:
-    training = trained(dgc(0.3, every=3), SGD, 3, momentum=0.9)
+@pytest.mark.parametrize("when", [{"every": 3}, {"residual_in_weights": True}])
+def test_an_error_leaves_the_weights_that_all_share(when: dict[str, Any]) -> None:
+    training = trained(dgc(0.3, **when), SGD, 3, momentum=0.9)
     shared = training.shared()
     assert not torch.equal(training.own(), shared)
     for share in training.shares:
@@ -128,7 +154,7 @@ def test_an_error_leaves_the_weights_that_all_share() -> None:
     assert torch.equal(training.own(), shared)
     training.engine.settle()
     # What was trained since is in residuals, and not lost.
-    whole = trained(dgc(0.3, every=3), SGD, 3, momentum=0.9)
+    whole = trained(dgc(0.3, **when), SGD, 3, momentum=0.9)
     whole.engine.settle()
     torch.testing.assert_close(training.own(), whole.own())
 
@@ -140,12 +166,15 @@ def clamped(training: Training, bound: float = 0.1) -> None:
 
 @pytest.mark.filterwarnings("ignore:other code than the optimizer")
 @pytest.mark.usefixtures("wire")
+@pytest.mark.parametrize("ahead", [{}, {"density": 0.3, "residual_in_weights": True}])
 @pytest.mark.parametrize(("kind", "method"), [(SGD, lambda **o: dgc(warmup_steps=0, **o)), (AdamW, local_adam)])
-def test_what_other_code_sets_weights_to_becomes_theirs(kind: Any, method: Callable[..., Method]) -> None:
+def test_what_other_code_sets_weights_to_becomes_theirs(
+    kind: Any, method: Callable[..., Method], ahead: dict[str, Any]
+) -> None:
     """One rank that sends everything steps as if it exchanged each time, also from weights that were set."""
     ends = []
-    for every in (1, 4):
-        training = Training(method(density=1.0, every=every), kind, weight_decay=0.0)
+    for when in ({}, {"every": 4} | ahead):
+        training = Training(method(**({"density": 1.0} | when)), kind, weight_decay=0.0)
         for step in range(9):
             training.train(*drawn(step))
             if step in (1, 6):
@@ -156,8 +185,9 @@ def test_what_other_code_sets_weights_to_becomes_theirs(kind: Any, method: Calla
 
 
 @pytest.mark.usefixtures("wire")
-def test_where_weights_are_set_again_and_again_each_step_exchanges() -> None:
-    training, equal = Training(dgc(0.3, every=3), SGD), []
+@pytest.mark.parametrize("ahead", [False, True])
+def test_where_weights_are_set_again_and_again_each_step_exchanges(ahead: bool) -> None:
+    training, equal = Training(dgc(0.3, every=3, residual_in_weights=ahead), SGD), []
     for step in range(13):
         with (
             pytest.warns(UserWarning, match="changed 1 .* such as 'weight'") if step == 3 else contextlib.nullcontext()
@@ -166,7 +196,7 @@ def test_where_weights_are_set_again_and_again_each_step_exchanges() -> None:
         equal.append(torch.equal(training.own()[:20], training.shared()[:20]))
         clamped(training)
     # Found by the exchanges of steps 3, 6 and 9.
-    assert equal == [True, False, False] * 3 + [True] * 4
+    assert equal == [not ahead, False, False] * 3 + [not ahead] + [True] * 3
     assert training.own()[:20].abs().max() <= 0.1
 
 
@@ -286,14 +316,15 @@ def test_what_hooks_leave_of_a_rank_s_own_step_is_what_it_shares(
 
 
 @pytest.mark.usefixtures("wire")
-def test_an_epoch_ends_with_weights_that_all_share() -> None:
-    training, equal = Training(dgc(0.3, every=4), SGD), []
+@pytest.mark.parametrize("ahead", [False, True])
+def test_an_epoch_ends_with_weights_that_all_share(ahead: bool) -> None:
+    training, equal = Training(dgc(0.3, every=4, residual_in_weights=ahead), SGD), []
     for step in range(8):
         training.engine.ends_epoch = step % 3 == 2
         training.train(*drawn(step))
         equal.append(torch.equal(training.own(), training.shared()))
     # Not in step 4, which is too soon after the end of the first one.
-    assert equal == [True, False, True, False, False, True, False, False]
+    assert equal == [not ahead, False, True, False, False, True, False, False]
 
 
 class WritesGradients(SGD):
@@ -338,8 +369,9 @@ def test_the_papers_form_does_not_use_what_waits_in_the_end(steps: int) -> None:
 
 
 @pytest.mark.usefixtures("wire")
-def test_weights_that_are_frozen_between_two_exchanges_stay() -> None:
-    training = trained(dgc(0.3, every=4), SGD, 2, momentum=0.9, weight_decay=0.5)
+@pytest.mark.parametrize("ahead", [False, True])
+def test_weights_that_are_frozen_between_two_exchanges_stay(ahead: bool) -> None:
+    training = trained(dgc(0.3, every=4, residual_in_weights=ahead), SGD, 2, momentum=0.9, weight_decay=0.5)
     training.module.bias.requires_grad_(False)
     shared = training.shared()
     for step in (2, 3):
@@ -349,9 +381,20 @@ def test_weights_that_are_frozen_between_two_exchanges_stay() -> None:
 
 
 @pytest.mark.usefixtures("wire")
+def test_weights_that_are_frozen_are_no_longer_ahead_after_the_next_exchange() -> None:
+    training = trained(dgc(0.3, residual_in_weights=True), SGD, 2, momentum=0.9)
+    training.module.weight.requires_grad_(False)
+    shared = training.shared()
+    assert not torch.equal(training.own()[:20], shared[:20])
+    training.train(None, drawn(2)[1])
+    assert torch.equal(training.own()[:20], shared[:20])
+
+
+@pytest.mark.usefixtures("wire")
 @pytest.mark.parametrize("method", [dgc(0.3, delay=1), federated_averaging(every=4), dgc(0.3, every=2)], ids=repr)
-def test_another_method_goes_on_from_the_shared_weights(method: Method) -> None:
-    before = trained(dgc(0.3, every=3), SGD, 5, momentum=0.9)
+@pytest.mark.parametrize("ahead", [False, True])
+def test_another_method_goes_on_from_the_shared_weights(method: Method, ahead: bool) -> None:
+    before = trained(dgc(0.3, every=3, residual_in_weights=ahead), SGD, 5, momentum=0.9)
     assert not torch.equal(before.own(), before.shared())
     after = Training(method, SGD, momentum=0.9)
     after.load(before.saved(), strict=False)
@@ -362,7 +405,7 @@ def test_another_method_goes_on_from_the_shared_weights(method: Method) -> None:
 
 
 @pytest.mark.usefixtures("wire")
-@pytest.mark.parametrize("options", [{"every": 2}, {"delay": 1}])
+@pytest.mark.parametrize("options", [{"every": 2}, {"delay": 1}, {"residual_in_weights": True}])
 def test_two_optimizers_of_one_parameter_are_refused(options: dict[str, int]) -> None:
     training = Training(dgc(0.3, **options), SGD)
     other = SGD(training.module.parameters(), 0.1)
@@ -396,9 +439,23 @@ CHANNEL = Channel(Gather(SparseCodec(TopK(0.1))), [ErrorFeedback()])
             "every must be 1 with delay=1, whose exchange takes a step; got 2. Use delay=0.",
         ),
         (lambda: local_adam(every=1.5), "every must be a whole number of optimizer steps, at least 1; got 1.5."),
+        (lambda: default(residual_in_weights=True), "where the run's length chooses `every`, and this with it; got"),
         (lambda: default(every=0), "every must be a whole number, at least 1: optimizer steps between two exchanges"),
         (lambda: GradientSync(CHANNEL, every=2, local="sum"), "every must be 1 with sparse gradients, a local mode"),
         (lambda: GradientSync(CHANNEL, every=2, mask_momentum=True), "every must be 1 with sparse gradients"),
+        (
+            lambda: GradientSync(CHANNEL, residual_in_weights=True, mask_momentum=True),
+            "residual_in_weights must be False with sparse gradients",
+        ),
+        (
+            lambda: dgc(delay=1, residual_in_weights=True),
+            "residual_in_weights must be False with delay=1, and where a residual does not follow the learning rate",
+        ),
+        (lambda: dgc(follow_rate=False, residual_in_weights=True), "Use delay=0 and follow_rate=True."),
+        (
+            lambda: GradientSync(Channel(DenseAllReduce()), residual_in_weights=True),
+            "residual_in_weights=True needs a channel with ErrorFeedback",
+        ),
         (lambda: GradientSync(Channel(DenseAllReduce()), every=2), "every=2 needs a channel with ErrorFeedback"),
         (
             lambda: GradientSync(Channel(DenseAllReduce(), [Momentum(), ErrorFeedback()]), every=2),
@@ -428,6 +485,8 @@ def test_its_repr_tells_the_steps() -> None:
     assert sync.drifts
     assert "every" not in repr(sync.at(0))
     assert not sync.at(0).drifts
+    assert repr(sync.at(0, 1, True)).endswith(", residual_in_weights=True)")
+    assert sync.at(0, 1, True).drifts
     assert repr(dgc(0.1, every=2)) == "dgc(density=0.1, every=2)"
     assert repr(gradient_dropping(0.1)) == "gradient_dropping(density=0.1)"
 
