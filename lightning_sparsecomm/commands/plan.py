@@ -54,9 +54,12 @@ def run(options: argparse.Namespace) -> None:
     length = math.inf if options.steps is None else float(count("--steps", options.steps))
     optimizer = optimizer_for(options.optimizer, parameters)
     if options.ranks < 1:
-        raise ValueError(f"--ranks must be at least 1; got {options.ranks}.")
-    begin, used = time.perf_counter(), time.process_time()
-    print("sparsecomm: rehearsing each method on this processor", file=sys.stderr)
+        raise ValueError(f"--ranks must be at least 1; got {options.ranks}. Give the number of processes that train.")
+    if not 1 <= options.straggler < math.inf:
+        raise ValueError(f"--straggler must be at least 1, and finite; got {options.straggler}. Leave it out for none.")
+    # This thread's: with several, their times would add up to more than there is.
+    begin, used = time.perf_counter(), time.thread_time()
+    print("sparsecomm: rehearsing each method on this processor, which may take minutes", file=sys.stderr)
     on_terminal = sys.stderr.isatty()
     progress = _show if on_terminal else None
     result = plan([(optimizer, parameters)], options.ranks, network, work, length, options.quality, progress=progress)
@@ -69,7 +72,7 @@ def run(options: argparse.Namespace) -> None:
             print("Without --steps, sparsecomm is planned for a run of unknown length: it sends 1% of the elements.")
         for name, reason in result.refused.items():
             print(f"Left out: {name}. {reason}")
-    share = (time.process_time() - used) / (time.perf_counter() - begin)
+    share = (time.thread_time() - used) / (time.perf_counter() - begin)
     if share < _LEAST_SHARE:
         print(
             f"sparsecomm: other work has taken the processor ({share:.0%} was left for rehearsals), so coding seems"

@@ -24,6 +24,20 @@ class CountedDataParallel(DistributedDataParallel):
             sizes = [tensor.nbytes for name, tensor in named if name not in self.parameters_to_ignore]
             wire.ledger.record(DDP_SETUP, "broadcast", sum(sizes))
 
+    def forward(self, *args: object, **kwargs: object) -> object:
+        try:
+            return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            # Torch's words for a reducer that still waits.
+            if "Expected to have finished reduction in the prior iteration" not in str(error):
+                raise
+            raise ValueError(
+                "find_unused_parameters must be True where DDP's buckets share gradients, as with methods.auto() and"
+                " methods.dense(), and a backward pass reaches only some of the parameters, as in this training; it is"
+                " False. Use SparseCommStrategy(methods.auto(), find_unused_parameters=True), for example, or"
+                " strategy='sparsecomm', which needs no such option."
+            ) from error
+
     # Private to DDP: the one place where it broadcasts buffers, and no code of the user runs in it.
     def _sync_buffers(self) -> None:
         with self.wire.calling("broadcast", sum(buffer.nbytes for buffer in self.modules_buffers), DDP_BUFFERS):

@@ -41,17 +41,21 @@ class auto(Method):
 
     Args:
         quality: What may be chosen: "exact", ddp alone; "rounded", also ddp in bfloat16; "trained", also
-            `"sparsecomm"`, which trains nearly as well as ddp.
+            `"sparsecomm"`, which trains nearly as well as ddp. It exchanges in each step here, without local steps.
         candidates: Further methods that may be chosen. They must keep replicas equal after each step, so methods that
             exchange weights every few steps are refused.
 
     Raises:
         ValueError: An unknown quality, or a candidate that a run cannot switch to.
-        TypeError: A candidate is no method.
+        TypeError: A candidate is no method, or `candidates` is one and not a list.
     """
 
     def __init__(self, quality: Quality = "trained", candidates: Sequence[Method] = ()) -> None:
         self.choices = allowed(quality)
+        if isinstance(candidates, Method) or not isinstance(candidates, Sequence):
+            raise TypeError(
+                f"candidates must be a list of methods, such as [methods.dgc(0.01)]; got {candidates!r}. Put it in [ ]."
+            )
         for candidate in candidates:
             if not isinstance(candidate, Method) or isinstance(candidate, auto):
                 raise TypeError(
@@ -75,6 +79,7 @@ def check_switchable(method: Method) -> None:
     drifts = any(sync.drifts or sync.buffers != "broadcast" for each in chain for sync in each.syncs)
     if drifts or any(each.averaging is not None for each in chain):
         raise ValueError(
-            f"candidates must keep replicas equal after each step; got {method!r}, with which they drift apart. Use it"
-            " by itself, as SparseCommStrategy(method=...)."
+            "candidates must keep replicas equal after each step, without local steps, a delay, and exchanges of"
+            " weights. Use one that does not by itself, as SparseCommStrategy(method=...); got"
+            f" {method!r}."
         )

@@ -54,13 +54,36 @@ def measure_pairs(wire: Wire) -> list[Pair]:
 
 
 def slow_links(pairs: Sequence[Pair]) -> list[Pair]:
-    """The links that are far slower than the median of all; none where there are fewer than three."""
+    """The links that are far slower than the median of all, and those of ranks whose links are far slower than others'.
+
+    None where there are fewer than three. So one slow rank is found among three, of whose links most are slow.
+    """
     if len(pairs) < 3:
         return []
-    rtt, bandwidth = (statistics.median(getattr(pair, name) for pair in pairs) for name in ("rtt", "bandwidth"))
-    # Of short round trips, the processor's part is large, and uneven.
-    longest = _SLOW * rtt + 5e-4
-    return [pair for pair in pairs if pair.rtt > longest or pair.bandwidth < bandwidth / _SLOW]
+    all_links = _Median.of(pairs)
+    found = {pair for pair in pairs if all_links.far_below(pair)}
+    for rank in {rank for pair in pairs for rank in pair.ranks}:
+        own = [pair for pair in pairs if rank in pair.ranks]
+        others = _Median.of([pair for pair in pairs if rank not in pair.ranks])
+        median = _Median.of(own)
+        if others.far_below(Pair((rank, rank), median.rtt, median.bandwidth)):
+            found |= {pair for pair in own if others.far_below(pair)}
+    return [pair for pair in pairs if pair in found]
+
+
+@dataclass(frozen=True)
+class _Median:
+    rtt: float
+    bandwidth: float
+
+    @classmethod
+    def of(cls, pairs: Sequence[Pair]) -> "_Median":
+        return cls(*(statistics.median(getattr(pair, name) for pair in pairs) for name in ("rtt", "bandwidth")))
+
+    def far_below(self, pair: Pair) -> bool:
+        """Whether a link is far slower than this."""
+        # Of short round trips, the processor's part is large, and uneven.
+        return pair.rtt > _SLOW * self.rtt + 5e-4 or pair.bandwidth < self.bandwidth / _SLOW
 
 
 def pairings(ranks: int) -> Iterator[list[tuple[int, int]]]:

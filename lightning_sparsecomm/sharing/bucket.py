@@ -74,13 +74,20 @@ class BucketHook:
         self._wire = wire
         self._scales_loss = scales_loss
         self._started: list[tuple[Waiting, torch.futures.Future[list[Tensor]]]] = []
+        self._parameters: list[Parameter] = []
         self._in_buckets: set[int] = set()
         self._finds_unused = False
 
     def attach(self, in_buckets: Sequence[Parameter], finds_unused: bool) -> None:
         """Says which parameters DDP's reducer knows, and whether DDP agrees on unused ones after each backward pass."""
+        self._parameters = list(in_buckets)
         self._in_buckets = {id(parameter) for parameter in in_buckets}
         self._finds_unused = finds_unused
+
+    @property
+    def would_wait(self) -> bool:
+        """Whether DDP's reducer would wait for a gradient that the last backward pass has not given."""
+        return not self._finds_unused and any(parameter.grad is None for parameter in self._parameters)
 
     def not_in_buckets(self, parameters: NamedParameters) -> NamedParameters:
         """Those of the parameters that have to be averaged at the step."""

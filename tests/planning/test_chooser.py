@@ -15,8 +15,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sparsecomm import methods
 from lightning_sparsecomm.basis.wire import Wire
-from lightning_sparsecomm.planning import MeasuredLink, chooser
+from lightning_sparsecomm.planning import MeasuredLink, outlook
 from lightning_sparsecomm.planning.chooser import AutoChooser
+from lightning_sparsecomm.planning.outlook import Outlook
 from lightning_sparsecomm.planning.probe import measure_link
 from lightning_sparsecomm.planning.watch import DriftWatch, StepTimes
 from lightning_sparsecomm.run.engine import Engine
@@ -33,9 +34,10 @@ BATCHES = 30
 
 
 class Network(pl.LightningModule):
-    def __init__(self, adam: bool = False) -> None:
+    def __init__(self, adam: bool = False, unused: bool = False) -> None:
         super().__init__()
         self.adam = adam
+        self.unused = torch.nn.Linear(3, 3) if unused else None
         self.layers = torch.nn.Sequential(torch.nn.Linear(6, 20), torch.nn.Tanh(), torch.nn.Linear(20, 3))
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -70,12 +72,12 @@ def pretend(times: Times, later: Times | None = None, after: int = 10**9) -> Non
         if self._made > 2:
             self._steps.append((self.last, now(engine)["compute"], 0.0))
 
-    def predicted(self: AutoChooser, work: Any) -> Times:
+    def predicted(self: Outlook, choices: Any, work: Any) -> Times:
         known = now(self._engine)
-        return {name: known[name] - known["compute"] + work.seconds for name in self.choices}
+        return {name: known[name] - known["compute"] + work.seconds for name in choices}
 
     StepTimes.end = end  # type: ignore[method-assign]
-    AutoChooser._predicted = predicted  # type: ignore[method-assign]
+    Outlook.predicted = predicted  # type: ignore[method-assign, assignment]
 
 
 def train(
@@ -85,6 +87,7 @@ def train(
     times: tuple[Any, ...] | None,
     resume: str | None = None,
     adam: bool = False,
+    unused: bool = False,
     **options: Any,
 ) -> Any:
     """A fit; returns weights, the chooser's record, and what was said."""
@@ -94,7 +97,7 @@ def train(
     os.environ.update({"MASTER_ADDR": "localhost", "MASTER_PORT": "0"})
     torch.manual_seed(1)
     torch.set_num_threads(1)
-    model = Network(adam)
+    model = Network(adam, unused)
     strategy = "ddp" if method == "ddp" else SparseCommStrategy(method)  # type: ignore[arg-type]
     callbacks = (
         [ModelCheckpoint(folder, save_top_k=-1, save_on_train_epoch_end=True)] if options.pop("saves", False) else []
@@ -147,13 +150,13 @@ def test_on_a_slow_network_it_does_not_begin_with_ddp(tmp_path: Path) -> None:
 
 def far(rank: int, folder: str, learns: bool) -> Any:
     """Only 64 bytes could be measured over a long way: as many as were under way at once, in one round trip."""
-    predicted = AutoChooser._predicted
+    predicted = Outlook.predicted
     pretend({"ddp": 0.35, "ddp-bf16": 0.33, "sparsecomm": 0.2, "compute": 0.05, "wait": 0.1})
-    AutoChooser._predicted = predicted  # type: ignore[method-assign]
+    Outlook.predicted = predicted  # type: ignore[method-assign]
     points = {"all_reduce": [(8.0, 0.15), (64.0, 0.3)], "all_gather": [(8.0, 0.075), (64.0, 0.15)]}
-    chooser.measure_link = lambda *_: MeasuredLink(2, points)  # type: ignore[assignment, arg-type]
+    outlook.measure_link = lambda *_: MeasuredLink(2, points)  # type: ignore[assignment, arg-type]
     if not learns:
-        AutoChooser._fit = lambda *_: False  # type: ignore[method-assign]
+        Outlook.learn_rate = lambda *_: False  # type: ignore[method-assign]
     return train(rank, folder, methods.auto(), None)[1]
 
 
@@ -220,6 +223,40 @@ def test_when_the_network_recovers_it_returns_to_ddp(tmp_path: Path) -> None:
     for _, record, _ in found:
         assert record.current == "ddp"
         assert record.settled
+
+
+def test_it_does_not_return_to_ddp_where_that_would_wait_for_unused_parameters(tmp_path: Path) -> None:
+    def fit(rank: int) -> Any:
+        return train(rank, str(tmp_path), methods.auto(), (SLOW, FAST, 30), unused=True)
+
+    (weights, record, said), (others, _, _) = run_ranks(tmp_path, 2, fit)
+    np.testing.assert_array_equal(weights, others)
+    assert record.current == "sparsecomm"
+    assert (
+        sum("With SparseCommStrategy(methods.auto(), find_unused_parameters=True) it is one" in line for line in said)
+        == 1
+    )
+
+
+def test_ddps_buckets_say_what_unused_parameters_need(tmp_path: Path) -> None:
+    def fit(rank: int) -> Any:
+        return train(rank, str(tmp_path), methods.auto(), (FAST,), unused=True)
+
+    with pytest.raises(AssertionError, match=r"SparseCommStrategy\(methods\.auto\(\), find_unused_parameters=True\)"):
+        run_ranks(tmp_path, 2, fit)
+
+
+def test_late_in_a_run_only_what_saves_much_is_tried(tmp_path: Path) -> None:
+    """As after resuming with other ranks: of 60 steps, 15 are left."""
+    slow = {"ddp": 0.1, "ddp-bf16": 0.1, "sparsecomm": 1.0, "compute": 0.05, "wait": 0.9}
+    bit = {"ddp": 0.9, "ddp-bf16": 0.9, "sparsecomm": 1.0, "compute": 0.05, "wait": 0.9}
+    for later, expected in ((slow, "ddp"), (bit, "sparsecomm")):
+
+        def fit(rank: int, later: Times = later) -> Any:
+            return train(rank, str(tmp_path), methods.auto(), (SLOW, later, 65))
+
+        for _, record, _ in run_ranks(tmp_path, 2, fit):
+            assert record.current == expected
 
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
@@ -305,7 +342,7 @@ def _fabric(rank: int) -> Any:
     pretend(SLOW)
     points = [(8.0, 0.001), (1e6, 0.25)]
     link = MeasuredLink(2, {"all_reduce": points, "all_gather": points})
-    chooser.measure_link = lambda *_: link  # type: ignore[assignment, misc]
+    outlook.measure_link = lambda *_: link  # type: ignore[assignment, misc]
     os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
     os.environ.update({"MASTER_ADDR": "localhost", "MASTER_PORT": "0"})
     strategy = FabricStrategy(methods.auto())

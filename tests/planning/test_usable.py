@@ -11,7 +11,8 @@ from torch import nn
 from lightning_sparsecomm import methods
 from lightning_sparsecomm.basis.mirror import MirrorWire
 from lightning_sparsecomm.planning import usable
-from lightning_sparsecomm.planning.chooser import AutoChooser, Record
+from lightning_sparsecomm.planning.chooser import AutoChooser
+from lightning_sparsecomm.planning.record import Record
 from lightning_sparsecomm.planning.rehearsed import rehearse
 from lightning_sparsecomm.planning.usable import rehearsals, trained_by
 from lightning_sparsecomm.run.engine import Engine
@@ -56,8 +57,8 @@ def test_when_parameters_are_unfrozen_methods_are_rehearsed_anew() -> None:
     module, chooser = run(frozen=True)
     chooser.begin()
     module[0].requires_grad_(True)  # type: ignore[index]
-    chooser._look()
-    assert chooser._costs["ddp"].link_bytes == 4 * (4000 + 100)
+    chooser._outlook.look(chooser.choices)
+    assert chooser._outlook._costs["ddp"].link_bytes == 4 * (4000 + 100)
 
 
 def test_what_another_optimizers_turn_freezes_still_counts() -> None:

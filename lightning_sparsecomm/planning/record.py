@@ -1,0 +1,65 @@
+"""What a run that chooses its method knows of each."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from lightning_sparsecomm.methods.auto import BASELINE
+from lightning_sparsecomm.planning.links import MeasuredLink
+from lightning_sparsecomm.planning.quantities import as_rate, as_time
+
+# A method that is predicted to take at most so many times the best is tried, and at most so many are.
+_WORTH_TRYING, _MOST_TRIED = 1.3, 2
+
+# Of two methods that differ by less, the one that is closer to ddp is used.
+_ALIKE = 1.015
+
+
+@dataclass
+class Record:
+    """What is known of each method, by name; seconds per step.
+
+    Attributes:
+        current: The method in use.
+        settled: Whether it is chosen, and not only tried.
+        queue: Methods still to be tried.
+        measured, predicted: Seconds of a step; `predicted` as it was before the method was first measured.
+        ranks: How many measured; 0 where unknown.
+        history: Each switch and choice: the steps done, the method, why, and what was known then.
+    """
+
+    current: str = BASELINE
+    settled: bool = False
+    queue: list[str] = field(default_factory=list)
+    measured: dict[str, float] = field(default_factory=dict)
+    predicted: dict[str, float] = field(default_factory=dict)
+    ranks: int = 0
+    history: list[dict[str, object]] = field(default_factory=list)
+
+    @property
+    def worth_trying(self) -> list[str]:
+        """Methods whose predictions are near the best of them and of what was measured, the best first."""
+        rest = {name: seconds for name, seconds in self.predicted.items() if name != self.current}
+        bound = _WORTH_TRYING * min([*self.measured.values(), *rest.values()])
+        return sorted((name for name in rest if rest[name] <= bound), key=lambda name: rest[name])[:_MOST_TRIED]
+
+    def fastest_of(self, names: Iterable[str]) -> str:
+        """Of the methods that were measured, the first of `names` that is about as fast as the fastest."""
+        bound = _ALIKE * min(self.measured.values())
+        return next(name for name in names if self.measured.get(name, math.inf) <= bound)
+
+
+def reason(record: Record, link: MeasuredLink | None, chosen: str) -> str:
+    """The choice in words, with what was known."""
+    measured, predicted = record.measured, record.predicted
+    tried = [
+        f"{name} {as_time(seconds)}" + (f" (predicted {as_time(predicted[name])})" if name in predicted else "")
+        for name, seconds in measured.items()
+    ]
+    rest = [f"{name} {as_time(seconds)}" for name, seconds in predicted.items() if name not in measured]
+    words = f"chose {chosen}. A step takes: {', '.join(tried)}"
+    if rest:
+        words += f"; predicted: {', '.join(rest)}"
+    if link is not None:
+        words += f". Link: {as_rate(link.bandwidth)}, {as_time(link.latency)} a hop"
+    return f"{words}."
