@@ -95,7 +95,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
 def test_on_a_terminal_the_command_says_what_it_rehearses_and_that_the_processor_is_busy(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("time.process_time", lambda: 0.0)
+    monkeypatch.setattr("time.thread_time", lambda: 0.0)
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     main([*COMMAND, "--quality", "exact"])
     shown, said = capsys.readouterr()
