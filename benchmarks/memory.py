@@ -34,6 +34,7 @@ ROWS: dict[str, Callable[[], Method] | None] = {
     "s2_reducer()": methods.s2_reducer,
     "sbc1()": methods.sbc1,
     "default(), 300 steps": methods.default,
+    "default(), 4,000 steps": lambda: methods.default(every=2, residual_in_weights=True),
     "default(every=1), 4,000 steps": lambda: methods.default(every=1),
     "default(every=4), 4,000 steps": lambda: methods.default(every=4),
 }
