@@ -52,7 +52,8 @@ class Row(NamedTuple):
 ROWS = {
     "ddp": Row(lambda every, delay: DDPStrategy(), "all gradients, in each step"),
     "sparsecomm": Row(
-        lambda every, delay: SparseCommStrategy(), "the largest elements of each rank's update, in each step"
+        lambda every, delay: SparseCommStrategy(),
+        "the largest elements of each rank's update, in every step or every second one",
     ),
     "diloco": Row(
         lambda every, delay: SparseCommStrategy(methods.diloco(every=every)), "the weights' change, every few steps"

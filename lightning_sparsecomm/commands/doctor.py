@@ -65,7 +65,8 @@ def threads(environment: Mapping[str, str]) -> Iterator[Finding]:
             f" {text!r}. Unset it."
         )
     ranks = int(text)
-    line = f"{cores} cores; torch uses {each} threads in each rank; {ranks} ranks on this machine by LOCAL_WORLD_SIZE"
+    here = f"{ranks} rank{'s' if ranks != 1 else ''} on this machine by LOCAL_WORLD_SIZE"
+    line = f"{cores} cores; torch uses {each} threads in each rank; {here}"
     if ranks * each > cores:
         best = max(1, cores // ranks)
         yield Finding(
