@@ -68,8 +68,9 @@ def test_steps_between_exchanges_follow_the_length(kind: Any, length: float, exp
     assert every(engine) == {1}
     assert engine.follow_length() == length
     assert every(engine) == {expected}
-    in_weights = {sync.residual_in_weights for sync in parts_in(engine.registry.methods, GradientSync)}
-    assert (True in in_weights) is (563 <= length <= 5000)
+    used = [tracked.method for tracked in engine.registry.optimizers]
+    in_weights = {sync.residual_in_weights for sync in parts_in(used, GradientSync)}
+    assert in_weights == {kind is SGD and 563 <= length <= 5000}
     train(engine, module, 1)
     assert every(engine) == {expected}
 
