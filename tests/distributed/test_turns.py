@@ -15,7 +15,7 @@ from lightning_sparsecomm.basis.layout import Vector
 from lightning_sparsecomm.basis.parts import Part, parts_in
 from lightning_sparsecomm.basis.rounds import Round
 from lightning_sparsecomm.basis.wire import Wire
-from lightning_sparsecomm.channel import Channel, ErrorFeedback, LocalAdam, Memory, MomentumCorrection
+from lightning_sparsecomm.channel import AdamMoments, Channel, ErrorFeedback, Memory, MomentumCorrection
 from lightning_sparsecomm.channel.memory import NamedVector
 from lightning_sparsecomm.codecs import PayloadError, SparseCodec, TopK
 from lightning_sparsecomm.exchange import (
@@ -448,12 +448,13 @@ def frozen(value: object) -> Any:
 
 FROZEN: dict[str, Callable[[], Method]] = {
     # These runs train by SGD.
-    **{name: recipe for name, recipe in RECIPES.items() if not any(parts_in(recipe(), LocalAdam))},
+    **{name: recipe for name, recipe in RECIPES.items() if not any(parts_in(recipe(), AdamMoments))},
     "dgc": lambda: dgc(0.3, warmup_steps=0, clip=0.5),
     "sbc": lambda: sbc(0.3, every=2),
     "sbc, ahead": lambda: sbc(0.3, every=2, residual_in_weights=True),
     # All parameters are one layer.
-    "streaming_diloco": lambda: streaming_diloco(every=2, fragments=1),
+    "streaming_diloco": lambda: streaming_diloco(every=2, fragments=1, delay=1),
+    "dgc, ahead": lambda: dgc(0.3, warmup_steps=0, residual_in_weights=True),
     "local mode": lambda: gradient_dropping(0.3, local="partial", average_every=3, momentum_masking=True),
     "split": lambda: split(["first"], s2_reducer(), dgc(0.3, warmup_steps=0)),
     "with state": lambda: _stateful(GradientSync, True, "third"),
