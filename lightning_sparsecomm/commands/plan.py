@@ -7,6 +7,7 @@ import sys
 import time
 from typing import Any, get_args
 
+from lightning_sparsecomm.basis.arguments import renamed
 from lightning_sparsecomm.methods.auto import Quality
 from lightning_sparsecomm.planning import Network, Work, plan, square_layers
 from lightning_sparsecomm.planning.planner import optimizer_for
@@ -50,13 +51,12 @@ def run(options: argparse.Namespace) -> None:
     """Prints the plan."""
     parameters = square_layers(count("--parameters", options.parameters))
     network = Network(bits_per_second("--bandwidth", options.bandwidth), seconds("--rtt", options.rtt))
-    work = Work(seconds("--compute", options.compute), straggler=options.straggler)
+    with renamed(straggler="--straggler"):
+        work = Work(seconds("--compute", options.compute), straggler=options.straggler)
     length = math.inf if options.steps is None else float(count("--steps", options.steps))
     optimizer = optimizer_for(options.optimizer, parameters)
     if options.ranks < 1:
         raise ValueError(f"--ranks must be at least 1; got {options.ranks}. Give the number of processes that train.")
-    if not 1 <= options.straggler < math.inf:
-        raise ValueError(f"--straggler must be at least 1, and finite; got {options.straggler}. Leave it out for none.")
     # This thread's: with several, their times would add up to more than there is.
     begin, used = time.perf_counter(), time.thread_time()
     print("sparsecomm: rehearsing each method on this processor, which may take minutes", file=sys.stderr)

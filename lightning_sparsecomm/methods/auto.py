@@ -79,7 +79,6 @@ def check_switchable(method: Method) -> None:
     drifts = any(sync.drifts or sync.buffers != "broadcast" for each in chain for sync in each.syncs)
     if drifts or any(each.averaging is not None for each in chain):
         raise ValueError(
-            "candidates must keep replicas equal after each step, without local steps, a delay, and exchanges of"
-            " weights. Use one that does not by itself, as SparseCommStrategy(method=...); got"
-            f" {method!r}."
+            "candidates must keep replicas equal after each step: without local steps, a delay, or exchanges of"
+            f" weights. Use a method with these by itself, as SparseCommStrategy(method=...); got {method!r}."
         )

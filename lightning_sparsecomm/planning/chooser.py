@@ -5,8 +5,6 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 
-import torch
-
 from lightning_sparsecomm.methods.auto import BASELINE
 from lightning_sparsecomm.planning.links import MeasuredLink
 from lightning_sparsecomm.planning.model import Work
@@ -125,7 +123,7 @@ class AutoChooser:
             if self._first is not None:
                 self._use(*self._first, tracked)
             elif self.record.settled:
-                if self._watch.drifted(self._times.last, self._times.waited, self._device):
+                if self._watch.drifted(self._times.last, self._times.waited, self._outlook.device):
                     self._look_again(tracked)
             elif self._times.enough:
                 self._decide(tracked)
@@ -156,10 +154,6 @@ class AutoChooser:
         self._times.restart()
 
     @property
-    def _device(self) -> torch.device:
-        return self._engine.registry.named[0][1].device
-
-    @property
     def _has_choice(self) -> bool:
         return self._engine.wire.world_size > 1 and len(self.choices) > 1
 
@@ -167,7 +161,7 @@ class AutoChooser:
         """What to do when the method in use has been measured: try another one, or settle."""
         record = self.record
         mine = [*self._times.summary(), float(self._waits)]
-        step, computing, negative_overlap, waits = agreed(self._engine.wire, mine, self._device)
+        step, computing, negative_overlap, waits = agreed(self._engine.wire, mine, self._outlook.device)
         if waits and BASELINE in self.choices:
             self._leave_out_buckets()
         record.measured[record.current] = step
@@ -196,6 +190,7 @@ class AutoChooser:
 
     def _leave_out_buckets(self) -> None:
         self.choices = {name: each for name, each in self.choices.items() if not isinstance(each.syncs[0], BucketSync)}
+        self.record.keep(self.choices)
         self.say(
             "sparsecomm: ddp is no choice here, since a backward pass reaches only some of the parameters. With"
             " SparseCommStrategy(methods.auto(), find_unused_parameters=True) it is one."

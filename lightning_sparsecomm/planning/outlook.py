@@ -40,7 +40,7 @@ class Outlook:
         """Measures the network, and rehearses the methods where that was not done yet for these parameters. A
         collective."""
         engine, begin = self._engine, time.perf_counter()
-        self.link = measure_link(engine.wire, self._seconds, self._device)
+        self.link = measure_link(engine.wire, self._seconds, self.device)
         kinds = trained_by(engine)
         trained = sum(parameter.numel() for _, parameters in kinds for _, parameter in parameters)
         if trained != self._trained:
@@ -55,7 +55,7 @@ class Outlook:
         assert self.link is not None
         costs = [self._costs.get(name) for name in choices]
         mine = [math.inf if each is None else predict(each, self.link, work).seconds for each in costs]
-        return dict(zip(choices, agreed(self._engine.wire, mine, self._device)))
+        return dict(zip(choices, agreed(self._engine.wire, mine, self.device)))
 
     def learn_rate(self, step: float, work: Work) -> bool:
         """Learns a far link's rate from ddp's step, which has far more bytes than could be measured before it; whether
@@ -64,7 +64,7 @@ class Outlook:
         if link is None or cost is None or not link.far:
             return False
         found = link.fitted(lambda each: predict(cost, each, work).seconds, step).bandwidth
-        self.link = replace(link, rate=agreed(self._engine.wire, [found], self._device)[0])
+        self.link = replace(link, rate=agreed(self._engine.wire, [found], self.device)[0])
         return True
 
     def forget_run(self) -> None:
@@ -72,5 +72,6 @@ class Outlook:
         vars(self).pop("_engine", None)
 
     @property
-    def _device(self) -> torch.device:
+    def device(self) -> torch.device:
+        """The model's, on which ranks agree."""
         return self._engine.registry.named[0][1].device

@@ -1,7 +1,7 @@
 """What a run that chooses its method knows of each."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from lightning_sparsecomm.methods.auto import BASELINE
@@ -42,6 +42,12 @@ class Record:
         rest = {name: seconds for name, seconds in self.predicted.items() if name != self.current}
         bound = _WORTH_TRYING * min([*self.measured.values(), *rest.values()])
         return sorted((name for name in rest if rest[name] <= bound), key=lambda name: rest[name])[:_MOST_TRIED]
+
+    def keep(self, names: Collection[str]) -> None:
+        """Forgets the times of others than these methods, and does not try them any more."""
+        self.queue = [name for name in self.queue if name in names]
+        self.measured = {name: seconds for name, seconds in self.measured.items() if name in names}
+        self.predicted = {name: seconds for name, seconds in self.predicted.items() if name in names}
 
     def fastest_of(self, names: Iterable[str]) -> str:
         """Of the methods that were measured, the first of `names` that is about as fast as the fastest."""

@@ -131,11 +131,9 @@ class GradientSync(Sync):
         self.delay, self.every, self.residual_in_weights = delay, every, residual_in_weights
         if option := self._steps_alone:
             if self.takes_sparse or self.local != "none" or self.mask_momentum:
-                name = option.split("=")[0]
-                default = {"delay": 0, "every": 1}.get(name, False)
                 raise ValueError(
-                    f"{name} must be {default} with sparse gradients, a local mode, or masked momentum, which belong to"
-                    f" the step that computed the gradient; got {option}. Leave it out."
+                    f"{option.split('=')[0]} must be left out with sparse gradients, a local mode, or masked momentum,"
+                    f" which belong to the step that computed the gradient; got {option}."
                 )
             after = any(isinstance(each, (Momentum, SharedSign)) for each in self.channel.memories)
             if after or not self.channel.residuals:

@@ -217,7 +217,7 @@ def test_second_moments_become_those_of_the_mean_gradient(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("method", [sbc(), gradient_dropping(local="sum", average_every=10)], ids=["sbc", "local"])
 def test_methods_with_which_replicas_drift_are_no_candidates(method: Method) -> None:
-    with pytest.raises(ValueError, match="candidates must keep replicas equal after each step, without local steps"):
+    with pytest.raises(ValueError, match="candidates must keep replicas equal after each step: without local steps"):
         auto(candidates=[method])
 
 

@@ -125,10 +125,10 @@ def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("--bandwidth", "20", "--bandwidth must be .*got '20'. Write 100mbit"),
         ("--rtt", "20", "--rtt must be .*got '20'. Write 20ms"),
-        ("--ranks", "0", "ranks must be at least 1; got 0"),
-        ("--straggler", "0.5", "straggler must be at least 1, and finite; got 0.5"),
-        ("--straggler", "nan", "straggler must be at least 1, and finite; got nan"),
-        ("--straggler", "inf", "straggler must be at least 1, and finite; got inf"),
+        ("--ranks", "0", "--ranks must be at least 1; got 0. Give"),
+        ("--straggler", "0.5", "--straggler must be at least 1, and finite; got 0.5"),
+        ("--straggler", "nan", "--straggler must be at least 1, and finite; got nan"),
+        ("--straggler", "inf", "--straggler must be at least 1, and finite; got inf"),
         ("--compute", "1,5s", "--compute must be .*got '1,5s'. Write 20ms"),
     ],
 )

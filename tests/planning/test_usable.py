@@ -138,3 +138,23 @@ def test_a_single_process_goes_on_as_ddp() -> None:
     chooser.begin()
     assert chooser.record.current == "ddp"
     assert engines[0].registry.in_buckets
+
+
+def test_when_ddp_is_no_choice_any_more_a_trial_goes_on_without_it() -> None:
+    """Also where it was measured before, and the fastest."""
+    _, chooser = run()
+    chooser.load_state_dict(
+        state(current="sparsecomm", queue=["ddp-bf16"], measured={"ddp": 0.01}, predicted={"ddp": 0.01}, history=[{}])
+    )
+    chooser.begin()
+    chooser._waits = True
+    decide(chooser)
+    assert chooser.record.settled
+    assert chooser.record.current == "sparsecomm"
+    assert chooser.record.measured.keys() == {"sparsecomm"}
+    assert [*chooser.choices] == ["sparsecomm"]
+
+
+def test_candidates_are_a_list() -> None:
+    with pytest.raises(TypeError, match=r"candidates must be a list of methods.*got dgc\(density=0\.01\)"):
+        methods.auto(candidates=methods.dgc(0.01))  # type: ignore[arg-type]

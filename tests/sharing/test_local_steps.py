@@ -23,6 +23,13 @@ from tests.sharing.test_late import drawn
 
 RATES = (0.1, 0.2, 0.05, 0.0, 0.1, 0.3, 0.3, 1e-6, 0.2)
 
+OPTIMIZERS: list[tuple[Callable[..., Method], Any, dict[str, Any]]] = [
+    (lambda **o: dgc(warmup_steps=0, **o), SGD, {"momentum": 0.9}),
+    (lambda **o: dgc(warmup_steps=0, **o), SGD, {"momentum": 0.9, "nesterov": True, "maximize": True}),
+    (local_adam, AdamW, {"weight_decay": 0.0}),
+    (local_adam, Adam, {"maximize": True}),
+]
+
 
 class Training(test_late.Training):
     @property
@@ -40,15 +47,7 @@ def trained(method: Method, kind: Any, steps: int = len(RATES), **options: Any) 
 
 @pytest.mark.usefixtures("wire")
 @pytest.mark.parametrize("every", [2, 4])
-@pytest.mark.parametrize(
-    ("method", "kind", "options"),
-    [
-        (lambda **o: dgc(warmup_steps=0, **o), SGD, {"momentum": 0.9}),
-        (lambda **o: dgc(warmup_steps=0, **o), SGD, {"momentum": 0.9, "nesterov": True, "maximize": True}),
-        (local_adam, AdamW, {"weight_decay": 0.0}),
-        (local_adam, Adam, {"maximize": True}),
-    ],
-)
+@pytest.mark.parametrize(("method", "kind", "options"), OPTIMIZERS)
 def test_alone_a_rank_steps_as_if_it_exchanged_each_time(
     method: Callable[..., Method], kind: Any, options: dict[str, Any], every: int
 ) -> None:
@@ -61,14 +60,7 @@ def test_alone_a_rank_steps_as_if_it_exchanged_each_time(
 
 @pytest.mark.usefixtures("wire")
 @pytest.mark.parametrize("every", [1, 3])
-@pytest.mark.parametrize(
-    ("method", "kind", "options"),
-    [
-        (lambda **o: dgc(warmup_steps=0, **o), SGD, {"momentum": 0.9}),
-        (lambda **o: dgc(warmup_steps=0, **o), SGD, {"momentum": 0.9, "nesterov": True, "maximize": True}),
-        (local_adam, AdamW, {"weight_decay": 0.0}),
-    ],
-)
+@pytest.mark.parametrize(("method", "kind", "options"), OPTIMIZERS)
 def test_with_residuals_in_weights_a_rank_is_where_it_would_be_if_it_had_sent_all(
     method: Callable[..., Method], kind: Any, options: dict[str, Any], every: int
 ) -> None:
@@ -441,11 +433,14 @@ CHANNEL = Channel(Gather(SparseCodec(TopK(0.1))), [ErrorFeedback()])
         (lambda: local_adam(every=1.5), "every must be a whole number of optimizer steps, at least 1; got 1.5."),
         (lambda: default(residual_in_weights=True), "where the run's length chooses `every`, and this with it; got"),
         (lambda: default(every=0), "every must be a whole number, at least 1: optimizer steps between two exchanges"),
-        (lambda: GradientSync(CHANNEL, every=2, local="sum"), "every must be 1 with sparse gradients, a local mode"),
-        (lambda: GradientSync(CHANNEL, every=2, mask_momentum=True), "every must be 1 with sparse gradients"),
+        (
+            lambda: GradientSync(CHANNEL, every=2, local="sum"),
+            "every must be left out with sparse gradients, a local mode",
+        ),
+        (lambda: GradientSync(CHANNEL, every=2, mask_momentum=True), "every must be left out with sparse gradients"),
         (
             lambda: GradientSync(CHANNEL, residual_in_weights=True, mask_momentum=True),
-            "residual_in_weights must be False with sparse gradients",
+            "residual_in_weights must be left out with sparse gradients",
         ),
         (
             lambda: dgc(delay=1, residual_in_weights=True),

@@ -4,38 +4,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from lightning_sparsecomm import methods
-from lightning_sparsecomm.basis.mirror import MirrorWire
-from lightning_sparsecomm.sharing import DeltaSync
-from lightning_sparsecomm.sharing.delta_share import DeltaShare
 from lightning_sparsecomm.sharing.share import Turn
+from tests.sharing.mirrored import Mirrored
 
 
-class Training:
-    """Steps of a small network whose weights are exchanged with a rank that does the same."""
-
+class Training(Mirrored):
     def __init__(self, **options: Any) -> None:
-        torch.manual_seed(3)
-        self.network = nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 2))
-        self.optimizer = torch.optim.SGD(self.network.parameters(), lr=0.1)
-        sync = methods.sbc(density=0.2, momentum_masking=False, **options).syncs[0]
-        assert isinstance(sync, DeltaSync)
-        share = sync.start(self.optimizer, list(self.network.named_parameters()), MirrorWire(2))
-        assert isinstance(share, DeltaShare)
-        self.share, self.made = share, 0
-
-    def step(self) -> None:
-        inputs = torch.randn(7, 5, generator=torch.Generator().manual_seed(self.made))
-        self.share.before_step()
-        self.optimizer.zero_grad()
-        self.network(inputs).square().mean().backward()
-        self.share.before_update()
-        self.optimizer.step()
-        self.share.after_update()
-        self.share.after_step()
-        self.made += 1
+        super().__init__(methods.sbc(density=0.2, momentum_masking=False, **options))
 
     def exchange(self) -> None:
         turn = Turn("weights", self.made - 1)

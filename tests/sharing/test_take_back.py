@@ -2,13 +2,10 @@
 
 import pytest
 import torch
-from torch import nn
 
 from lightning_sparsecomm import methods
-from lightning_sparsecomm.basis.mirror import MirrorWire
-from lightning_sparsecomm.sharing import DeltaSync
-from lightning_sparsecomm.sharing.delta_share import DeltaShare
 from lightning_sparsecomm.sharing.share import Turn
+from tests.sharing.mirrored import Mirrored
 
 METHODS = [
     methods.sbc(density=0.2, every=2),
@@ -18,35 +15,9 @@ METHODS = [
 ]
 
 
-class Training:
-    """Some steps of a small network whose weights are exchanged with a rank that does the same."""
-
-    def __init__(self, method: methods.sbc | methods.sparse_loco | methods.diloco, dtype: torch.dtype) -> None:
-        torch.manual_seed(3)
-        self.network = nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 2)).to(dtype)
-        self.optimizer = torch.optim.SGD(self.network.parameters(), lr=0.1)
-        sync = method.syncs[0]
-        assert isinstance(sync, DeltaSync)
-        share = sync.start(self.optimizer, list(self.network.named_parameters()), MirrorWire(2))
-        assert isinstance(share, DeltaShare)
-        self.share, self.step, self.dtype = share, 0, dtype
-
-    def train(self) -> None:
-        inputs = torch.randn(7, 5, generator=torch.Generator().manual_seed(self.step)).to(self.dtype)
-        self.share.before_step()
-        self.optimizer.zero_grad()
-        self.network(inputs).square().mean().backward()
-        self.share.before_update()
-        self.optimizer.step()
-        self.share.after_update()
-        self.share.after_step()
-        self.step += 1
-
-    def weights(self) -> torch.Tensor:
-        return torch.cat([weight.detach().flatten() for weight in self.network.parameters()])
-
+class Training(Mirrored):
     def start(self) -> None:
-        self.share.prepare(Turn("weights", self.step))
+        self.share.prepare(Turn("weights", self.made))
         self.share.exchange()
 
 
@@ -60,8 +31,8 @@ def test_taken_back_and_repeated_is_as_if_it_had_not_failed(
         for _ in range(3):
             for training in (undisturbed, disturbed):
                 with torch.enable_grad():
-                    training.train()
-                    training.train()
+                    training.step()
+                    training.step()
             before, norm, steps = disturbed.weights(), disturbed.share.residual_norm(), disturbed.share.steps
             for _ in range(2):
                 disturbed.start()
@@ -78,7 +49,7 @@ def test_taken_back_and_repeated_is_as_if_it_had_not_failed(
 
 def test_before_the_exchange_there_is_nothing_to_take_back() -> None:
     training = Training(METHODS[0], torch.float32)
-    training.train()
+    training.step()
     before = training.weights()
     with torch.no_grad():
         training.share.take_back()
