@@ -403,7 +403,11 @@ def test_parameters_that_join_while_an_exchange_is_in_flight() -> None:
     [
         (Channel(DenseAllReduce(), [ErrorFeedback()]), {"delay": 2}, "delay must be 0 or 1, in optimizer steps; got 2"),
         (Channel(DenseAllReduce(), [ErrorFeedback()]), {"delay": True}, "delay must be 0 or 1, in .*; got True. Use 1"),
-        (Channel(DenseAllReduce(), [ErrorFeedback()]), {"delay": 1, "local": "sum"}, "must be 0 with .* local mode"),
+        (
+            Channel(DenseAllReduce(), [ErrorFeedback()]),
+            {"delay": 1, "local": "sum"},
+            "must be left out with .* local mode",
+        ),
         (Channel(DenseAllReduce(), [ErrorFeedback()]), {"delay": 1, "mask_momentum": True}, "or masked momentum"),
         (Channel(BlockReduce()), {"delay": 1, "sparse": True}, "delay must be left out with sparse gradients"),
         (Channel(DenseAllReduce()), {"delay": 1}, r"needs a channel with ErrorFeedback.*Use \[MomentumCorrection"),
