@@ -16,8 +16,9 @@ class FirstCallback(Callback):
     """Acts before all other callbacks: a strategy's own hooks run after them.
 
     When validation starts, the module holds the shared model, so that a callback that swaps in other weights, such as a
-    moving average, finds it there and is not overwritten. When training ends, replicas are settled. It also tells the
-    wire where the run is, for messages.
+    moving average, finds it there and is not overwritten. So it does from an epoch's end to the next one's start, but
+    for weights whose shared value would have to be averaged. When training ends, replicas are settled. It also tells
+    the wire where the run is, for messages.
 
     Args:
         engine: The run's engine.
@@ -36,10 +37,12 @@ class FirstCallback(Callback):
         self._engine.settle()
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self._engine.replicas.view_own()
         self._engine.wire.place = None
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         self._engine.wire.place = "the end of an epoch"
+        self._engine.replicas.view_shared(averages=False)
 
 
 class DeferredSaves(Callback):

@@ -111,17 +111,22 @@ class Replicas:
         """
         self.untrained.mark(self._buffers_by_name().__contains__)
 
-    def view_shared(self, collective: bool = True) -> bool:
-        """Writes the shared model into the module until `view_own`. It may average if all ranks call it together.
+    def view_shared(self, collective: bool = True, averages: bool = True) -> bool:
+        """Writes the shared model into the module until `view_own`.
 
-        Returns whether it did. It does not if replicas are equal, or if the module holds the shared model already.
+        Args:
+            collective: Whether all ranks call it together.
+            averages: Whether to average, too, what is shared in no other way; with `collective` only.
+
+        Returns:
+            Whether it did. It does not if replicas are equal, or if the module holds the shared model already.
         """
         if self._viewed is not None:
             return False
         for share in [share for each in self._registry.optimizers for share in each.shares.values() if collective]:
             share.before_view()
         kept = self._kept()
-        averaged = self._drifted() if collective else []
+        averaged = self._drifted() if collective and averages else []
         if not kept and not averaged:
             return False
         names = self._names()

@@ -95,6 +95,7 @@ class _Watch(pl.Callback):
         assert isinstance(strategy, SparseCommStrategy)
         held = {
             "weights": pl_module.state_dict(),
+            "a rank's own weights": strategy.engine.replicas.state_dict(buffers=False),
             "optimizer": trainer.optimizers[0].state_dict()["state"],
             "what the method holds": strategy.engine.state.state_dict()["streams"],
         }

@@ -11,7 +11,7 @@ import pytorch_lightning as pl
 import torch
 
 from lightning_sparsecomm.basis import Wire
-from lightning_sparsecomm.methods import dgc, local_adam
+from lightning_sparsecomm.methods import dgc, diloco, local_adam
 from lightning_sparsecomm.run.engine import Engine
 from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
 from tests.distributed.launch import run_ranks
@@ -313,21 +313,38 @@ def test_what_follows_a_rank_s_own_weights_is_saved_and_averaged_in_the_end(tmp_
 
 
 class Compare(pl.Callback):
-    """Notes where ranks have equal weights: after each step, and at the end of each epoch."""
+    """Notes where ranks have equal weights: after each step, and at the end of each epoch.
 
-    def __init__(self) -> None:
+    Args:
+        last: The step after which it stops training; None for all.
+    """
+
+    def __init__(self, last: int | None = None) -> None:
+        self.last = last
         self.after_steps: list[bool] = []
         self.after_epochs: list[bool] = []
+        # This rank's weights after an epoch's last step, and when the next epoch starts.
+        self.borders: list[tuple[list[float], list[float]]] = []
+        self._own: list[float] = []
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         self.after_steps.append(_alike(pl_module))
+        self._own = _flat(pl_module).tolist()
+        trainer.should_stop = trainer.should_stop or len(self.after_steps) == self.last
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.after_epochs.append(_alike(pl_module))
 
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.borders.append((self._own, _flat(pl_module).tolist()))
+
+
+def _flat(module: pl.LightningModule) -> torch.Tensor:
+    return torch.cat([each.detach().flatten() for each in module.parameters()])
+
 
 def _alike(module: pl.LightningModule) -> bool:
-    all_ranks = Wire().all_gather(torch.cat([each.detach().flatten() for each in module.parameters()]))
+    all_ranks = Wire().all_gather(_flat(module))
     return all(torch.equal(each, all_ranks[0]) for each in all_ranks)
 
 
@@ -359,3 +376,26 @@ def test_a_run_follows_its_length_and_ends_epochs_with_weights_that_all_share(
         assert epochs == [True, True]
     (line,) = ranks[0][2]
     assert ("every=2" in line) is (batches == 6)
+
+
+def _fit_until(rank: int, folder: Path, method: Any, last: int | None) -> tuple[list[bool], list[bool], list[Any]]:
+    outside_launcher(rank, 2)
+    compare = Compare(last)
+    train(folder, 2, method, 2, callbacks=(compare,), limit_train_batches=5)
+    return compare.after_steps, compare.after_epochs, compare.borders
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("method", [dgc(0.02, warmup_steps=0, every=2), diloco(every=4)])
+def test_an_epoch_that_is_stopped_early_ends_with_weights_that_all_share(tmp_path: Path, method: Any) -> None:
+    for after_steps, after_epochs, _ in run_ranks(tmp_path, 2, _fit_until, tmp_path, method, 2):
+        assert not after_steps[-1]
+        assert after_epochs == [True]
+
+
+def test_the_next_epoch_begins_with_a_rank_s_own_weights(tmp_path: Path) -> None:
+    for after_steps, after_epochs, borders in run_ranks(tmp_path, 2, _fit_until, tmp_path, diloco(every=4), None):
+        assert not after_steps[4]
+        assert after_epochs == [True, True]
+        before, after = borders[1]
+        assert before == after
