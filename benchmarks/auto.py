@@ -102,7 +102,7 @@ class Meter(pl.Callback):
         self.settled = self.changed = self.chosen = 0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # A strategy's own hook has measured the network before this.
+        # A strategy's own hook comes after this: measuring the network and loading kernels count.
         self.barrier.wait(600)
         self.ends = [time.perf_counter()]
 
@@ -186,7 +186,7 @@ def table(runs: list[Run]) -> str:
             for name, measured in record["measured"].items()
             if name in record["predicted"]
         ]
-        spent = record["measuring"] + auto.before - auto.skipped * auto.step
+        spent = auto.before - auto.skipped * auto.step
         cells = [cell[0], str(cell[1]), cell[2], *(f"{1000 * step:,.0f}" for step in steps), chosen]
         cells += [f"{steps[-1] / min(steps[:2]):.2f}", f"{steps[-1] / min(steps[:-1]):.2f}"]
         cells += [", ".join(f"{ratio:.2f}" for ratio in ratios), f"{max(0.0, spent) / (LENGTH * auto.step):.1%}"]

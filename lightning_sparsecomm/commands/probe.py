@@ -1,6 +1,7 @@
 """`sparsecomm probe`, under torchrun: what the network between the ranks takes, and which links are slow."""
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -101,9 +102,9 @@ def _as_dict(names: list[str], link: MeasuredLink, pairs: list[Pair], coding: fl
 def _text(names: list[str], link: MeasuredLink, pairs: list[Pair], coding: float) -> str:
     lines = [f"{len(names)} ranks. A hop takes {as_time(link.latency)}; a sum reaches {as_rate(link.bandwidth)}.", ""]
     lines.append(f"{'handed over':>14}{'sum':>12}    {'handed over':>14}{'gather':>12}")
-    for (size, seconds), (other, gathered) in zip(link.points["all_reduce"], link.points["all_gather"]):
-        cells = f"{as_bytes(size):>14}{as_time(seconds):>12}    {as_bytes(other):>14}{as_time(gathered):>12}"
-        lines.append(cells)
+    for points in itertools.zip_longest(link.points["all_reduce"], link.points["all_gather"]):
+        cells = [f"{as_bytes(point[0]):>14}{as_time(point[1]):>12}" if point else 26 * " " for point in points]
+        lines.append("    ".join(cells))
     slow = slow_links(pairs)
     shown = pairs if len(pairs) <= _MOST_PAIRS else slow
     if shown:

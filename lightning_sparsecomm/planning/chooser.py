@@ -125,7 +125,7 @@ class AutoChooser:
             elif self.record.settled:
                 if self._watch.drifted(self._times.last, self._times.waited, self._outlook.device):
                     self._look_again(tracked)
-            elif self._times.enough:
+            elif self._times.enough or (self._times.counted == 1 and self._is_hopeless()):
                 self._decide(tracked)
 
     def state_dict(self) -> State:
@@ -148,7 +148,7 @@ class AutoChooser:
         known = set(record.measured) | set(record.predicted) | set(record.queue)
         if not record.settled and not known <= choices.keys():
             # A trial goes on with the methods that it still may use.
-            record.queue, record.measured, record.predicted = [], {}, {}
+            record.forget()
         self.record = record
         adopt(self._engine, self.choices[record.current])
         self._times.restart()
@@ -157,16 +157,27 @@ class AutoChooser:
     def _has_choice(self) -> bool:
         return self._engine.wire.world_size > 1 and len(self.choices) > 1
 
-    def _decide(self, tracked: TrackedOptimizer) -> None:
-        """What to do when the method in use has been measured: try another one, or settle."""
-        record = self.record
+    def _agreed_step(self) -> tuple[float, Work]:
+        """Seconds of a step with the method in use, and what of them is computed. A collective."""
         mine = [*self._times.summary(), float(self._waits)]
         step, computing, negative_overlap, waits = agreed(self._engine.wire, mine, self._outlook.device)
         if waits and BASELINE in self.choices:
             self._leave_out_buckets()
-        record.measured[record.current] = step
+        return step, Work(computing, -negative_overlap if negative_overlap < 0 else None)
+
+    def _is_hopeless(self) -> bool:
+        """Whether the first step that counts says enough of the method in use. A collective."""
+        step, work = self._agreed_step()
+        self._times.expect(step)
+        known = self.record.measured or self._outlook.predicted(self.choices, work)
+        return self.record.is_far_behind(step, known)
+
+    def _decide(self, tracked: TrackedOptimizer) -> None:
+        """What to do when the method in use has been measured: try another one, or settle."""
+        record = self.record
+        step, work = self._agreed_step()
+        record.enter(step, briefly=not self._times.enough)
         if len(record.measured) == 1:
-            work = Work(computing, -negative_overlap if negative_overlap < 0 else None)
             known, outlook = self.link is not None and self.link.rate_is_known, self._outlook
             predicted = outlook.predicted(self.choices, work)
             if record.current == BASELINE and outlook.learn_rate(step, work):
@@ -177,6 +188,7 @@ class AutoChooser:
             left = self._engine.length - tracked.steps
             saved = left * (step - min(record.predicted.values(), default=step))
             record.queue = record.worth_trying if left > _LEFT or saved > _SAVED * step else []
+        record.queue = record.queue or record.to_try_again
         if record.queue:
             self._use(record.queue.pop(0), "to try it", tracked)
             return
@@ -201,7 +213,7 @@ class AutoChooser:
         record = self.record
         self._outlook.look(self.choices)
         record.history.append({"step": tracked.steps, "method": record.current, "why": "the step's time has drifted"})
-        record.measured, record.predicted, record.settled, record.queue = {}, {}, False, []
+        record.forget()
         self._decide(tracked)
 
     def _use(self, name: str, why: str, stepped: TrackedOptimizer | None = None, deliver: bool = True) -> None:

@@ -102,6 +102,7 @@ class MeasuredLink(Link):
         points: For each collective, pairs of bytes handed over, in rising order, and seconds. At least two. An
             all-to-all takes what a gather of one of its parts takes, and so does a message to each of the others.
         around: Seconds of the smallest sum around the ring, where others went straight; None where all went around.
+            Then the calls that a sum is made of tell what it takes, and `points` need only its smallest size.
         rate: Bits per second on the link beyond the largest size, where `fitted` has found it; None for what the two
             largest sizes tell.
 
@@ -140,18 +141,21 @@ class MeasuredLink(Link):
                 f"the link was measured with {self.ranks} ranks and {', '.join(self.points)}; got {ranks} ranks and"
                 f" {collective!r}. Measure again, or use planning.Network."
             )
-        goes_straight = not ring and straight(collective, handed_bytes, ranks, far_of(self.latency))
-        if self.around is not None and not goes_straight:
-            network = Network(self.bandwidth, self.latency, call=0.0, straight=False)
-            return network.seconds(collective, handed_bytes, ranks)
+        if self.around is not None:
+            calls = [] if ring else straight(collective, handed_bytes, ranks, far_of(self.latency))
+            if not calls:
+                network = Network(self.bandwidth, self.latency, call=0.0, straight=False)
+                return network.seconds(collective, handed_bytes, ranks)
+            if collective == "all_reduce":
+                return sum(self.seconds(*call, ranks) for call in calls)
         points = self.points[collective]
         at = min(max(bisect.bisect_left(points, (handed_bytes, 0.0)), 1), len(points) - 1)
         (x0, y0), (x1, y1) = points[at - 1], points[at]
         # Noise can make a larger size look faster.
-        slope = max(0.0, (y1 - y0) / (x1 - x0))
-        if handed_bytes > points[-1][0]:
-            slope = self._slope_beyond(collective, slope)
-        return max(y0 + slope * (handed_bytes - x0), min(y for _, y in points))
+        slope, least = max(0.0, (y1 - y0) / (x1 - x0)), min(y for _, y in points)
+        if handed_bytes > x1:
+            return max(y1, least) + self._slope_beyond(collective, slope) * (handed_bytes - x1)
+        return max(y0 + slope * (handed_bytes - x0), least)
 
     def _slope_beyond(self, collective: Collective, slope: float) -> float:
         """Seconds for each byte handed over beyond the largest size, given those between the two largest."""

@@ -1,7 +1,8 @@
 """Measures what collectives take between these very ranks."""
 
+import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,83 +12,125 @@ from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.planning.links import MeasuredLink
 
 # Bytes handed over; the largest tell the rate, and are left out on a link where they would take too long.
-_SIZES = (8, 16 * 2**10, 128 * 2**10, 2**20, 8 * 2**20)
+_SMALLEST = 8
+_SIZES = (_SMALLEST, 16 * 2**10, 128 * 2**10, 2**20, 8 * 2**20)
+# Over a long way, sizes that TCP's first window holds tell nothing about the rate.
+_FAR_SIZES = (_SMALLEST, 128 * 2**10, 512 * 2**10, 2 * 2**20, 8 * 2**20)
+_ROUND_TRIPS = 40
 _REPETITIONS = 3
 
-# Over a long way, the smallest of both takes longer than this together.
-_FAR_SECONDS = 0.03
+# Where the smallest sum and gather take longer than this together, other sizes are measured once.
+_SLOW_SECONDS = 0.03
+
+_KINDS: tuple[Collective, ...] = "all_reduce", "all_gather"
 
 
 def measure_link(wire: Wire, seconds: float = 1.0, device: torch.device | None = None) -> MeasuredLink:
     """Sums and gathers of growing size, as long as time allows. A collective; the result is equal on all ranks.
 
-    A gather hands each byte to all others, so it is measured with as many bytes on the link as the sum.
+    A gather hands each byte to all others, so it is measured with as many bytes on the link as the sum. Over a long
+    way, where sums are made of gathers, only gathers grow.
 
     Args:
         wire: Between which ranks.
-        seconds: About how long it may take; up to four times as long over a long way, where small sizes tell no rate.
-            Two sizes are measured in any case.
+        seconds: About how long it may take; up to four times as long over a long way, or forty round trips, as small
+            sizes tell no rate there. Two sizes are measured in any case.
         device: Where tensors are; the CPU by default.
     """
-    kinds: dict[Collective, Callable[[Tensor], object]] = {
-        "all_reduce": lambda tensor: wire.all_reduce_(tensor, PROBING),
-        "all_gather": lambda tensor: wire.all_gather(tensor, PROBING),
-    }
-    begin = time.perf_counter()
-    points: dict[Collective, list[tuple[float, float]]] = {kind: [] for kind in kinds}
-
-    def measure(size: int, repetitions: int) -> float:
-        """Enters what each kind takes with so many bytes; the seconds of both, equal on all ranks."""
-        for kind, collective in kinds.items():
-            elements = max(2, (2 * size // wire.world_size if kind == "all_gather" else size) // 4)
-            tensor = torch.ones(elements, device=device)
-            taken = []
-            for _ in range(repetitions):
-                since = time.perf_counter()
-                collective(tensor.clone())
-                if tensor.is_cuda:
-                    torch.cuda.synchronize(tensor.device)
-                taken.append(time.perf_counter() - since)
-            points[kind].append((4.0 * elements, min(taken)))
-        return sum(agreed(wire, [several[-1][1] for several in points.values()], device))
-
+    measuring = _Measuring(wire, device)
     # Ranks come here one after another: the first call waits for the last of them.
     agreed(wire, [0.0], device)
-    smallest = measure(_SIZES[0], 1)
-    far = smallest > _FAR_SECONDS
-    if not far:
-        for kind in kinds:
-            points[kind].clear()
-        smallest = measure(_SIZES[0], _REPETITIONS)
-    # Over a long way, sizes that a window holds tell nothing about the rate.
-    sizes = _SIZES[2:] if far else _SIZES[1:]
-    repetitions = 1 if far else _REPETITIONS
-    for size, larger in zip(sizes, (*sizes[1:], None)):
-        slowest = measure(size, repetitions)
-        spent = agreed(wire, [time.perf_counter() - begin], device)[0]
-        if larger is None:
+    if wire.far:
+        return _measure_far(measuring, seconds)
+    slow = measuring.take(_SMALLEST, 1) > _SLOW_SECONDS
+    repetitions = 1 if slow else _REPETITIONS
+    if not slow:
+        measuring.forget()
+        measuring.take(_SMALLEST, repetitions)
+    for size, larger in itertools.zip_longest(_SIZES[1:], _SIZES[2:]):
+        taken = measuring.take(size, repetitions)
+        # As if only bytes counted. Ranks also have to agree on what it took.
+        if larger is None or measuring.spent + taken * larger / size + measuring.smallest > seconds:
             break
-        # As if only bytes counted, beyond what the smallest size takes over a long way.
-        next_slowest = slowest * larger / size
-        if far:
-            next_slowest = smallest + (slowest - smallest) * larger / size
-        # Ranks also have to agree on what it took.
-        if next_slowest + smallest > (4 * seconds if far else seconds) - spent:
-            break
-        repetitions = _REPETITIONS if next_slowest < seconds / 10 else 1
-    flat = [time for several in points.values() for _, time in several] + ([_around(wire)] if wire.far else [])
-    times = iter(agreed(wire, flat, device))
-    found = {kind: [(size, next(times)) for size, _ in several] for kind, several in points.items()}
-    return MeasuredLink(wire.world_size, found, next(times, None))
+        repetitions = _REPETITIONS if taken * larger / size < seconds / 10 else 1
+    return measuring.link()
 
 
-def _around(wire: Wire) -> float:
-    """Seconds of the smallest sum around the ring, as DDP makes it."""
-    begin = time.perf_counter()
-    waiting, work = wire.start_sum(torch.ones(2), PROBING)
-    with waiting:
-        work.wait()
-    return time.perf_counter() - begin
+def _measure_far(measuring: "_Measuring", seconds: float) -> MeasuredLink:
+    """Gathers that grow until they fill the link."""
+    measuring.take(_SMALLEST, 1)
+    around = measuring.take_around()
+    taken, link = measuring.take(_FAR_SIZES[1], 1, _KINDS[1:]), measuring.link(around)
+    for size, larger in itertools.pairwise(_FAR_SIZES[1:]):
+        if link.rate_is_known:
+            least = measuring.points["all_gather"][0][1]
+            bound, until = least + (taken - least) * larger / size, seconds
+        else:
+            # So many bytes were under way at once: at least as many get through in each round trip.
+            bound, until = taken + link.latency * larger / size, max(4 * seconds, _ROUND_TRIPS * link.latency)
+        if measuring.spent + bound + measuring.smallest > until:
+            break
+        taken, link = measuring.take(larger, 1, _KINDS[1:]), measuring.link(around)
+    return link
+
+
+class _Measuring:
+    """Collectives that are being measured.
+
+    Attributes:
+        points: For each kind, bytes handed over and seconds, equal on all ranks.
+        smallest: Seconds of the first ones, together.
+        spent: Seconds until the last one ended, equal on all ranks.
+    """
+
+    def __init__(self, wire: Wire, device: torch.device | None) -> None:
+        self.points: dict[Collective, list[tuple[float, float]]] = {kind: [] for kind in _KINDS}
+        self.smallest = self.spent = 0.0
+        self._wire, self._device = wire, device
+        self._begin = time.perf_counter()
+        self._calls: dict[Collective, Callable[[Tensor], object]] = {
+            "all_reduce": lambda tensor: wire.all_reduce_(tensor, PROBING),
+            "all_gather": lambda tensor: wire.all_gather(tensor, PROBING),
+        }
+
+    def forget(self) -> None:
+        """Measures anew from the smallest size on."""
+        for kind in self.points:
+            self.points[kind].clear()
+
+    def take(self, size: int, repetitions: int, kinds: Sequence[Collective] = _KINDS) -> float:
+        """Enters what each kind takes with so many bytes; the seconds of all, equal on all ranks. A collective."""
+        ranks = self._wire.world_size
+        elements = {kind: max(2, (2 * size // ranks if kind == "all_gather" else size) // 4) for kind in kinds}
+        fastest = [self._fastest(kind, elements[kind], repetitions) for kind in kinds]
+        *fastest, self.spent = agreed(self._wire, [*fastest, time.perf_counter() - self._begin], self._device)
+        for kind, seconds in zip(kinds, fastest):
+            self.points[kind].append((4.0 * elements[kind], seconds))
+        if size == _SMALLEST:
+            self.smallest = sum(fastest)
+        return sum(fastest)
+
+    def take_around(self) -> float:
+        """Seconds of the smallest sum around the ring, as DDP makes it, equal on all ranks. A collective."""
+        begin = time.perf_counter()
+        waiting, work = self._wire.start_sum(torch.ones(2), PROBING)
+        with waiting:
+            work.wait()
+        return agreed(self._wire, [time.perf_counter() - begin], self._device)[0]
+
+    def link(self, around: float | None = None) -> MeasuredLink:
+        """The link by what was measured so far."""
+        return MeasuredLink(self._wire.world_size, {kind: [*each] for kind, each in self.points.items()}, around)
+
+    def _fastest(self, kind: Collective, elements: int, repetitions: int) -> float:
+        tensor, taken = torch.ones(elements, device=self._device), []
+        for _ in range(repetitions):
+            since = time.perf_counter()
+            self._calls[kind](tensor.clone())
+            if tensor.is_cuda:
+                torch.cuda.synchronize(tensor.device)
+            taken.append(time.perf_counter() - since)
+        return min(taken)
 
 
 def agreed(wire: Wire, numbers: list[float], device: torch.device | None = None) -> list[float]:

@@ -1,7 +1,7 @@
 """What a run that chooses its method knows of each."""
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from lightning_sparsecomm.methods.auto import BASELINE
@@ -10,6 +10,9 @@ from lightning_sparsecomm.planning.quantities import as_rate, as_time
 
 # A method that is predicted to take at most so many times the best is tried, and at most so many are.
 _WORTH_TRYING, _MOST_TRIED = 1.3, 2
+
+# A trial ends early where a step takes so many times what it does with the best of the others.
+_FAR_BEHIND = 1.5
 
 # Of two methods that differ by less, the one that is closer to ddp is used.
 _ALIKE = 1.015
@@ -23,6 +26,7 @@ class Record:
         current: The method in use.
         settled: Whether it is chosen, and not only tried.
         queue: Methods still to be tried.
+        brief: Methods whose trial has ended early, as they seemed to be far behind.
         measured, predicted: Seconds of a step; `predicted` as it was before the method was first measured.
         ranks: How many measured; 0 where unknown.
         history: Each switch and choice: the steps done, the method, why, and what was known then.
@@ -31,6 +35,7 @@ class Record:
     current: str = BASELINE
     settled: bool = False
     queue: list[str] = field(default_factory=list)
+    brief: list[str] = field(default_factory=list)
     measured: dict[str, float] = field(default_factory=dict)
     predicted: dict[str, float] = field(default_factory=dict)
     ranks: int = 0
@@ -43,9 +48,29 @@ class Record:
         bound = _WORTH_TRYING * min([*self.measured.values(), *rest.values()])
         return sorted((name for name in rest if rest[name] <= bound), key=lambda name: rest[name])[:_MOST_TRIED]
 
+    def enter(self, seconds: float, briefly: bool) -> None:
+        """Enters a step's time with the method in use, and whether its trial has ended early."""
+        self.measured[self.current] = seconds
+        self.brief = [name for name in self.brief if name != self.current] + [self.current] * briefly
+
+    def is_far_behind(self, seconds: float, known: Mapping[str, float]) -> bool:
+        """Whether a step with the method in use takes far longer than with the best of the others, as known."""
+        others = [each for name, each in known.items() if name != self.current]
+        return seconds > _FAR_BEHIND * min(others, default=math.inf)
+
+    @property
+    def to_try_again(self) -> list[str]:
+        """Methods that are not far behind what was measured, though they had seemed to be."""
+        bound = _FAR_BEHIND * min(self.measured.values())
+        return [name for name in self.brief if self.measured[name] <= bound]
+
+    def forget(self) -> None:
+        """Forgets all times: everything is to be measured anew."""
+        self.settled, self.queue, self.brief, self.measured, self.predicted = False, [], [], {}, {}
+
     def keep(self, names: Collection[str]) -> None:
         """Forgets the times of others than these methods, and does not try them any more."""
-        self.queue = [name for name in self.queue if name in names]
+        self.queue, self.brief = ([name for name in each if name in names] for each in (self.queue, self.brief))
         self.measured = {name: seconds for name, seconds in self.measured.items() if name in names}
         self.predicted = {name: seconds for name, seconds in self.predicted.items() if name in names}
 

@@ -12,11 +12,14 @@ from lightning_sparsecomm.basis.ledger import PROBING
 from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.run.engine import Engine
 
-# After a switch: steps that touch new memory, and steps that count.
-_SKIPPED, _MEASURED = 2, 5
+# Medians are of steps for so long, as whatever else the machine does disturbs short ones more.
+_SECONDS = 0.2
 
-# A step's time has drifted if the median of so many steps is so far from what it was.
-_WINDOW, _DRIFT = 4, 1.5
+# After a switch: steps that touch new memory, and the fewest and most steps that count.
+_SKIPPED, _FEWEST, _MOST = 2, 5, 50
+
+# A step's time has drifted if the median of so many steps, from fewest to most, is so far from what it was.
+_WINDOW, _WIDEST, _DRIFT = 4, 16, 1.5
 
 # So has its waiting, by that factor, and by so much of a step.
 _WAIT_DRIFT, _MUCH = 2.0, 0.15
@@ -39,13 +42,17 @@ class StepTimes:
         self._since: float | None = None
         self._ended = time.perf_counter()
         self._communicated = self._waiting = 0.0
-        self._made = 0
-        self._steps: deque[tuple[float, float, float]] = deque(maxlen=_MEASURED)
+        self._made, self._needed = 0, _FEWEST
+        self._steps: deque[tuple[float, float, float]] = deque(maxlen=_MOST)
 
     def restart(self) -> None:
         """Forgets what was measured, for another method."""
-        self._made = 0
+        self._made, self._needed = 0, _FEWEST
         self._steps.clear()
+
+    def expect(self, seconds: float) -> None:
+        """Steps take about so long, equally on all ranks: takes so many that their times can be trusted."""
+        self._needed = steps_for(seconds, _FEWEST, _MOST)
 
     def begin(self) -> None:
         """Marks the begin of a step, unless it has begun: validation and saving in between do not count."""
@@ -67,14 +74,19 @@ class StepTimes:
         self._since, self._ended, self._communicated = None, now, self._exchanging()
 
     @property
+    def counted(self) -> int:
+        """Steps that were measured since the last switch."""
+        return len(self._steps)
+
+    @property
     def enough(self) -> bool:
-        """Whether enough steps were measured since the last switch."""
-        return len(self._steps) >= _MEASURED
+        """Whether enough steps were."""
+        return self.counted >= self._needed
 
     def summary(self) -> list[float]:
         """Medians of the last steps: the whole, what is computed besides the exchange, and the negative of the time
         between DDP's first and last bucket (0 without buckets); so the largest over ranks is what counts."""
-        return [statistics.median(column) for column in zip(*self._steps)]
+        return [statistics.median(column) for column in zip(*list(self._steps)[-self._needed :])]
 
     @property
     def _clock(self) -> dict[str, float]:
@@ -97,14 +109,16 @@ class DriftWatch:
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
         self._step = self._waited = math.nan
-        self._recent: deque[tuple[float, float]] = deque(maxlen=_WINDOW)
+        self._window = _WINDOW
+        self._recent: deque[tuple[float, float]] = deque(maxlen=_WIDEST)
         self._flags = torch.zeros(1)
         self._wait: Callable[[], None] | None = None
         self._steps, self._patience = 0, _PATIENCE // 2
 
     def begin(self, seconds: float) -> None:
-        """Begins to watch, after a choice: a step takes so many seconds."""
+        """Begins to watch, after a choice: a step takes so many seconds, equally on all ranks."""
         self._step, self._waited, self._steps = seconds, math.nan, 0
+        self._window = steps_for(seconds, _WINDOW, _WIDEST)
         self._recent.clear()
         self._patience *= 2
 
@@ -115,12 +129,12 @@ class DriftWatch:
         """
         self._recent.append((seconds, waited))
         self._steps += 1
-        if self._steps % _WINDOW:
+        if self._steps % self._window:
             return False
         if self._found():
             self._steps = 0
             return True
-        step, wait = (statistics.median(column) for column in zip(*self._recent))
+        step, wait = (statistics.median(column) for column in zip(*list(self._recent)[-self._window :]))
         if math.isnan(self._step):
             # Of a resumed run.
             self._step = step
@@ -144,3 +158,12 @@ class DriftWatch:
         self._wait()
         self._wait = None
         return bool(self._flags.item() > 0)
+
+
+def steps_for(seconds: float, least: int, most: int) -> int:
+    """How many steps of so many seconds tell their time.
+
+    >>> steps_for(0.3, 5, 50), steps_for(0.01, 5, 50)
+    (5, 20)
+    """
+    return most if most * seconds <= _SECONDS else max(least, math.ceil(_SECONDS / seconds))

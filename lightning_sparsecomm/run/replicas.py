@@ -114,12 +114,9 @@ class Replicas:
     def view_shared(self, collective: bool = True, averages: bool = True) -> bool:
         """Writes the shared model into the module until `view_own`.
 
-        Args:
-            collective: Whether all ranks call it together.
-            averages: Whether to average, too, what is shared in no other way; with `collective` only.
-
-        Returns:
-            Whether it did. It does not if replicas are equal, or if the module holds the shared model already.
+        If all ranks call it together, `collective`, it may average what is shared in no other way; not without
+        `averages`. Returns whether it did. It does not if replicas are equal, or if the module holds the shared model
+        already.
         """
         if self._viewed is not None:
             return False

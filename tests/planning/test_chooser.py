@@ -148,6 +148,32 @@ def test_on_a_slow_network_it_does_not_begin_with_ddp(tmp_path: Path) -> None:
     )
 
 
+BEHIND = {"ddp": 0.4, "ddp-bf16": 0.3, "sparsecomm": 0.2, "compute": 0.1, "wait": 0.06}
+"""ddp is far behind, but not so far that the run does not begin with it."""
+
+
+def test_a_trial_that_is_far_behind_ends_after_one_step_that_counts(tmp_path: Path) -> None:
+    for _, record, _ in run_ranks(tmp_path, 2, train, str(tmp_path), methods.auto(), (BEHIND,)):
+        assert switches(record) == [(3, "sparsecomm"), (10, "sparsecomm")]
+        assert record.measured == {"ddp": 0.4, "sparsecomm": 0.2}
+
+
+@pytest.mark.parametrize(("ddp", "chosen"), [(0.36, "sparsecomm"), (0.3, "ddp")])
+def test_what_was_not_far_behind_after_all_is_tried_again(tmp_path: Path, ddp: float, chosen: str) -> None:
+    """sparsecomm was predicted too fast."""
+    later = BEHIND | {"ddp": ddp, "sparsecomm": 0.34}
+    for _, record, _ in run_ranks(tmp_path, 2, train, str(tmp_path), methods.auto(), (BEHIND, later, 4)):
+        assert switches(record) == [(3, "sparsecomm"), (10, "ddp"), (17, chosen)]
+        assert record.measured == {"ddp": ddp, "sparsecomm": 0.34}
+        assert record.brief == []
+
+
+def test_short_steps_are_tried_longer(tmp_path: Path) -> None:
+    short = {name: each / 10 for name, each in FAST.items()}
+    for _, record, _ in run_ranks(tmp_path, 2, train, str(tmp_path), methods.auto(), (short,)):
+        assert switches(record) == [(22, "ddp-bf16"), (43, "ddp")]
+
+
 def far(rank: int, folder: str, learns: bool) -> Any:
     """Only 64 bytes could be measured over a long way: as many as were under way at once, in one round trip."""
     predicted = Outlook.predicted
@@ -315,6 +341,7 @@ def _two_optimizers(rank: int, folder: str, clips: bool) -> Any:
         self._use("ddp" if self.record.current == "sparsecomm" else "sparsecomm", "", tracked)
 
     AutoChooser._decide = decide  # type: ignore[method-assign]
+    AutoChooser._is_hopeless = lambda self: False  # type: ignore[method-assign]
     model = TwoOptimizers(clips)
     strategy = SparseCommStrategy(methods.auto(), check_replicas_every=1, find_unused_parameters=True)
     options: dict[str, Any] = {"devices": 2, "max_epochs": 1, "enable_checkpointing": False, **QUIET}
@@ -426,6 +453,17 @@ def test_a_drift_that_one_rank_sees_is_seen_by_all(tmp_path: Path) -> None:
     found = run_ranks(tmp_path, 2, _watch, [steady, slower])
     assert found[0] == found[1]
     assert 30 < found[0][0] <= 42
+
+
+def _watch_short(rank: int) -> list[int]:
+    watch = DriftWatch(Wire())
+    watch.begin(0.01)
+    slow = [40 <= step < 47 for step in range(120)]
+    return [step for step, each in enumerate(slow) if watch.drifted(0.03 if each else 0.01, 0.001)]
+
+
+def test_seven_short_steps_are_no_drift(tmp_path: Path) -> None:
+    assert run_ranks(tmp_path, 2, _watch_short) == [[], []]
 
 
 def test_a_few_slow_steps_are_no_drift(tmp_path: Path) -> None:
