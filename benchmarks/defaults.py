@@ -385,7 +385,7 @@ def spread(values: list[float], sign: str = "", decimals: int = 2) -> str:
 
 
 def plot(found: list[Row], path: Path) -> None:
-    """Loss from ddp's by bytes, a panel for each optimizer and number of steps."""
+    """Loss by ddp's and by bytes, a panel for each optimizer and number of steps."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -400,11 +400,18 @@ def plot(found: list[Row], path: Path) -> None:
         for row in found:
             if (row.cell[2], row.cell[1]) != (steps, optimizer) or not row.losses:
                 continue
-            errors = statistics.stdev(row.losses) / len(row.losses) ** 0.5 if len(row.losses) > 1 else 0
+            # Of their own seeds' mean loss with ddp.
+            whole = statistics.mean(each["loss"] for each in row.baseline) / 100
+            errors = statistics.stdev(row.losses) / len(row.losses) ** 0.5 / whole if len(row.losses) > 1 else 0
             color, marker = f"C{tasks.index(row.cell[0])}", "osD^vP*X<>"[names.index(row.strategy) % 10]
-            axis.errorbar(row.fewer, statistics.mean(row.losses), errors, color=color, marker=marker, capsize=3)
+            mean = statistics.mean(row.losses) / whole
+            axis.errorbar(row.fewer, mean, errors, color=color, marker=marker, capsize=3)
         axis.set(xscale="log", title=f"{optimizer}, {steps:,} steps", xlabel="times fewer bytes than ddp, whole run")
-    axes[0][0].set_ylabel("held-out loss, difference from ddp's")
+        axis.set_xticks([1, 2, 5, 10, 20, 50, 100], minor=False)
+        axis.minorticks_off()
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("held-out loss, % from ddp's")
     shown = [plt.Line2D([], [], color=f"C{number}", label=task) for number, task in enumerate(tasks)]
     shown += [
         plt.Line2D([], [], color="0.3", linestyle="", marker="osD^vP*X<>"[number % 10], label=name)
@@ -430,7 +437,7 @@ def main() -> None:
     parser.add_argument("--tune", action="store_true", help="all rates of tasks.py, on held-out training data")
     parser.add_argument("--output", type=Path, default=Path("defaults.json"))
     parser.add_argument("--resume", action="store_true", help="keep the runs in --output")
-    parser.add_argument("--plot", type=Path, help="file for a plot of loss by bytes")
+    parser.add_argument("--plot", type=Path, help="file for a plot of --strategies and --steps")
     parser.add_argument("--only-print", action="store_true", help="print the table of --output")
     options = parser.parse_args()
     quieten()
@@ -461,7 +468,8 @@ def main() -> None:
         found = rows(runs)
         print(table(found))
         if options.plot is not None:
-            plot(found, options.plot)
+            chosen = [row for row in found if row.strategy in options.strategies and row.cell[2] in options.steps]
+            plot(chosen, options.plot)
     print(f"\n{made_with(each['commit'] for each in runs)}")
 
 

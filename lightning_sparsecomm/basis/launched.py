@@ -8,13 +8,14 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_sparsecomm.basis.far import FarWire
 from lightning_sparsecomm.basis.groups import destroy_all
 from lightning_sparsecomm.basis.wire import Waiting, Wire
 
 
 @contextmanager
 def joined(timeout: timedelta) -> Iterator[Wire]:
-    """A wire between the processes that a launcher such as torchrun has started, on Gloo.
+    """A wire as trainings have between the processes that a launcher such as torchrun has started, on Gloo.
 
     Raises:
         ValueError: No launcher has set the environment.
@@ -37,7 +38,7 @@ def joined(timeout: timedelta) -> Iterator[Wire]:
             " with one --master-addr and --master-port, and see `sparsecomm doctor` for the network card."
         ) from error
     try:
-        yield Wire()
+        yield FarWire.apart()
     finally:
         destroy_all()
 

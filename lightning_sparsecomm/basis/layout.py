@@ -165,18 +165,26 @@ def mean(vectors: Iterable[SparseVector | Tensor], dtype: torch.dtype) -> Sparse
                 sparse.append(vector)
                 continue
         if total is None:
-            values, size = vector[1:] if isinstance(vector, SparseVector) else (vector, vector.numel())
-            total = zeros(size, values, dtype)
+            total = _zeros_for(vector, dtype)
             for earlier in sparse:
                 add_to_(total, earlier)
             sparse.clear()
         add_to_(total, vector)
+        # Before the next one is made.
+        del vector
     if total is not None:
         return total.div_(count)
     values = torch.cat([vector.values.to(dtype) for vector in sparse])
     kernels = kernels_for(values.device, dtype)
     indices, sums = kernels.add_up(torch.cat([vector.indices for vector in sparse]), values)
     return SparseVector(indices, sums.div_(count), sparse[0].size)
+
+
+def _zeros_for(vector: SparseVector | Tensor, dtype: torch.dtype) -> Tensor:
+    """A dense vector of zeros, as long as this one."""
+    if isinstance(vector, SparseVector):
+        return zeros(vector.size, vector.values, dtype)
+    return zeros(vector.numel(), vector, dtype)
 
 
 def add_to_(total: Tensor, vector: SparseVector | Tensor, factor: float = 1) -> Tensor:

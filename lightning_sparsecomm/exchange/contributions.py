@@ -42,7 +42,7 @@ class GatherContributions(Gather):
         self.of_senders, self.clip_to_median = of_senders, clip_to_median
 
     def combined(
-        self, vectors: Iterator[SparseVector | Tensor], rank: int, dtype: torch.dtype
+        self, vectors: Iterator[SparseVector | Tensor], own: int, dtype: torch.dtype
     ) -> tuple[SparseVector | Tensor, SparseVector | Tensor]:
         sent = list(vectors)
         if self.clip_to_median:
@@ -51,7 +51,7 @@ class GatherContributions(Gather):
             largest = float(torch.tensor(norms, dtype=torch.float64).median())
             sent = [_scaled(each, largest / norm) if norm > largest else each for each, norm in zip(sent, norms)]
         if not self.of_senders:
-            return mean(iter(sent), dtype), sent[rank]
+            return mean(iter(sent), dtype), sent[own]
         total = torch.zeros(_size(sent[0]), dtype=dtype, device=_values(sent[0]).device)
         senders = torch.zeros_like(total)
         for each in sent:
@@ -63,7 +63,7 @@ class GatherContributions(Gather):
                 if isinstance(each, SparseVector)
                 else (values != 0).to(dtype),
             )
-        return total.div_(senders.clamp_(min=1)), sent[rank]
+        return total.div_(senders.clamp_(min=1)), sent[own]
 
     def __repr__(self) -> str:
         return (

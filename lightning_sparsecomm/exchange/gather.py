@@ -1,5 +1,6 @@
 """Each rank sends one payload to all others, and all ranks decode all payloads."""
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import ClassVar, Protocol
@@ -79,29 +80,34 @@ class Gather(Exchange):
         # Open all before using any: ranks agree on which error comes first, and nothing is half done.
         envelopes = [open_envelope(gathered[rank], layout, rank) for rank in range(wire.world_size)]
         present = read_envelopes(envelopes, context)
+        # What this rank has sent is kept. A sum of two is the same in either order, so that can come last.
+        order = [1 - wire.rank, wire.rank] if wire.world_size == 2 else list(range(wire.world_size))
 
         def vectors() -> Iterator[SparseVector | Tensor]:
-            for rank, received in enumerate(envelopes):
-                here = () if x.carries else received.present
-                yield masked(decoded(self.compressor, received.body, layout.size, rank, device), here, layout)
+            for rank in order:
+                here = () if x.carries else envelopes[rank].present
+                yield masked(decoded(self.compressor, envelopes[rank].body, layout.size, rank, device), here, layout)
 
-        shared, sent = self.combined(vectors(), wire.rank, x.values.dtype)
+        shared, sent = self.combined(vectors(), order.index(wire.rank), x.values.dtype)
         count_clamped(sent, self.compressor, wire)
         return Exchanged(shared, sent, present)
 
     def combined(
-        self, vectors: Iterator[SparseVector | Tensor], rank: int, dtype: torch.dtype
+        self, vectors: Iterator[SparseVector | Tensor], own: int, dtype: torch.dtype
     ) -> tuple[SparseVector | Tensor, SparseVector | Tensor]:
-        """What all share, in `dtype`, of what each rank has sent; and what this `rank` has sent of it."""
-        own: list[SparseVector | Tensor] = []
+        """What all share, in `dtype`, of what each rank has sent; and what this rank has, whose place is `own`."""
+        kept: list[SparseVector | Tensor] = []
 
         def noting() -> Iterator[SparseVector | Tensor]:
-            for number, vector in enumerate(vectors):
-                if number == rank:
-                    own.append(vector)
+            # Not by `enumerate`, which holds one vector while the next is decoded.
+            places = itertools.count()
+            for vector in vectors:
+                if next(places) == own:
+                    kept.append(vector)
                 yield vector
+                del vector
 
-        return mean(noting(), dtype), own[0]
+        return mean(noting(), dtype), kept[0]
 
     def _reduced(self, x: Vector, body: Tensor, context: Round, wire: Wire) -> Exchanged:
         """The mean of what ranks have selected, each as its payload decodes."""
@@ -186,4 +192,7 @@ def count_clamped(sent: SparseVector | Tensor, compressor: Limited, wire: Wire) 
     """Counts in the ledger what was too large to be sent as it was."""
     if compressor.largest < math.inf:
         values = sent.values if isinstance(sent, SparseVector) else sent
-        wire.ledger.clamp(int((values.abs() >= compressor.largest).sum()), compressor.largest)
+        largest = compressor.largest
+        # A sum of booleans, or magnitudes, would take the memory of one or two more vectors.
+        clamped = torch.count_nonzero(values >= largest) + torch.count_nonzero(values <= -largest)
+        wire.ledger.clamp(int(clamped), largest)

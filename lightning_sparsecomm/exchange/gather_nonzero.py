@@ -62,13 +62,13 @@ class GatherNonZero(Gather, SparseExchange):
         super().__init__(NonZero())
 
     def combined(
-        self, vectors: Iterator[SparseVector | Tensor], rank: int, dtype: torch.dtype
+        self, vectors: Iterator[SparseVector | Tensor], own: int, dtype: torch.dtype
     ) -> tuple[SparseVector, SparseVector | Tensor]:
         sent = list(vectors)
         held = [each for each in sent if isinstance(each, SparseVector)]
         values = torch.cat([each.values.to(dtype) for each in held])
         indices, sums = kernels_for(values.device, dtype).add_up(torch.cat([each.indices for each in held]), values)
-        return SparseVector(indices, sums.div_(len(sent)), held[0].size), sent[rank]
+        return SparseVector(indices, sums.div_(len(sent)), held[0].size), sent[own]
 
     def __repr__(self) -> str:
         return "GatherNonZero()"

@@ -1,5 +1,6 @@
 """Every tensor of a layout cut into as many pieces as there are ranks; and put together again."""
 
+import itertools
 from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache
 
@@ -63,7 +64,10 @@ class Pieces:
         """
         sparse: list[SparseVector] = []
         whole: Tensor | None = None
-        for number, piece in enumerate(pieces):
+        # Not by `enumerate`, which holds one piece while the next is made.
+        numbers = itertools.count()
+        for piece in pieces:
+            number = next(numbers)
             if whole is None and isinstance(piece, SparseVector):
                 sparse.append(piece)
                 if sum(map(count_of, sparse)) <= self.whole.size // 8:

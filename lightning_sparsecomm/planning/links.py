@@ -12,8 +12,9 @@ from lightning_sparsecomm.basis.ledger import Collective, link_bytes
 # A TCP connection that was idle begins with ten segments in flight, and doubles them in each round trip (RFC 6928).
 _FIRST_WINDOW_BYTES = 10 * 1448
 
-# Round trips beside which those of an opening window count for little.
-_MANY = 20
+# Of a far link: a message tells at most the rate at which it takes so much of a round trip; and it has filled the link
+# where it takes so many, or one and a smaller message was nearly as fast.
+_TELLING, _FULL, _AS_FAST = 0.25, 2.0, 1.3
 
 # Headers of TCP, IP and Ethernet for each full packet.
 _ON_THE_CABLE = 1538 / 1448
@@ -95,16 +96,17 @@ class Network(Link):
 class MeasuredLink(Link):
     """A network by collectives that were measured between these very ranks.
 
-    Between two measured sizes, time is on a straight line; above the largest, the last line goes on.
+    Between two measured sizes, time is on a straight line; above the largest, the last line goes on. Where a hop takes
+    4 ms or more, what is measured one after the other finds TCP's window open, and after a pause a training does not:
+    there it is a `Network` of the measured round trip and rate.
 
     Args:
         ranks: Number of ranks that measured.
         points: For each collective, pairs of bytes handed over, in rising order, and seconds. At least two. An
             all-to-all takes what a gather of one of its parts takes, and so does a message to each of the others.
         around: Seconds of the smallest sum around the ring, where others went straight; None where all went around.
-            Then the calls that a sum is made of tell what it takes, and `points` need only its smallest size.
-        rate: Bits per second on the link beyond the largest size, where `fitted` has found it; None for what the two
-            largest sizes tell.
+            Then `points` need only the smallest sum.
+        rate: Bits per second of a far link, where `fitted` has found it; None for what its largest gather tells.
 
     Raises:
         ValueError: Another number of ranks is asked for, or a collective that was not measured.
@@ -131,6 +133,9 @@ class MeasuredLink(Link):
     def seconds(self, collective: Collective, handed_bytes: float, ranks: int, ring: bool = False) -> float:
         if ranks == 1:
             return 0.0
+        if self.far and ranks == self.ranks:
+            network = Network(self.bandwidth, self.latency, call=0.0, straight=self.around is not None)
+            return network.seconds(collective, handed_bytes, ranks, ring)
         if collective == "all_to_all":
             # As many bytes on the link, in as many messages, as a gather of one rank's part.
             return self.seconds("all_gather", handed_bytes / ranks, ranks)
@@ -141,60 +146,44 @@ class MeasuredLink(Link):
                 f"the link was measured with {self.ranks} ranks and {', '.join(self.points)}; got {ranks} ranks and"
                 f" {collective!r}. Measure again, or use planning.Network."
             )
-        if self.around is not None:
-            calls = [] if ring else straight(collective, handed_bytes, ranks, far_of(self.latency))
-            if not calls:
-                network = Network(self.bandwidth, self.latency, call=0.0, straight=False)
-                return network.seconds(collective, handed_bytes, ranks)
-            if collective == "all_reduce":
-                return sum(self.seconds(*call, ranks) for call in calls)
         points = self.points[collective]
         at = min(max(bisect.bisect_left(points, (handed_bytes, 0.0)), 1), len(points) - 1)
         (x0, y0), (x1, y1) = points[at - 1], points[at]
         # Noise can make a larger size look faster.
-        slope, least = max(0.0, (y1 - y0) / (x1 - x0)), min(y for _, y in points)
-        if handed_bytes > x1:
-            return max(y1, least) + self._slope_beyond(collective, slope) * (handed_bytes - x1)
-        return max(y0 + slope * (handed_bytes - x0), least)
-
-    def _slope_beyond(self, collective: Collective, slope: float) -> float:
-        """Seconds for each byte handed over beyond the largest size, given those between the two largest."""
-        if self.rate is not None:
-            return 8 * _ON_THE_CABLE * link_bytes(collective, 1, self.ranks) / self.rate
-        if not self.far or collective not in ("all_reduce", "all_gather"):
-            return slope
-        return min(slope, 8 * _ON_THE_CABLE * link_bytes(collective, 1, self.ranks) / self._rate_of_a_far_link())
-
-    def _rate_of_a_far_link(self) -> float:
-        """Bits per second that explain what the largest gather takes beyond the smallest one.
-
-        That is its bytes and, unless they take many round trips, those in which TCP's window is still opening.
-        """
-        (_, least), (size, taken) = self.points["all_gather"][0], self.points["all_gather"][-1]
-        if taken - least > _MANY * self.latency:
-            return 8 * link_bytes("all_gather", size, self.ranks) / (taken - least)
-        low, high = 1e3, 1e13
-        for _ in range(60):
-            rate = math.sqrt(low * high)
-            network = Network(rate, self.latency, call=0.0, straight=self.around is not None)
-            beyond = network.seconds("all_gather", size, self.ranks) - network.seconds("all_gather", 0.0, self.ranks)
-            low, high = (rate, high) if beyond > taken - least else (low, rate)
-        return min(high, self._under_way)
+        slope = max(0.0, (y1 - y0) / (x1 - x0))
+        return max(y0 + slope * (handed_bytes - x0), min(y for _, y in points))
 
     @property
     def far(self) -> bool:
-        """Whether a hop takes more than 4 ms: small sizes take round trips, and tell little of the rate."""
+        """Whether a hop takes more than 4 ms."""
         return self.latency > FAR_SECONDS and "all_gather" in self.points
 
     @property
-    def _under_way(self) -> float:
-        """The highest rate that a gather of few round trips can show: all of it was under way at once."""
-        return 8 * link_bytes("all_gather", self.points["all_gather"][-1][0], self.ranks) / self.latency
+    def _rates(self) -> list[float]:
+        """Bits per second of a far link by each gather but the smallest, if it has found TCP's window open."""
+        shortest, sent = _TELLING * self.latency, 8 * _ON_THE_CABLE * link_bytes("all_gather", 1, self.ranks)
+        sizes = [size for size, _ in self.points["all_gather"][1:]]
+        return [sent * size / max(under_way, shortest) for size, under_way in zip(sizes, self._under_way)]
+
+    @property
+    def _under_way(self) -> list[float]:
+        """Seconds that the bytes of each gather but the smallest take: all that it takes longer, but for more hops."""
+        (_, least), *others = self.points["all_gather"]
+        found = []
+        for size, taken in others:
+            around = self.around is not None and not straight("all_gather", size, self.ranks, far_of(self.latency))
+            found.append(taken - least - (hops("all_gather", self.ranks) - 1) * self.latency * around)
+        return found
 
     @property
     def rate_is_known(self) -> bool:
-        """Whether the largest message filled the link; otherwise the link may be far faster than `bandwidth`."""
-        return self.rate is not None or not self.far or self._rate_of_a_far_link() != self._under_way
+        """Whether the largest message filled a far link; otherwise the link may be far faster than `bandwidth`."""
+        if self.rate is not None or not self.far:
+            return True
+        *smaller, largest = self._rates
+        round_trips = self._under_way[-1] / self.latency
+        # A smaller message that was as fast shows that the window was open.
+        return round_trips > _FULL or (round_trips > 1 and any(largest < _AS_FAST * rate for rate in smaller))
 
     @property
     def latency(self) -> float:
@@ -207,12 +196,12 @@ class MeasuredLink(Link):
         """Bits per second on the link that a sum reaches.
 
         From its two largest sizes, or from the smallest to the largest where that is less: either may be off by chance.
-        Where a hop takes more than 4 ms, what explains the largest gather. Where it was fitted, `rate`.
+        Where a hop takes more than 4 ms, from the largest gather, or a bound; where it was fitted, `rate`.
         """
         if self.rate is not None:
             return self.rate
         if self.far:
-            return self._rate_of_a_far_link()
+            return self._rates[-1]
         points = self.points["all_reduce"]
         (x1, y1), rates = points[-1], [math.inf]
         for x0, y0 in (points[-2], points[0]):

@@ -11,12 +11,14 @@ from lightning_sparsecomm.basis.ledger import PROBING, Collective
 from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.planning.links import MeasuredLink
 
-# Bytes handed over; the largest tell the rate, and are left out on a link where they would take too long.
-_SMALLEST = 8
+# Bytes handed over; the largest tell the rate, and are left out on a link where they would take too long. Of fewer than
+# the smallest, Gloo's ring makes fewer messages, and saves round trips.
+_SMALLEST = 256
 _SIZES = (_SMALLEST, 16 * 2**10, 128 * 2**10, 2**20, 8 * 2**20)
-# Over a long way, sizes that TCP's first window holds tell nothing about the rate.
-_FAR_SIZES = (_SMALLEST, 128 * 2**10, 512 * 2**10, 2 * 2**20, 8 * 2**20)
-_ROUND_TRIPS = 40
+_FAR_SIZES = (128 * 2**10, 2 * 2**20, 8 * 2**20)
+_ROUND_TRIPS = 60
+# Round trips in which its window may still be opening.
+_OPENING = 10
 _REPETITIONS = 3
 
 # Where the smallest sum and gather take longer than this together, other sizes are measured once.
@@ -33,7 +35,7 @@ def measure_link(wire: Wire, seconds: float = 1.0, device: torch.device | None =
 
     Args:
         wire: Between which ranks.
-        seconds: About how long it may take; up to four times as long over a long way, or forty round trips, as small
+        seconds: About how long it may take; up to four times as long over a long way, or sixty round trips, as small
             sizes tell no rate there. Two sizes are measured in any case.
         device: Where tensors are; the CPU by default.
     """
@@ -59,18 +61,22 @@ def measure_link(wire: Wire, seconds: float = 1.0, device: torch.device | None =
 def _measure_far(measuring: "_Measuring", seconds: float) -> MeasuredLink:
     """Gathers that grow until they fill the link."""
     measuring.take(_SMALLEST, 1)
-    around = measuring.take_around()
-    taken, link = measuring.take(_FAR_SIZES[1], 1, _KINDS[1:]), measuring.link(around)
-    for size, larger in itertools.pairwise(_FAR_SIZES[1:]):
-        if link.rate_is_known:
-            least = measuring.points["all_gather"][0][1]
-            bound, until = least + (taken - least) * larger / size, seconds
-        else:
-            # So many bytes were under way at once: at least as many get through in each round trip.
-            bound, until = taken + link.latency * larger / size, max(4 * seconds, _ROUND_TRIPS * link.latency)
+    around, gathers = measuring.take_around(), _KINDS[1:]
+    latency = measuring.link(around).latency
+    least = measuring.points["all_gather"][0][1]
+    for size, larger in itertools.zip_longest(_FAR_SIZES, _FAR_SIZES[1:]):
+        taken = measuring.take(size, 1, gathers)
+        if taken < _OPENING * latency:
+            # That opened TCP's window. Other messages find it open.
+            measuring.points["all_gather"].pop()
+            taken = measuring.take(size, _REPETITIONS - 1, gathers)
+        link = measuring.link(around)
+        if larger is None:
+            break
+        bound = _REPETITIONS * (least + (taken - least) * larger / size + latency)
+        until = seconds if link.rate_is_known else max(4 * seconds, _ROUND_TRIPS * latency)
         if measuring.spent + bound + measuring.smallest > until:
             break
-        taken, link = measuring.take(larger, 1, _KINDS[1:]), measuring.link(around)
     return link
 
 
@@ -113,7 +119,7 @@ class _Measuring:
     def take_around(self) -> float:
         """Seconds of the smallest sum around the ring, as DDP makes it, equal on all ranks. A collective."""
         begin = time.perf_counter()
-        waiting, work = self._wire.start_sum(torch.ones(2), PROBING)
+        waiting, work = self._wire.start_sum(torch.ones(_SMALLEST // 4), PROBING)
         with waiting:
             work.wait()
         return agreed(self._wire, [time.perf_counter() - begin], self._device)[0]

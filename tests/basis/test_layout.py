@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from lightning_sparsecomm.basis.layout import MAX_SIZE, Layout, SparseVector, mean
+from tests.one_by_one import OneByOne
 
 LAYOUT = Layout([("a", (2, 3)), ("empty", (0, 4)), ("scalar", ()), ("b", (4,))])
 
@@ -49,3 +50,9 @@ def test_mean_adds_in_order_sparse_or_dense(count: int) -> None:
     # One of the vectors is dense, and the sum is float64.
     mixed = mean([*vectors[:2], vectors[2].dense()], torch.float64)
     torch.testing.assert_close(mixed, expected.double() / 3)
+
+
+def test_a_dense_mean_holds_no_vector_while_the_next_is_made() -> None:
+    made = OneByOne()
+    mean(made.vectors(3, 500), torch.float32)
+    assert made.held == [0, 0, 0]

@@ -5,8 +5,10 @@ import torch
 from torch import Tensor
 
 from lightning_sparsecomm.basis import Layout, Round, SparseVector, Vector, Wire
+from lightning_sparsecomm.basis.mirror import MirrorWire
 from lightning_sparsecomm.codecs import Compressor, Float16, Golomb, PayloadError, SparseCodec, TopK
 from lightning_sparsecomm.exchange import Gather, NonFiniteGradientError
+from tests.one_by_one import OneByOne
 
 LAYOUT = Layout([("a", (4,)), ("b", (6,))])
 CONTEXT = Round(LAYOUT)
@@ -61,3 +63,28 @@ class Broken(Compressor):
 def test_whose_payload_is_corrupt_is_said(wire: Wire) -> None:
     with pytest.raises(PayloadError, match="rank 0's payload: sparse body: nonsense"):
         Gather(Broken()).exchange(Vector(torch.ones(10)), CONTEXT, wire)
+
+
+class Noted(Compressor):
+    """A codec whose decoded vectors are noted."""
+
+    def __init__(self) -> None:
+        self.codec, self.made = SparseCodec(TopK(0.2)), OneByOne()
+
+    def encode(self, x: Vector, context: Round) -> Tensor:
+        return self.codec.encode(x, context)
+
+    def decode(self, payload: Tensor, size: int) -> SparseVector:
+        return self.made.note(self.codec.decode(payload, size))
+
+    def bound_bytes(self, context: Round) -> int | None:
+        return self.codec.bound_bytes(context)
+
+
+@pytest.mark.parametrize(("rank", "ranks", "held"), [(0, 2, [0, 0]), (1, 2, [0, 0]), (1, 3, [0, 0, 1])])
+def test_only_what_this_rank_has_sent_is_held_while_the_next_is_decoded(rank: int, ranks: int, held: list[int]) -> None:
+    """Of two ranks, each decodes its own last."""
+    wire, compressor = MirrorWire(ranks), Noted()
+    wire.rank = rank
+    Gather(compressor).exchange(Vector(torch.randn(1000)), Round(Layout([("a", (1000,))])), wire)
+    assert compressor.made.held == held

