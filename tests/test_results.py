@@ -110,3 +110,20 @@ def test_tables_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     printed = [*benchmark.report(stored["ms"], "copy_"), *steps]
     assert len(printed) == 25
     assert [line for line in printed if line not in lines] == []
+
+
+def test_table_of_a_gpt_over_a_slow_link() -> None:
+    """The last points, and when a row has reached what ddp ends with."""
+    runs = json.loads((ROOT / "docs" / "results" / "gpt.json").read_text())["runs"]
+    text = (ROOT / "docs" / "results.md").read_text()
+    per_step = {run["row"]: run["points"][-1]["sent_bytes"] / run["points"][-1]["steps"] for run in runs}
+    goal = next(run for run in runs if run["row"] == "ddp")["points"][-1]["loss"]
+    for run in runs:
+        last = run["points"][-1]
+        reached = next(point for point in run["points"] if point["loss"] <= goal)
+        sent, seconds = reached["sent_bytes"] / 1e6, last["seconds"] / last["steps"]
+        cells = [run["row"], last["steps"], last["loss"], seconds, last["sent_bytes"] / 1e6]
+        line = "| `{}` | {} | {:.3f} | {:.2f} | {:,.3f} |".format(*cells)
+        line += f" {per_step['ddp'] / per_step[run['row']]:,.0f} x |"
+        line += f" {reached['seconds']:.0f} s, {sent:,.{1 if sent < 10 else 0}f} MB |"
+        assert line in text
