@@ -192,7 +192,7 @@ def add_to_(total: Tensor, vector: SparseVector | Tensor, factor: float = 1) -> 
     if isinstance(vector, SparseVector):
         # A vector's indices are distinct, so each element is touched once and the order of sums is fixed.
         return total.index_add_(0, vector.indices, vector.values.to(total.dtype), alpha=factor)
-    return total.add_(vector, alpha=factor)
+    return total.add_(vector.to(total.dtype), alpha=factor)
 
 
 def count_of(vector: SparseVector | Tensor) -> int:

@@ -90,6 +90,7 @@ def _as_dict(names: list[str], link: MeasuredLink, pairs: list[Pair], coding: fl
         "ranks": names,
         "latency": link.latency,
         "bandwidth": link.bandwidth,
+        "bandwidth_is_rough": not link.rate_is_known,
         "collectives": {kind: [list(point) for point in points] for kind, points in link.points.items()},
         "pairs": [vars(pair) for pair in pairs],
         "slow": [[names[rank] for rank in pair.ranks] for pair in slow_links(pairs)],
@@ -100,7 +101,11 @@ def _as_dict(names: list[str], link: MeasuredLink, pairs: list[Pair], coding: fl
 
 
 def _text(names: list[str], link: MeasuredLink, pairs: list[Pair], coding: float) -> str:
-    lines = [f"{len(names)} ranks. A hop takes {as_time(link.latency)}; a sum reaches {as_rate(link.bandwidth)}.", ""]
+    about = "" if link.rate_is_known else "about "
+    reaches = f"a sum reaches {about}{as_rate(link.bandwidth)}"
+    lines = [f"{len(names)} ranks. A hop takes {as_time(link.latency)}; {reaches}.", ""]
+    if about:
+        lines[1:1] = ["No message filled the link, so that its rate is a rough one."]
     lines.append(f"{'handed over':>14}{'sum':>12}    {'handed over':>14}{'gather':>12}")
     for points in itertools.zip_longest(link.points["all_reduce"], link.points["all_gather"]):
         cells = [f"{as_bytes(point[0]):>14}{as_time(point[1]):>12}" if point else 26 * " " for point in points]

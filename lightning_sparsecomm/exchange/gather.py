@@ -95,7 +95,13 @@ class Gather(Exchange):
     def combined(
         self, vectors: Iterator[SparseVector | Tensor], own: int, dtype: torch.dtype
     ) -> tuple[SparseVector | Tensor, SparseVector | Tensor]:
-        """What all share, in `dtype`, of what each rank has sent; and what this rank has, whose place is `own`."""
+        """What all share, in `dtype`, of what each rank has sent; and what this rank has.
+
+        Args:
+            vectors: One for each rank, in the same order on all; of two, those of this rank come last.
+            own: The place of this rank's.
+            dtype: Of the result.
+        """
         kept: list[SparseVector | Tensor] = []
 
         def noting() -> Iterator[SparseVector | Tensor]:

@@ -87,11 +87,9 @@ class SynchronizingMixin(SavingMixin):
                 )
         _check_values(seed, check_replicas_every, uneven_inputs)
         check_nodes(nodes)
-        self.uneven_inputs = uneven_inputs
-        self.nodes = nodes
+        self.uneven_inputs, self.nodes = uneven_inputs, nodes
         self.method = method if method is not None else methods.default()
-        self.seed = seed
-        self.check_replicas_every = check_replicas_every
+        self.seed, self.check_replicas_every = seed, check_replicas_every
         self._engine: Engine | None = None
         self._chooser: AutoChooser | None = None
         self.ledger = None
@@ -123,6 +121,7 @@ class SynchronizingMixin(SavingMixin):
         averaged by then. `clip_gradients` calls it by itself.
         """
         if self._engine is not None:
+            self._engine.replicas.view_own()
             self._engine.synchronize(self._bare(optimizer))
 
     @contextmanager
@@ -147,6 +146,7 @@ class SynchronizingMixin(SavingMixin):
 
     def _clip(self, optimizer: Optimizer, max_norm: float, by_value: bool) -> bool:
         """Shares the optimizer's gradients; returns whether the method has clipped them."""
+        self.engine.replicas.view_own()
         return self.engine.clip(self._bare(optimizer), max_norm, by_value)
 
     def _make_wire(self) -> Wire:

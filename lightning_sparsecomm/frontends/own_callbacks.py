@@ -17,8 +17,8 @@ class FirstCallback(Callback):
 
     When validation starts, the module holds the shared model, so that a callback that swaps in other weights, such as a
     moving average, finds it there and is not overwritten. So it does from an epoch's end to the next one's start, but
-    for weights whose shared value would have to be averaged. When training ends, replicas are settled. It also tells
-    the wire where the run is, for messages.
+    where weights would have to be averaged for that. When training ends, replicas are settled. It also tells the wire
+    where the run is, for messages.
 
     Args:
         engine: The run's engine.

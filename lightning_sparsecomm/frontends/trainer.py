@@ -145,6 +145,8 @@ class TrainerMixin(UnevenMixin, CheckpointingMixin, DDPStrategy):
             self.engine.reunite()  # Each rank has averaged its own weights.
             return result
         engine = self.engine
+        # A hook at an epoch's end, which finds the shared model, may step too.
+        engine.replicas.view_own()
         engine.epoch, last = place_in_epochs(self._trainer)
         # With uneven inputs, not all ranks know it.
         engine.ends_epoch = last and not self.uneven_inputs

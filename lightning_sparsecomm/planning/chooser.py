@@ -125,7 +125,7 @@ class AutoChooser:
             elif self.record.settled:
                 if self._watch.drifted(self._times.last, self._times.waited, self._outlook.device):
                     self._look_again(tracked)
-            elif self._times.enough or (self._times.counted == 1 and self._is_hopeless()):
+            elif self._times.enough or (self._times.counted == 2 and self._is_hopeless()):
                 self._decide(tracked)
 
     def state_dict(self) -> State:
@@ -166,17 +166,18 @@ class AutoChooser:
         return step, Work(computing, -negative_overlap if negative_overlap < 0 else None)
 
     def _is_hopeless(self) -> bool:
-        """Whether the first step that counts says enough of the method in use. A collective."""
+        """Whether the first two steps that count say enough of the method in use. A collective."""
         step, work = self._agreed_step()
-        self._times.expect(step)
+        if self._times.are_short(step):
+            return False
         known = self.record.measured or self._outlook.predicted(self.choices, work)
         return self.record.is_far_behind(step, known)
 
     def _decide(self, tracked: TrackedOptimizer) -> None:
         """What to do when the method in use has been measured: try another one, or settle."""
-        record = self.record
+        record, left = self.record, self._engine.length - tracked.steps
         step, work = self._agreed_step()
-        record.enter(step, briefly=not self._times.enough)
+        record.enter(step, cut_short=not self._times.enough)
         if len(record.measured) == 1:
             known, outlook = self.link is not None and self.link.rate_is_known, self._outlook
             predicted = outlook.predicted(self.choices, work)
@@ -185,10 +186,9 @@ class AutoChooser:
                 before = predicted[BASELINE] if known else math.inf
                 predicted = outlook.predicted(self.choices, work) | {BASELINE: before}
             record.predicted |= {name: seconds for name, seconds in predicted.items() if seconds < math.inf}
-            left = self._engine.length - tracked.steps
             saved = left * (step - min(record.predicted.values(), default=step))
             record.queue = record.worth_trying if left > _LEFT or saved > _SAVED * step else []
-        record.queue = record.queue or record.to_try_again
+        record.queue = record.queue or (record.to_try_again if left > _LEFT else [])
         if record.queue:
             self._use(record.queue.pop(0), "to try it", tracked)
             return

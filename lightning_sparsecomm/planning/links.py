@@ -12,9 +12,11 @@ from lightning_sparsecomm.basis.ledger import Collective, link_bytes
 # A TCP connection that was idle begins with ten segments in flight, and doubles them in each round trip (RFC 6928).
 _FIRST_WINDOW_BYTES = 10 * 1448
 
-# Of a far link: a message tells at most the rate at which it takes so much of a round trip; and it has filled the link
-# where it takes so many, or one and a smaller message was nearly as fast.
-_TELLING, _FULL, _AS_FAST = 0.25, 2.0, 1.3
+# Of a far link. Bytes that take less of a round trip than this are lost in its noise: no higher rate is believed.
+_LEAST_TRIPS = 0.25
+# A message has filled the link if its bytes took so many round trips, or one where a smaller one had this part of the
+# rate.
+_FULL_TRIPS, _AS_FAST = 2.0, 1 / 1.3
 
 # Headers of TCP, IP and Ethernet for each full packet.
 _ON_THE_CABLE = 1538 / 1448
@@ -155,18 +157,18 @@ class MeasuredLink(Link):
 
     @property
     def far(self) -> bool:
-        """Whether a hop takes more than 4 ms."""
-        return self.latency > FAR_SECONDS and "all_gather" in self.points
+        """Whether a hop takes 4 ms or more, or the wire took it to."""
+        return self.around is not None or (self.latency >= FAR_SECONDS and "all_gather" in self.points)
 
     @property
     def _rates(self) -> list[float]:
         """Bits per second of a far link by each gather but the smallest, if it has found TCP's window open."""
-        shortest, sent = _TELLING * self.latency, 8 * _ON_THE_CABLE * link_bytes("all_gather", 1, self.ranks)
+        shortest, sent = _LEAST_TRIPS * self.latency, 8 * _ON_THE_CABLE * link_bytes("all_gather", 1, self.ranks)
         sizes = [size for size, _ in self.points["all_gather"][1:]]
-        return [sent * size / max(under_way, shortest) for size, under_way in zip(sizes, self._under_way)]
+        return [sent * size / max(transfer, shortest) for size, transfer in zip(sizes, self._transfers)]
 
     @property
-    def _under_way(self) -> list[float]:
+    def _transfers(self) -> list[float]:
         """Seconds that the bytes of each gather but the smallest take: all that it takes longer, but for more hops."""
         (_, least), *others = self.points["all_gather"]
         found = []
@@ -181,9 +183,9 @@ class MeasuredLink(Link):
         if self.rate is not None or not self.far:
             return True
         *smaller, largest = self._rates
-        round_trips = self._under_way[-1] / self.latency
+        round_trips = self._transfers[-1] / self.latency
         # A smaller message that was as fast shows that the window was open.
-        return round_trips > _FULL or (round_trips > 1 and any(largest < _AS_FAST * rate for rate in smaller))
+        return round_trips > _FULL_TRIPS or (round_trips > 1 and any(rate > _AS_FAST * largest for rate in smaller))
 
     @property
     def latency(self) -> float:

@@ -85,19 +85,23 @@ class _Measuring:
 
     Attributes:
         points: For each kind, bytes handed over and seconds, equal on all ranks.
-        smallest: Seconds of the first ones, together.
         spent: Seconds until the last one ended, equal on all ranks.
     """
 
     def __init__(self, wire: Wire, device: torch.device | None) -> None:
         self.points: dict[Collective, list[tuple[float, float]]] = {kind: [] for kind in _KINDS}
-        self.smallest = self.spent = 0.0
+        self.spent = 0.0
         self._wire, self._device = wire, device
         self._begin = time.perf_counter()
         self._calls: dict[Collective, Callable[[Tensor], object]] = {
             "all_reduce": lambda tensor: wire.all_reduce_(tensor, PROBING),
             "all_gather": lambda tensor: wire.all_gather(tensor, PROBING),
         }
+
+    @property
+    def smallest(self) -> float:
+        """Seconds of the smallest sum and gather, together."""
+        return sum(seconds for (_, seconds), *_ in self.points.values())
 
     def forget(self) -> None:
         """Measures anew from the smallest size on."""
@@ -112,8 +116,6 @@ class _Measuring:
         *fastest, self.spent = agreed(self._wire, [*fastest, time.perf_counter() - self._begin], self._device)
         for kind, seconds in zip(kinds, fastest):
             self.points[kind].append((4.0 * elements[kind], seconds))
-        if size == _SMALLEST:
-            self.smallest = sum(fastest)
         return sum(fastest)
 
     def take_around(self) -> float:

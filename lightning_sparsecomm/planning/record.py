@@ -26,7 +26,7 @@ class Record:
         current: The method in use.
         settled: Whether it is chosen, and not only tried.
         queue: Methods still to be tried.
-        brief: Methods whose trial has ended early, as they seemed to be far behind.
+        cut_short: Methods whose trial has ended early, as they seemed to be far behind.
         measured, predicted: Seconds of a step; `predicted` as it was before the method was first measured.
         ranks: How many measured; 0 where unknown.
         history: Each switch and choice: the steps done, the method, why, and what was known then.
@@ -35,7 +35,7 @@ class Record:
     current: str = BASELINE
     settled: bool = False
     queue: list[str] = field(default_factory=list)
-    brief: list[str] = field(default_factory=list)
+    cut_short: list[str] = field(default_factory=list)
     measured: dict[str, float] = field(default_factory=dict)
     predicted: dict[str, float] = field(default_factory=dict)
     ranks: int = 0
@@ -48,10 +48,10 @@ class Record:
         bound = _WORTH_TRYING * min([*self.measured.values(), *rest.values()])
         return sorted((name for name in rest if rest[name] <= bound), key=lambda name: rest[name])[:_MOST_TRIED]
 
-    def enter(self, seconds: float, briefly: bool) -> None:
+    def enter(self, seconds: float, cut_short: bool) -> None:
         """Enters a step's time with the method in use, and whether its trial has ended early."""
         self.measured[self.current] = seconds
-        self.brief = [name for name in self.brief if name != self.current] + [self.current] * briefly
+        self.cut_short = [name for name in self.cut_short if name != self.current] + [self.current] * cut_short
 
     def is_far_behind(self, seconds: float, known: Mapping[str, float]) -> bool:
         """Whether a step with the method in use takes far longer than with the best of the others, as known."""
@@ -62,15 +62,15 @@ class Record:
     def to_try_again(self) -> list[str]:
         """Methods that are not far behind what was measured, though they had seemed to be."""
         bound = _FAR_BEHIND * min(self.measured.values())
-        return [name for name in self.brief if self.measured[name] <= bound]
+        return [name for name in self.cut_short if self.measured[name] <= bound and name != self.current]
 
     def forget(self) -> None:
         """Forgets all times: everything is to be measured anew."""
-        self.settled, self.queue, self.brief, self.measured, self.predicted = False, [], [], {}, {}
+        self.settled, self.queue, self.cut_short, self.measured, self.predicted = False, [], [], {}, {}
 
     def keep(self, names: Collection[str]) -> None:
         """Forgets the times of others than these methods, and does not try them any more."""
-        self.queue, self.brief = ([name for name in each if name in names] for each in (self.queue, self.brief))
+        self.queue, self.cut_short = ([name for name in each if name in names] for each in (self.queue, self.cut_short))
         self.measured = {name: seconds for name, seconds in self.measured.items() if name in names}
         self.predicted = {name: seconds for name, seconds in self.predicted.items() if name in names}
 

@@ -50,9 +50,10 @@ class StepTimes:
         self._made, self._needed = 0, _FEWEST
         self._steps.clear()
 
-    def expect(self, seconds: float) -> None:
-        """Steps take about so long, equally on all ranks: takes so many that their times can be trusted."""
+    def are_short(self, seconds: float) -> bool:
+        """Whether steps of about so long, equal on all ranks, need more than the fewest; then it takes more."""
         self._needed = steps_for(seconds, _FEWEST, _MOST)
+        return self._needed > _FEWEST
 
     def begin(self) -> None:
         """Marks the begin of a step, unless it has begun: validation and saving in between do not count."""
@@ -84,9 +85,9 @@ class StepTimes:
         return self.counted >= self._needed
 
     def summary(self) -> list[float]:
-        """Medians of the last steps: the whole, what is computed besides the exchange, and the negative of the time
-        between DDP's first and last bucket (0 without buckets); so the largest over ranks is what counts."""
-        return [statistics.median(column) for column in zip(*list(self._steps)[-self._needed :])]
+        """Lower medians of the last steps: the whole, what is computed besides the exchange, and the negative of the
+        time between DDP's first and last bucket (0 without buckets); so the largest over ranks is what counts."""
+        return [statistics.median_low(column) for column in zip(*list(self._steps)[-self._needed :])]
 
     @property
     def _clock(self) -> dict[str, float]:

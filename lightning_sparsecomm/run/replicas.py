@@ -114,17 +114,17 @@ class Replicas:
     def view_shared(self, collective: bool = True, averages: bool = True) -> bool:
         """Writes the shared model into the module until `view_own`.
 
-        If all ranks call it together, `collective`, it may average what is shared in no other way; not without
-        `averages`. Returns whether it did. It does not if replicas are equal, or if the module holds the shared model
-        already.
+        If all ranks call it together, `collective`, it may average what is shared in no other way. Returns whether it
+        did. It does not if replicas are equal, if the module holds the shared model already, or if it would have to
+        average and `averages` is False.
         """
         if self._viewed is not None:
             return False
         for share in [share for each in self._registry.optimizers for share in each.shares.values() if collective]:
             share.before_view()
         kept = self._kept()
-        averaged = self._drifted() if collective and averages else []
-        if not kept and not averaged:
+        averaged = self._drifted() if collective else []
+        if not (kept or averaged) or (averaged and not averages):
             return False
         names = self._names()
         with torch.no_grad():

@@ -11,10 +11,11 @@ import pytorch_lightning as pl
 import torch
 
 from lightning_sparsecomm.basis import Wire
-from lightning_sparsecomm.methods import dgc, diloco, local_adam
+from lightning_sparsecomm.methods import dgc, diloco, federated_averaging, gradient_dropping, local_adam
 from lightning_sparsecomm.run.engine import Engine
+from lightning_sparsecomm.sharing import Method
 from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
-from tests.distributed.launch import run_ranks
+from tests.distributed.launch import QUIET, run_ranks
 from tests.distributed.test_reference import (
     SHAPES,
     SIZES,
@@ -25,7 +26,7 @@ from tests.distributed.test_reference import (
     gradients_of,
     starting_weights,
 )
-from tests.distributed.test_resume import outside_launcher, train
+from tests.distributed.test_resume import differences, outside_launcher, train
 from tests.reference.local_adam import LocalAdam
 from tests.reference.local_steps import LocalSteps
 
@@ -399,3 +400,70 @@ def test_the_next_epoch_begins_with_a_rank_s_own_weights(tmp_path: Path) -> None
         assert after_epochs == [True, True]
         before, after = borders[1]
         assert before == after
+
+
+class StepsAtTheEnd(pl.LightningModule):
+    """An optimizer step in a hook at the end of each epoch, as of a last accumulated batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        torch.manual_seed(7)
+        self.layer = torch.nn.Linear(6, 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        self._step(batch[0])
+
+    def on_train_epoch_end(self) -> None:
+        self._step(torch.full((4, 6), float(self.global_rank)))
+
+    def _step(self, x: torch.Tensor) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.layer(x).square().mean())
+        self.clip_gradients(optimizer, 1.0, "norm")
+        optimizer.step()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.05, 0.9)
+
+
+def _fit_with_steps_at_the_end(rank: int, method: Any) -> list[float]:
+    outside_launcher(rank, 2)
+    module = StepsAtTheEnd()
+    data = torch.randn(20, 6, generator=torch.Generator().manual_seed(rank))
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(data), 4)
+    options: Any = {**QUIET, "devices": 2, "max_epochs": 3, "enable_checkpointing": False}
+    strategy = SparseCommStrategy(method, check_replicas_every=1)
+    trainer = pl.Trainer(**options, strategy=strategy)
+    trainer.fit(module, loader)
+    return _flat(module).tolist()
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("method", [diloco(every=4), federated_averaging(every=3), dgc(0.5, warmup_steps=0, every=2)])
+def test_a_hook_at_the_end_of_an_epoch_may_step(tmp_path: Path, method: Any) -> None:
+    first, second = run_ranks(tmp_path, 2, _fit_with_steps_at_the_end, method)
+    assert first == second
+
+
+def _mixed() -> Method:
+    """Some weights have a shared value, and others would have to be averaged."""
+    whole, local = diloco(every=4), gradient_dropping(0.1, local="sum", average_every=100)
+    syncs = [whole.syncs[0].limited(["body.*"]), local.syncs[0].limited(outside=["body.*"])]
+    return Method(syncs, averaging=local.averaging)
+
+
+def _fit_mixed(rank: int, folder: Path) -> tuple[list[bool], list[str]]:
+    outside_launcher(rank, 2)
+    compare, options = Compare(), {"limit_train_batches": 5}
+    _, whole = train(folder, 2, _mixed(), 2, callbacks=(compare,), **options)
+    _, resumed = train(folder / "resumed", 2, _mixed(), 2, resume=folder / "epoch=0.ckpt", **options)
+    return compare.after_epochs, differences(whole.seen, resumed.seen)
+
+
+def test_a_checkpoint_has_the_average_of_what_has_no_other_shared_value(tmp_path: Path) -> None:
+    """The module holds each rank's own weights at an epoch's end then."""
+    for after_epochs, different in run_ranks(tmp_path, 2, _fit_mixed, tmp_path):
+        assert after_epochs == [False, False]
+        assert different == []
