@@ -145,8 +145,9 @@ def test_one_batch_more_on_one_rank(tmp_path: Path, name: str, validates: bool, 
     found = fit(tmp_path, counts, METHODS[name](), PATIENCE, validates=validates, model=model)
     call = r"(all_reduce|broadcast) of [\d,]+ bytes \([\w ,]+\)"
     trains = r"broadcast of 8 bytes \(Lightning, metrics\) in optimizer step 5"
-    if not hasattr(_TrainingEpochLoop, "_broadcast_sigterm_tensor"):
-        # Lightning before 2.5.3 meets first in the step.
+    if name == "federated_averaging" or not hasattr(_TrainingEpochLoop, "_broadcast_sigterm_tensor"):
+        # Where steps do not wait for each other, nobody asks before each batch whether to stop; nor does Lightning
+        # before 2.5.3.
         trains = r"(all_gather|all_reduce|broadcast) of [\d,]+ bytes \([\w ,]+\) in optimizer step 5"
     elsewhere = rf"{call} in {'validation' if validates else 'the end of an epoch'}, after 5 optimizer steps"
     places = [trains if rank == more else elsewhere for rank in range(2)]
