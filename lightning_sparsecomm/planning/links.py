@@ -12,11 +12,9 @@ from lightning_sparsecomm.basis.ledger import Collective, link_bytes
 # A TCP connection that was idle begins with ten segments in flight, and doubles them in each round trip (RFC 6928).
 _FIRST_WINDOW_BYTES = 10 * 1448
 
-# Of a far link. Bytes that take less of a round trip than this are lost in its noise: no higher rate is believed.
-_LEAST_TRIPS = 0.25
-# A message has filled the link if its bytes took so many round trips, or one where a smaller one had this part of the
-# rate.
-_FULL_TRIPS, _AS_FAST = 2.0, 1 / 1.3
+# Round trips that a message's bytes take on a far link. Fewer than the least are lost in noise: no higher rate is
+# believed. The link was full if there were so many, or more than one and a smaller message was about as fast.
+_LEAST_TRIPS, _FULL_TRIPS, _AS_FAST = 0.25, 2.0, 1 / 1.3
 
 # Headers of TCP, IP and Ethernet for each full packet.
 _ON_THE_CABLE = 1538 / 1448
@@ -99,8 +97,8 @@ class MeasuredLink(Link):
     """A network by collectives that were measured between these very ranks.
 
     Between two measured sizes, time is on a straight line; above the largest, the last line goes on. Where a hop takes
-    4 ms or more, what is measured one after the other finds TCP's window open, and after a pause a training does not:
-    there it is a `Network` of the measured round trip and rate.
+    4 ms or more, measurements follow each other without a pause and find TCP's window open, and a training's steps do
+    not: there it answers as a `Network` of the measured round trip and rate.
 
     Args:
         ranks: Number of ranks that measured.
@@ -169,7 +167,7 @@ class MeasuredLink(Link):
 
     @property
     def _transfers(self) -> list[float]:
-        """Seconds that the bytes of each gather but the smallest take: all that it takes longer, but for more hops."""
+        """Seconds that the bytes of each gather but the smallest take: all that it takes longer, without more hops."""
         (_, least), *others = self.points["all_gather"]
         found = []
         for size, taken in others:
