@@ -181,7 +181,9 @@ def _fit_with_a_hiccup(rank: int, folder: str) -> Any:
 
     def slow_once(self: StepTimes) -> None:
         end(self)
-        if rank == 1 and self.counted == 1 and self._engine.chooser.record.current == "sparsecomm":  # type: ignore
+        chooser = self._engine.chooser
+        assert isinstance(chooser, AutoChooser)
+        if rank == 1 and self.counted == 1 and chooser.record.current == "sparsecomm":
             self._steps[0] = (0.9, 0.1, 0.0)
 
     StepTimes.end = slow_once  # type: ignore[method-assign]
