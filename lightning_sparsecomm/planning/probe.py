@@ -16,9 +16,8 @@ from lightning_sparsecomm.planning.links import MeasuredLink
 _SMALLEST = 256
 _SIZES = (_SMALLEST, 16 * 2**10, 128 * 2**10, 2**20, 8 * 2**20)
 _FAR_SIZES = (128 * 2**10, 2 * 2**20, 8 * 2**20)
-_ROUND_TRIPS = 60
-# Round trips in which its window may still be opening.
-_OPENING = 10
+# Over a long way, in round trips: about how long it may take, and how long a message may that finds TCP's window closed.
+_ROUND_TRIPS, _OPENING = 60, 10
 _REPETITIONS = 3
 
 # Where the smallest sum and gather take longer than this together, other sizes are measured once.
