@@ -16,7 +16,7 @@ from lightning_sparsecomm.planning.links import MeasuredLink
 _SMALLEST = 256
 _SIZES = (_SMALLEST, 16 * 2**10, 128 * 2**10, 2**20, 8 * 2**20)
 _FAR_SIZES = (128 * 2**10, 2 * 2**20, 8 * 2**20)
-# Over a long way, in round trips: about how long it may take, and how long a message may that finds TCP's window closed.
+# Over a long way, in round trips: how long measuring may take, and a message that still opens TCP's window.
 _ROUND_TRIPS, _OPENING = 60, 10
 _REPETITIONS = 3
 
