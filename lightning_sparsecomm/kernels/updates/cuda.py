@@ -168,7 +168,8 @@ def _direction(row: tl.tensor, residual: tl.tensor, g: tl.tensor, positions: tl.
     """Takes a gradient into Adam's moments; the direction that they give then. See `Moments`."""
     first, second, weights = _vector(row, 2, residual), _vector(row, 3, residual), _vector(row, 4, residual)
     decayed = tl.load(row + 4) != 0
-    w = tl.load(weights + positions, mask=inside & decayed, other=0.0)
+    # A scalar and a vector joined by & are no mask to the interpreter of Triton 3.9.
+    w = tl.load(weights + positions, mask=tl.where(decayed, inside, False), other=0.0)
     g = tl.where(decayed, g + w * _factor(row, 16, g), g)
     m = tl.load(first + positions, mask=inside, other=0.0) * _factor(row, 8, g) + g * _factor(row, 9, g)
     entering = g * g * _factor(row, 15, g) * _factor(row, 11, g)

@@ -14,8 +14,9 @@ from lightning_sparsecomm.kernels.updates.reference import Stretch
 
 # Elements per program.
 _BLOCK = 4096
-# The digits of a magnitude's 31 bits, from the highest: where each begins, and how many bits it has.
-_DIGITS = ((20, 11), (10, 10), (0, 10))
+# The digits of a magnitude's 31 bits, from the highest: where each begins, and how many bits it has. To count digits
+# takes longer the more values one may have: three digits, of 10 and 11 bits, took three times as long.
+_DIGITS = ((23, 8), (15, 8), (7, 8), (0, 7))
 
 
 class Ranked(NamedTuple):
@@ -35,28 +36,33 @@ class Ranked(NamedTuple):
 
 
 def largest_of_each(x: Tensor, stretches: Sequence[Stretch], seed: int) -> Tensor:
-    """See `Reference.largest_of_each`; for float32 on CUDA. The host waits twice, and more often for ties."""
+    """See `Reference.largest_of_each`; for float32 on CUDA. The host waits twice, and twice more for ties."""
     x = x.contiguous()
     ranked = _ranked(stretches, x.device)
-    if all(k >= stop - start for start, stop, k in stretches):
-        # All non-zeros: nothing is to be ranked.
-        least = ties = places = torch.zeros_like(ranked.counts)
-    else:
-        least, ties, places = _thresholds(x, ranked, len(stretches))
+    # If all non-zeros are asked for, nothing is to be ranked.
+    ranks = any(k < stop - start for start, stop, k in stretches)
+    found = _thresholds(x, ranked) if ranks else None
+    least = torch.zeros_like(ranked.counts) if found is None else found.least
     reached = torch.zeros(x.numel(), dtype=torch.bool, device=x.device)
     launch(_mark, ranked.owners.shape, x.device, x, *ranked[:3], least, reached, block=_BLOCK)
     positions = reached.nonzero().view(-1)
-    asked = torch.stack([least.to(torch.int64), ties, places, ranked.stops]).tolist()
-    kept = None
-    for (start, _, _), bits, tied, room, stop in zip(stretches, *asked):
-        if bits and tied > room:
-            kept = torch.ones_like(positions, dtype=torch.bool) if kept is None else kept
-            first, end = torch.searchsorted(positions, torch.tensor([start, stop], device=x.device)).tolist()
-            equal = x[positions[first:end]].view(torch.int32) & 0x7FFFFFFF == bits
-            equals = equal.nonzero().view(-1) + first
-            kept[equals] = False
-            kept[equals[(torch.arange(room, device=x.device) * tied // room + seed % tied) % tied]] = True
-    return positions if kept is None else positions[kept]
+    if found is None or not bool(((found.ties > found.places) & (found.least > 0)).any()):
+        return positions
+    return positions[_kept(x, positions, ranked.stops, found, seed)]
+
+
+class Thresholds(NamedTuple):
+    """What each stretch's k-th largest magnitude is: `[stretches]` int64, on the device.
+
+    Attributes:
+        least: Its bits.
+        ties: How many elements have them.
+        places: How many of these are among the k largest.
+    """
+
+    least: Tensor
+    ties: Tensor
+    places: Tensor
 
 
 def _ranked(stretches: Sequence[Stretch], device: torch.device) -> Ranked:
@@ -81,23 +87,35 @@ def blocks_of(stretches: Sequence[tuple[int, int]], block: int, device: torch.de
     return torch.from_numpy(owners).to(device), torch.from_numpy(starts).to(device)
 
 
-def _thresholds(x: Tensor, ranked: Ranked, stretches: int) -> tuple[Tensor, Tensor, Tensor]:
-    """For each stretch the bits of its k-th largest magnitude, how many elements have them, and for how many places."""
-    prefixes = torch.zeros(stretches, dtype=torch.int32, device=x.device)
-    places = ranked.counts
-    for shift, width in _DIGITS:
-        # A stretch may have 2³¹ elements or more, and nearly all of them be zeros.
-        table = torch.zeros(stretches, 1 << width, dtype=torch.int64, device=x.device)
-        constants = {"shift": shift, "width": width, "block": _BLOCK}
-        launch(_count, ranked.owners.shape, x.device, x, *ranked[:3], prefixes, table, **constants)
-        # From the largest digit on: how many elements have this one or a larger one.
-        above = table.flip(1).cumsum(1)
-        digits = (above < places[:, None]).sum(1, keepdim=True)
-        larger = torch.where(digits > 0, above.gather(1, (digits - 1).clamp(min=0)), 0).view(-1)
-        ties = above.gather(1, digits).view(-1) - larger
-        places = places - larger
-        prefixes = prefixes << width | ((1 << width) - 1 - digits.view(-1)).to(torch.int32)
-    return prefixes, ties, places
+def _thresholds(x: Tensor, ranked: Ranked) -> Thresholds:
+    """Finds them, digit by digit."""
+    stretches = len(ranked.counts)
+    least, ties = torch.zeros(2, stretches, dtype=torch.int64, device=x.device)
+    places = ranked.counts.clone()
+    # A stretch may have 2³¹ elements or more, and nearly all of them be zeros.
+    tables = torch.zeros(len(_DIGITS), stretches, 1 << _DIGITS[0][1], dtype=torch.int64, device=x.device)
+    for (shift, width), table in zip(_DIGITS, tables):
+        arguments = x, *ranked[:3], least, table
+        launch(_count, ranked.owners.shape, x.device, *arguments, shift=shift, width=width, block=_BLOCK)
+        launch(_descend, (stretches,), x.device, table, least, ties, places, width=width)
+    return Thresholds(least, ties, places)
+
+
+def _kept(x: Tensor, positions: Tensor, stops: Tensor, found: Thresholds, seed: int) -> Tensor:
+    """Which positions are among the k largest of their stretch: not all, where more are equal than there are places."""
+    owners = torch.bucketize(positions, stops, right=True)
+    equals = (x[positions].view(torch.int32) & 0x7FFFFFFF == found.least[owners]).nonzero().view(-1)
+    # Zeros have no position, wherever they reach the threshold.
+    ties = torch.where(found.least > 0, found.ties, 0)
+    owners = owners[equals]
+    tied, places = ties[owners], found.places[owners]
+    numbers = torch.arange(len(equals), device=x.device) - (ties.cumsum(0) - ties)[owners]
+    # The only place whose number seed + ⌊place·tied / places⌋, modulo tied, can be this one.
+    after = (numbers - seed % tied) % tied
+    place = (after * places + tied - 1) // tied
+    kept = torch.ones_like(positions, dtype=torch.bool)
+    kept[equals] = place * tied // places == after
+    return kept
 
 
 @inlined
@@ -118,22 +136,37 @@ def _count(
     owners: tl.tensor,
     starts: tl.tensor,
     stops: tl.tensor,
-    prefixes: tl.tensor,
+    least: tl.tensor,
     table: tl.tensor,
     shift: tl.constexpr,
     width: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    """Counts the digits of the elements whose higher bits are their stretch's prefix."""
+    """Counts the digits of the elements whose higher bits are those of their stretch's k-th largest magnitude."""
     owner, _, inside, bits = _magnitudes(x, owners, starts, stops, block)
     digits: tl.constexpr = 1 << width
-    counted = inside & (bits >> (shift + width) == tl.load(prefixes + owner))
+    counted = inside & (bits >> (shift + width) == tl.load(least + owner).to(tl.int32))
     number = tl.arange(0, digits)
     # Others count as zeros, and are subtracted again.
     found = tl.histogram(tl.where(counted, bits >> shift & (digits - 1), 0), digits)
     found -= tl.where(number == 0, block - tl.sum(counted.to(tl.int32), 0), 0)
     places = owner.to(tl.int64) * digits + number
     tl.atomic_add(table + places, found.to(tl.int64), mask=found > 0, sem="relaxed")
+
+
+@compiled
+def _descend(table: tl.tensor, least: tl.tensor, ties: tl.tensor, places: tl.tensor, width: tl.constexpr) -> None:
+    """Appends the next digit of a stretch's k-th largest magnitude, given how many elements have each digit."""
+    stretch = tl.program_id(0)
+    digits: tl.constexpr = 1 << width
+    number = tl.arange(0, digits)
+    # From the largest digit on.
+    found = tl.load(table + stretch * digits + digits - 1 - number)
+    wanted = tl.load(places + stretch)
+    chosen = tl.sum((tl.cumsum(found, 0) < wanted).to(tl.int32), 0)
+    tl.store(places + stretch, wanted - tl.sum(tl.where(number < chosen, found, 0), 0))
+    tl.store(ties + stretch, tl.sum(tl.where(number == chosen, found, 0), 0))
+    tl.store(least + stretch, tl.load(least + stretch) << width | (digits - 1 - chosen).to(tl.int64))
 
 
 @compiled
@@ -148,4 +181,4 @@ def _mark(
 ) -> None:
     """Notes the elements whose magnitude is not 0 and reaches their stretch's threshold."""
     owner, places, inside, bits = _magnitudes(x, owners, starts, stops, block)
-    tl.store(reached + places, bits >= tl.maximum(tl.load(least + owner), 1), mask=inside)
+    tl.store(reached + places, bits >= tl.maximum(tl.load(least + owner).to(tl.int32), 1), mask=inside)
