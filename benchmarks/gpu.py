@@ -14,6 +14,7 @@ this where you train. Rows are timed in turns.
 """
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -142,6 +143,8 @@ def peak_of(make: Callable[[], Callable[[int], None]], device: torch.device) -> 
     """A step with its model, and the bytes of GPU memory that both take at most; 0 on a CPU."""
     if device.type != "cuda":
         return make(), 0
+    # What the row before has left in cycles would be freed in between.
+    gc.collect()
     before = torch.cuda.memory_allocated(device)
     step = make()
     # A first step allocates the optimizer's state.

@@ -65,7 +65,8 @@ class Package(NamedTuple):
 
 def _importable() -> Package:
     spec = find_spec("lightning_sparsecomm")
-    assert spec is not None and spec.origin is not None
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError("lightning_sparsecomm must be installed: run pip install -e . in its checkout.")
     return Package.at(Path(spec.origin).parent.parent)
 
 
