@@ -9,8 +9,11 @@ from dataclasses import dataclass, replace
 from lightning_sparsecomm.basis.far import FAR_SECONDS, far_of, straight
 from lightning_sparsecomm.basis.ledger import Collective, link_bytes
 
-# A TCP connection that was idle begins with ten segments in flight, and doubles them in each round trip (RFC 6928).
+# A new TCP connection begins with ten segments in flight (RFC 6928), and doubles them in each round trip.
 _FIRST_WINDOW_BYTES = 10 * 1448
+
+# Linux halves a connection's window for each of its time-outs that it was idle (RFC 2861): a round trip and 200 ms.
+_LEAST_TIMEOUT = 0.2
 
 # Round trips that a message's bytes take on a far link. Fewer than the least are lost in noise: no higher rate is
 # believed. The link was full if there were so many, or more than one and a smaller message was about as fast.
@@ -24,7 +27,9 @@ class Link(ABC):
     """The network as one rank sees it."""
 
     @abstractmethod
-    def seconds(self, collective: Collective, handed_bytes: float, ranks: int, ring: bool = False) -> float:
+    def seconds(
+        self, collective: Collective, handed_bytes: float, ranks: int, ring: bool = False, idle: float = math.inf
+    ) -> float:
         """What a collective takes, from its start until the slowest rank has its result.
 
         Args:
@@ -32,6 +37,8 @@ class Link(ABC):
             handed_bytes: Bytes that each rank hands over.
             ranks: Number of ranks.
             ring: Whether it goes around Gloo's ring over a long way too, as DDP's own sums do.
+            idle: Seconds since these ranks last sent something as large. Over a long way, TCP's window becomes smaller
+                meanwhile, and opens again in some round trips.
         """
 
 
@@ -66,30 +73,36 @@ class Network(Link):
         if not 0 <= self.rtt < math.inf:
             raise ValueError(f"rtt must be 0 or more seconds; got {self.rtt!r}. Use 0.02 for 20 ms.")
 
-    def seconds(self, collective: Collective, handed_bytes: float, ranks: int, ring: bool = False) -> float:
+    def seconds(
+        self, collective: Collective, handed_bytes: float, ranks: int, ring: bool = False, idle: float = math.inf
+    ) -> float:
         if ranks == 1:
             return 0.0
         may = self.straight and not ring
         calls = straight(collective, handed_bytes, ranks, far_of(self.rtt)) if may else []
         if calls:
-            return sum(self._call_seconds(link_bytes(*call, ranks), 1, ranks - 1) for call in calls)
+            # The second call's messages are no larger, and find the window open.
+            idles = [idle, *[0.0] * (len(calls) - 1)]
+            return sum(
+                self._call_seconds(link_bytes(*call, ranks), 1, ranks - 1, each) for call, each in zip(calls, idles)
+            )
         sent = link_bytes(collective, handed_bytes, ranks)
         if collective == "send":
             # A message to each of the others, all at once.
-            return (ranks - 2) * self.call + self._call_seconds(sent, 1, ranks - 1)
-        return self._call_seconds(sent, hops(collective, ranks), 1)
+            return (ranks - 2) * self.call + self._call_seconds(sent, 1, ranks - 1, idle)
+        return self._call_seconds(sent, hops(collective, ranks), 1, idle)
 
-    def _call_seconds(self, sent: float, count: int, connections: int) -> float:
+    def _call_seconds(self, sent: float, count: int, connections: int, idle: float) -> float:
         """Of a call that puts `sent` bytes on the link in `count` hops, each over so many connections at once."""
         byte_seconds = max(8 * _ON_THE_CABLE / self.bandwidth, self.copying)
-        return count * (self.rtt + self.call) + sent * byte_seconds + self._ramp(sent / count / connections)
+        return count * (self.rtt + self.call) + sent * byte_seconds + self._ramp(sent / count / connections, idle)
 
-    def _ramp(self, message: float) -> float:
+    def _ramp(self, message: float, idle: float) -> float:
         """Round trips in which TCP's window is still smaller than a message, or than what the link could hold."""
-        if not self.rtt:
-            return 0.0
         window = min(message, self.bandwidth / 8 * self.rtt)
-        return self.rtt * math.log2(window / _FIRST_WINDOW_BYTES) if window > _FIRST_WINDOW_BYTES else 0.0
+        if window <= _FIRST_WINDOW_BYTES:
+            return 0.0
+        return self.rtt * min(math.log2(window / _FIRST_WINDOW_BYTES), idle / (self.rtt + _LEAST_TIMEOUT))
 
 
 @dataclass(frozen=True)
@@ -97,7 +110,7 @@ class MeasuredLink(Link):
     """A network by collectives that were measured between these very ranks.
 
     Between two measured sizes, time is on a straight line; above the largest, the last line goes on. Where a hop takes
-    4 ms or more, measurements follow each other without a pause and find TCP's window open, and a training's steps do
+    4 ms or more, measurements follow each other without a pause and find TCP's window open, and a training's steps may
     not: there it answers as a `Network` of the measured round trip and rate.
 
     Args:
@@ -130,12 +143,14 @@ class MeasuredLink(Link):
             low, high = (rate, high) if predicted(replace(self, rate=rate)) > measured else (low, rate)
         return replace(self, rate=high)
 
-    def seconds(self, collective: Collective, handed_bytes: float, ranks: int, ring: bool = False) -> float:
+    def seconds(
+        self, collective: Collective, handed_bytes: float, ranks: int, ring: bool = False, idle: float = math.inf
+    ) -> float:
         if ranks == 1:
             return 0.0
         if self.far and ranks == self.ranks:
             network = Network(self.bandwidth, self.latency, call=0.0, straight=self.around is not None)
-            return network.seconds(collective, handed_bytes, ranks, ring)
+            return network.seconds(collective, handed_bytes, ranks, ring, idle)
         if collective == "all_to_all":
             # As many bytes on the link, in as many messages, as a gather of one rank's part.
             return self.seconds("all_gather", handed_bytes / ranks, ranks)

@@ -3,8 +3,9 @@
     step = compute · straggler + update, select, encode, decode + communication that nothing hides
 
 A method that exchanges at the step waits for all its collectives, one after another. DDP's buckets are on the wire
-while the backward pass goes on, so only what is left at its end is waited for. Each rank is taken to have processor
-cores of its own.
+while the backward pass goes on, so only what is left at its end is waited for. Between exchanges the network is idle
+while ranks compute, and over a long way TCP's window becomes smaller. Each rank is taken to have processor cores of its
+own.
 """
 
 import math
@@ -89,21 +90,34 @@ def predict(rehearsed: Rehearsed, link: Link, work: Work) -> Predicted:
         link: The network.
         work: What a rank computes besides.
     """
-    ranks = rehearsed.ranks
+    ranks, compute = rehearsed.ranks, work.seconds * work.straggler
     if rehearsed.overlaps:
         # Buckets follow one another on the wire without a gap; the last one is ready when the backward pass ends.
         sizes = [size for _, size, _ in rehearsed.calls]
-        network = link.seconds("all_reduce", sum(sizes), ranks, ring=True)
-        exposed = max(link.seconds("all_reduce", sizes[-1], ranks, ring=True), network - work.backward)
+        network = link.seconds("all_reduce", sum(sizes), ranks, ring=True, idle=compute - work.backward)
+        last = link.seconds("all_reduce", sizes[-1], ranks, ring=True, idle=0.0)
+        exposed = max(last, network - work.backward)
     else:
-        network = sum(often * link.seconds(kind, size, ranks) for kind, size, often in rehearsed.calls)
-        exposed = network
+        exposed = network = _one_after_another(rehearsed, link, compute + rehearsed.computing)
     return Predicted(
         rehearsed.name,
-        work.seconds * work.straggler,
+        compute,
         rehearsed.computing,
         network,
         exposed,
         rehearsed.link_bytes,
         rehearsed.held_bytes,
     )
+
+
+def _one_after_another(rehearsed: Rehearsed, link: Link, idle: float) -> float:
+    """Seconds of all collectives of a step, in which the network is idle for so long before the first of them."""
+    network = opening = 0.0
+    for kind, size, often in rehearsed.calls:
+        if often:
+            at_once = link.seconds(kind, size, rehearsed.ranks, idle=0.0)
+            network += often * at_once
+            # TCP's window opens once in an exchange; its largest messages need it most.
+            after = link.seconds(kind, size, rehearsed.ranks, idle=idle / often)
+            opening = max(opening, often * (after - at_once))
+    return network + opening

@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from lightning_sparsecomm.basis.far import straight
 from lightning_sparsecomm.basis.ledger import link_bytes
 from lightning_sparsecomm.planning import MeasuredLink, Network
 
@@ -38,6 +39,24 @@ def test_length_costs_more_than_its_hops_while_tcp_opens_its_window() -> None:
     assert more == pytest.approx(0.1 + 0.1 * math.log2(1e6 / 14480))
     small = far.seconds("all_gather", 1e4, 2) - near.seconds("all_gather", 1e4, 2)
     assert small == pytest.approx(0.1)
+
+
+def test_a_window_is_halved_for_each_timeout_that_the_connection_was_idle() -> None:
+    """RFC 2861, as in Linux: a time-out is a round trip and 200 ms, and each halving costs a round trip."""
+    network = Network(100e6, rtt=0.1, **EXACT)
+    closed, opened = (network.seconds("all_gather", 1e6, 2, idle=idle) for idle in (math.inf, 0.0))
+    assert closed - opened == pytest.approx(0.1 * math.log2(1e6 / 14480))
+    for timeouts in (1, 3):
+        assert network.seconds("all_gather", 1e6, 2, idle=timeouts * 0.3) - opened == pytest.approx(timeouts * 0.1)
+    assert network.seconds("all_gather", 1e6, 2, idle=3600.0) == closed
+
+
+def test_the_second_call_of_a_straight_sum_finds_the_window_open() -> None:
+    network = Network(1e9, rtt=0.1, **EXACT)
+    assert [kind for kind, _ in straight("all_reduce", 1e6, 4, far=0.128)] == ["all_to_all", "all_gather"]
+    more = network.seconds("all_reduce", 1e6, 4) - network.seconds("all_reduce", 1e6, 4, idle=0.0)
+    # A quarter to each of the others.
+    assert more == pytest.approx(0.1 * math.log2(250e3 / 14480))
 
 
 @pytest.mark.parametrize("figures", [{"bandwidth": 0.0}, {"bandwidth": 1e8, "rtt": -1.0}, {"bandwidth": math.nan}])

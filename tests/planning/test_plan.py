@@ -2,6 +2,7 @@
 
 import json
 import re
+from typing import Any
 
 import pytest
 
@@ -39,6 +40,24 @@ def test_an_exchange_at_the_step_is_waited_for() -> None:
     network = Network(8e6, **EXACT)
     row = predict(gathered(1e6, computing=0.5), network, Work(3.0, straggler=1.2))
     assert row.seconds == pytest.approx(3.6 + 0.5 + network.seconds("all_gather", 1e6, 2))
+
+
+def test_a_window_that_closes_while_ranks_compute_opens_once_in_an_exchange() -> None:
+    network = Network(1e9, rtt=0.1, **EXACT)
+    calls: list[Any] = [("all_gather", 8.0, 1.0), ("all_gather", 1e6, 1.0), ("all_gather", 2e5, 1.0)]
+    rehearsed = Rehearsed("", 2, {"select": 0.1}, tuple(calls), 0.0, overlaps=False)
+    at_once = sum(network.seconds(kind, size, 2, idle=0.0) for kind, size, _ in calls)
+    assert predict(rehearsed, network, Work(0.0)).exposed == pytest.approx(at_once + 0.1 * 0.1 / 0.3)
+    # Two time-outs, of a round trip and 200 ms each.
+    assert predict(rehearsed, network, Work(0.5)).exposed == pytest.approx(at_once + 0.2)
+    # An exchange in every fourth step: the network is idle for four steps before it.
+    rarely = Rehearsed("", 2, {"select": 0.1}, tuple((*call, 0.25) for *call, _ in calls), 0.0, overlaps=False)
+    opening = network.seconds("all_gather", 1e6, 2, idle=2.4) - network.seconds("all_gather", 1e6, 2, idle=0.0)
+    assert predict(rarely, network, Work(0.5)).exposed == pytest.approx((at_once + opening) / 4)
+    # DDP's network is idle in the forward pass.
+    row = predict(buckets(24e6, 1e6), network, Work(0.9, overlapped=0.3))
+    idle_for_two_timeouts = network.seconds("all_reduce", 25e6, 2, ring=True, idle=0.6)
+    assert row.exposed == pytest.approx(idle_for_two_timeouts - 0.3)
 
 
 def planned(bandwidth: float, rtt: float = 0.0, compute: float = 0.1, **options: object) -> Plan:

@@ -22,10 +22,10 @@ class Open(Network):
         super().__init__(*args, **options)  # type: ignore[arg-type]
         object.__setattr__(self, "largest", 1.0)
 
-    def _ramp(self, message: float) -> float:
+    def _ramp(self, message: float, idle: float) -> float:
         opened: float = vars(self)["largest"]
         object.__setattr__(self, "largest", max(opened, message))
-        return super()._ramp(message) - super()._ramp(min(message, opened))
+        return super()._ramp(message, idle) - super()._ramp(min(message, opened), idle)
 
 
 class Played:
