@@ -12,12 +12,19 @@ from lightning_sparsecomm.basis.ledger import Collective, link_bytes
 # A new TCP connection begins with ten segments in flight (RFC 6928), and doubles them in each round trip.
 _FIRST_WINDOW_BYTES = 10 * 1448
 
-# Linux halves a connection's window for each of its time-outs that it was idle (RFC 2861): a round trip and 200 ms.
+# Gloo's ring sums segments of at most so many bytes, at least two for each rank. Two are on their way at a time.
+_SEGMENT_BYTES = 2**20
+
+# Linux halves a connection's window for each of its time-outs that it was idle (RFC 2861): a round trip and 200 ms. How
+# long it is idle differs from step to step, so a part of a time-out counts as a part of a halving.
 _LEAST_TIMEOUT = 0.2
 
 # Round trips that a message's bytes take on a far link. Fewer than the least are lost in noise: no higher rate is
 # believed. The link was full if there were so many, or more than one and a smaller message was about as fast.
 _LEAST_TRIPS, _FULL_TRIPS, _AS_FAST = 0.25, 2.0, 1 / 1.3
+
+# Bits per second that no link has.
+_NO_RATE = 1e13
 
 # Headers of TCP, IP and Ethernet for each full packet.
 _ON_THE_CABLE = 1538 / 1448
@@ -37,8 +44,8 @@ class Link(ABC):
             handed_bytes: Bytes that each rank hands over.
             ranks: Number of ranks.
             ring: Whether it goes around Gloo's ring over a long way too, as DDP's own sums do.
-            idle: Seconds since these ranks last sent something as large. Over a long way, TCP's window becomes smaller
-                meanwhile, and opens again in some round trips.
+            idle: Seconds since these ranks last sent something as large; infinite for a first message. Over a long way,
+                TCP's window becomes smaller meanwhile, and opens again in some round trips.
         """
 
 
@@ -46,8 +53,8 @@ class Link(ABC):
 class Network(Link):
     """A network of equal cables between ranks and a switch, by its figures.
 
-    Collectives work in rings, as Gloo's do, each hop of a whole round trip. Where that takes 4 ms or more, they are
-    those of `FarWire`, unless they are DDP's own.
+    Collectives work in rings, as Gloo's do, each hop of a whole round trip. So a sum passes at most 2 MiB in a round
+    trip. Where that takes 4 ms or more, collectives are those of `FarWire`, unless they are DDP's own.
 
     >>> network = Network(100e6, rtt=0.02)
     >>> [round(network.seconds("all_reduce", 40_000, ranks=4, ring=ring), 2) for ring in (True, False)]
@@ -90,16 +97,33 @@ class Network(Link):
         if collective == "send":
             # A message to each of the others, all at once.
             return (ranks - 2) * self.call + self._call_seconds(sent, 1, ranks - 1, idle)
+        if collective == "all_reduce":
+            return self._ring_seconds(handed_bytes, ranks, idle)
         return self._call_seconds(sent, hops(collective, ranks), 1, idle)
+
+    def _ring_seconds(self, handed_bytes: float, ranks: int, idle: float) -> float:
+        """Of Gloo's sum around the ring: pieces are added up, then passed on. Each segment takes a round trip."""
+        of_each = math.ceil(max(handed_bytes / _SEGMENT_BYTES, 2 * ranks) / ranks)
+        size = handed_bytes / (of_each * ranks)
+        transfer = size * self._byte_seconds
+        pairs, single = divmod((ranks - 1) * of_each, 2)
+        # The second of a pair arrives after the first; a single one is the last, and arrives after all.
+        last = self.rtt + transfer if single else min(self.rtt, transfer)
+        one_way = pairs * max(2 * transfer, self.rtt + transfer) + last
+        return 2 * one_way + hops("all_reduce", ranks) * self.call + self._ramp(2 * size, idle)
 
     def _call_seconds(self, sent: float, count: int, connections: int, idle: float) -> float:
         """Of a call that puts `sent` bytes on the link in `count` hops, each over so many connections at once."""
-        byte_seconds = max(8 * _ON_THE_CABLE / self.bandwidth, self.copying)
-        return count * (self.rtt + self.call) + sent * byte_seconds + self._ramp(sent / count / connections, idle)
+        hops_seconds = count * (self.rtt + self.call)
+        return hops_seconds + sent * self._byte_seconds + self._ramp(sent / count / connections, idle)
+
+    @property
+    def _byte_seconds(self) -> float:
+        return max(8 * _ON_THE_CABLE / self.bandwidth, self.copying)
 
     def _ramp(self, message: float, idle: float) -> float:
         """Round trips in which TCP's window is still smaller than a message, or than what the link could hold."""
-        window = min(message, self.bandwidth / 8 * self.rtt)
+        window = min(message, self.bandwidth / 8 * self.rtt) if self.rtt else 0.0
         if window <= _FIRST_WINDOW_BYTES:
             return 0.0
         return self.rtt * min(math.log2(window / _FIRST_WINDOW_BYTES), idle / (self.rtt + _LEAST_TIMEOUT))
@@ -137,11 +161,12 @@ class MeasuredLink(Link):
             predicted: Its seconds by a link; they fall as the rate rises.
             measured: Its seconds.
         """
-        low, high = 1e3, 1e13
+        low, high = 1e3, _NO_RATE
         for _ in range(60):
             rate = math.sqrt(low * high)
             low, high = (rate, high) if predicted(replace(self, rate=rate)) > measured else (low, rate)
-        return replace(self, rate=high)
+        # Round trips alone may take as long; then the step tells no rate.
+        return replace(self, rate=high if high < _NO_RATE else self.bandwidth)
 
     def seconds(
         self, collective: Collective, handed_bytes: float, ranks: int, ring: bool = False, idle: float = math.inf

@@ -26,7 +26,7 @@ class Work:
     0.2
 
     Args:
-        seconds: Forward pass, backward pass and optimizer.
+        seconds: Forward pass, backward pass and optimizer; 0 where it is not known, and TCP's window counts as closed.
         overlapped: Seconds of the backward pass that are left when DDP's first bucket is ready; None for what is usual:
             the backward pass takes two thirds of the time, and its first bucket comes early.
         straggler: Factor by which the slowest rank is slower; 1 for equal ranks.
@@ -91,14 +91,17 @@ def predict(rehearsed: Rehearsed, link: Link, work: Work) -> Predicted:
         work: What a rank computes besides.
     """
     ranks, compute = rehearsed.ranks, work.seconds * work.straggler
+    idle = compute or math.inf
     if rehearsed.overlaps:
         # Buckets follow one another on the wire without a gap; the last one is ready when the backward pass ends.
         sizes = [size for _, size, _ in rehearsed.calls]
-        network = link.seconds("all_reduce", sum(sizes), ranks, ring=True, idle=compute - work.backward)
-        last = link.seconds("all_reduce", sizes[-1], ranks, ring=True, idle=0.0)
-        exposed = max(last, network - work.backward)
+        before = max(0.0, idle - work.backward * work.straggler)
+        network = link.seconds("all_reduce", sum(sizes), ranks, ring=True, idle=before)
+        # An earlier bucket that is as large has opened TCP's window for the last one.
+        before = idle if len(sizes) == 1 else before if sizes[-1] > max(sizes[:-1]) else 0.0
+        exposed = max(link.seconds("all_reduce", sizes[-1], ranks, ring=True, idle=before), network - work.backward)
     else:
-        exposed = network = _one_after_another(rehearsed, link, compute + rehearsed.computing)
+        exposed = network = _one_after_another(rehearsed, link, idle + rehearsed.computing)
     return Predicted(
         rehearsed.name,
         compute,
@@ -117,7 +120,8 @@ def _one_after_another(rehearsed: Rehearsed, link: Link, idle: float) -> float:
         if often:
             at_once = link.seconds(kind, size, rehearsed.ranks, idle=0.0)
             network += often * at_once
-            # TCP's window opens once in an exchange; its largest messages need it most.
+            # TCP's window opens once in an exchange; its largest messages need it most. Exchanges of a kind are taken
+            # to be equally far apart.
             after = link.seconds(kind, size, rehearsed.ranks, idle=idle / often)
             opening = max(opening, often * (after - at_once))
     return network + opening

@@ -134,9 +134,11 @@ def plan(
         if progress is not None:
             progress(name, number, len(everything))
         try:
-            rows[name] = predict(rehearse(method, kinds, ranks, length), link, work)
+            rehearsed = rehearse(method, kinds, ranks, length)
         except TypeError as error:
             refused[name] = str(error)
+        else:
+            rows[name] = predict(rehearsed, link, work)
     rows = dict(sorted(rows.items(), key=lambda pair: pair[1].seconds))
     choice = min((name for name in choosable if name in rows), key=lambda name: rows[name].seconds)
     return Plan(rows, refused, choice, tuple(choosable))

@@ -49,6 +49,58 @@ def test_a_window_is_halved_for_each_timeout_that_the_connection_was_idle() -> N
     for timeouts in (1, 3):
         assert network.seconds("all_gather", 1e6, 2, idle=timeouts * 0.3) - opened == pytest.approx(timeouts * 0.1)
     assert network.seconds("all_gather", 1e6, 2, idle=3600.0) == closed
+    near = Network(1e9, rtt=0.02, **EXACT)
+    more = near.seconds("all_gather", 1e6, 2, idle=0.22) - near.seconds("all_gather", 1e6, 2, idle=0.0)
+    assert more == pytest.approx(0.02)
+
+
+def test_a_ring_passes_two_segments_in_a_round_trip_whatever_its_rate() -> None:
+    """Of 1 MiB each, as Gloo's sums do."""
+    for ranks, passed in ((2, 21), (4, 33)):
+        network = Network(math.inf, rtt=0.1, **EXACT)
+        sums = network.seconds("all_reduce", 42 * 2**20, ranks, ring=True, idle=0.0)
+        # Once to add up, and once to pass on the sums.
+        assert sums == pytest.approx(2 * 0.1 * math.ceil(passed / 2))
+    # A slower link is filled by them, but for the last of an odd number.
+    network = Network(10e6, rtt=0.1, **EXACT)
+    taken = network.seconds("all_reduce", 44e6, 2, ring=True, idle=0.0)
+    assert taken == pytest.approx(8 * 44e6 / 10e6 * 1538 / 1448 + 2 * 0.1)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rate", "rtt", "size", "measured"),
+    [
+        (2, 1e8, 0.02, 6e6, 0.5625),
+        (2, 1e8, 0.1, 6e6, 0.8021),
+        (2, 1e9, 0.02, 6e6, 0.1125),
+        (2, 1e9, 0.1, 6e5, 0.2375),
+        (2, 1e9, 0.1, 6e6, 0.4349),
+        (4, 1e8, 0.1, 6e5, 0.6499),
+        (4, 1e9, 0.02, 6e6, 0.1725),
+    ],
+)
+def test_sums_around_the_ring_take_what_was_measured(
+    ranks: int, rate: float, rtt: float, size: float, measured: float
+) -> None:
+    """Rows of docs/network.md, section "Long ways": calls that follow one another."""
+    predicted = Network(rate, rtt).seconds("all_reduce", size, ranks, ring=True, idle=0.0)
+    assert predicted == pytest.approx(measured, rel=0.15)
+
+
+def test_a_step_that_round_trips_alone_explain_tells_no_rate() -> None:
+    sizes = (8.0, 131_072.0)
+    points = {kind: [(size, Network(1e8, 0.1).seconds(kind, size, 2)) for size in sizes] for kind in POINTS}
+    link = MeasuredLink(2, points, around=0.2)  # type: ignore[arg-type]
+    fitted = link.fitted(lambda each: each.seconds("all_reduce", 44e6, 2, ring=True, idle=0.0), 1.9)
+    assert fitted.rate == link.bandwidth
+
+
+def test_without_length_or_limit_there_is_no_window() -> None:
+    for network in (Network(math.inf, **EXACT), Network(1e9, **EXACT)):
+        assert network.seconds("all_gather", 1e6, 2) == network.seconds("all_gather", 1e6, 2, idle=0.0) < 0.01
+    far = Network(math.inf, rtt=0.1, **EXACT)
+    assert far.seconds("all_gather", 1e6, 2, idle=0.0) == pytest.approx(0.1)
+    assert far.seconds("all_gather", 1e6, 2) == pytest.approx(0.1 + 0.1 * math.log2(1e6 / 14480))
 
 
 def test_the_second_call_of_a_straight_sum_finds_the_window_open() -> None:
@@ -123,6 +175,12 @@ def test_a_far_links_rate_is_fitted_to_something_large(rate: float) -> None:
     assert fitted.bandwidth == pytest.approx(rate, rel=0.05)
     for size in (131_072, 22e6):
         assert fitted.seconds("all_reduce", size, 2) == pytest.approx(network.seconds("all_reduce", size, 2), rel=0.05)
+        opening, expected = (
+            each.seconds("all_reduce", size, 2, idle=0.6) - each.seconds("all_reduce", size, 2, idle=0.0)
+            for each in (fitted, network)
+        )
+        assert opening == pytest.approx(expected, abs=0.01)
+        assert expected == pytest.approx(0.2)
 
 
 def test_a_wire_that_was_far_when_the_run_began_is_measured_on_a_way_that_is_near() -> None:

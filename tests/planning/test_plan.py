@@ -47,17 +47,36 @@ def test_a_window_that_closes_while_ranks_compute_opens_once_in_an_exchange() ->
     calls: list[Any] = [("all_gather", 8.0, 1.0), ("all_gather", 1e6, 1.0), ("all_gather", 2e5, 1.0)]
     rehearsed = Rehearsed("", 2, {"select": 0.1}, tuple(calls), 0.0, overlaps=False)
     at_once = sum(network.seconds(kind, size, 2, idle=0.0) for kind, size, _ in calls)
-    assert predict(rehearsed, network, Work(0.0)).exposed == pytest.approx(at_once + 0.1 * 0.1 / 0.3)
+    assert predict(rehearsed, network, Work(0.05)).exposed == pytest.approx(at_once + 0.1 * 0.15 / 0.3)
     # Two time-outs, of a round trip and 200 ms each.
     assert predict(rehearsed, network, Work(0.5)).exposed == pytest.approx(at_once + 0.2)
     # An exchange in every fourth step: the network is idle for four steps before it.
     rarely = Rehearsed("", 2, {"select": 0.1}, tuple((*call, 0.25) for *call, _ in calls), 0.0, overlaps=False)
     opening = network.seconds("all_gather", 1e6, 2, idle=2.4) - network.seconds("all_gather", 1e6, 2, idle=0.0)
     assert predict(rarely, network, Work(0.5)).exposed == pytest.approx((at_once + opening) / 4)
-    # DDP's network is idle in the forward pass.
+    # Where it is not known what a rank computes, the window may be closed.
+    closed = network.seconds("all_gather", 1e6, 2) - network.seconds("all_gather", 1e6, 2, idle=0.0)
+    assert predict(rehearsed, network, Work(0.0)).exposed == pytest.approx(at_once + closed)
+
+
+def test_ddps_network_is_idle_until_the_first_bucket() -> None:
+    network = Network(1e9, rtt=0.1, **EXACT)
+
+    def sums(size: float, idle: float) -> float:
+        return network.seconds("all_reduce", size, 2, ring=True, idle=idle)
+
     row = predict(buckets(24e6, 1e6), network, Work(0.9, overlapped=0.3))
-    idle_for_two_timeouts = network.seconds("all_reduce", 25e6, 2, ring=True, idle=0.6)
-    assert row.exposed == pytest.approx(idle_for_two_timeouts - 0.3)
+    assert row.exposed == pytest.approx(sums(25e6, 0.6) - 0.3)
+    # The slowest rank's forward pass is as much longer.
+    row = predict(buckets(24e6, 1e6), network, Work(0.9, overlapped=0.3, straggler=1.5))
+    assert row.network == pytest.approx(sums(25e6, 0.9))
+    # Of the last bucket: a larger one has opened the window, a smaller one has not, and none has.
+    for sizes, idle in (((25e6, 1e6), 0.0), ((1e6, 2e6), 0.9), ((1e6,), 3.0)):
+        row = predict(buckets(*sizes), network, Work(3.0, overlapped=2.1))
+        assert row.exposed == pytest.approx(sums(sizes[-1], idle))
+    # What was measured may overlap more than a step computes.
+    row = predict(buckets(24e6, 1e6), network, Work(0.3, overlapped=0.5))
+    assert row.network == pytest.approx(sums(25e6, 0.0))
 
 
 def planned(bandwidth: float, rtt: float = 0.0, compute: float = 0.1, **options: object) -> Plan:

@@ -119,11 +119,15 @@ def compare_ranking(device: str, *more_sizes: int) -> None:
         x[5000:6000] = x[5000:6000].mul(4).round().div(4)
         x[7000:8000] = 0.0
         x[7001:7003] = torch.tensor([-0.0, 1e-40])
+        x[6200:6400] = -3.0
+        x[8000:9000] = x[8000:9000].mul(4).round().div(4)
         stretches = [
             (0, 300, 300),
             (301, 4500, 42),
             (4500, 6000, 333),
             (6100, 6101, 1),
+            (6200, 6400, 77),
+            (6500, 7000, 1),
             (7000, 8000, 30),
             (8000, size, 99),
         ]
@@ -155,7 +159,7 @@ def check_compiled() -> None:
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
-    from lightning_sparsecomm.kernels.updates import cuda
+    from lightning_sparsecomm.kernels.updates import cuda, cuda_ranking
 
     driver.set_active(
         SimpleNamespace(
@@ -192,6 +196,10 @@ def check_compiled() -> None:
         # Quotients and roots, too, are the nearest numbers.
         assert re.search(rf"\bdiv\.rn\.{width}", ptx) and re.search(rf"\bsqrt\.rn\.{width}", ptx)
         assert not re.search(r"\bfma\.|\.ftz\b|\.approx\b|\.full\b", ptx)
+    ranking = {name: Compiling(getattr(cuda_ranking, name)) for name in ("_count", "_descend", "_mark")}
+    with mock.patch.multiple(cuda_ranking, **ranking):
+        kernels.largest_of_each(torch.ones(9000), [(0, 5000, 3), (5000, 9000, 5)], 0)
+    assert all(each.compiled for each in ranking.values())
     # Lengths may need 64 bits.
     compiling = Compiling(cuda._reaching)
     with mock.patch.object(cuda, "_reaching", compiling):
