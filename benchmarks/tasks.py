@@ -132,15 +132,15 @@ def _images(name: Literal["fashion-mnist", "digits"], data_dir: Path, tune: bool
 def text(data_dir: Path, tune: bool) -> Data:
     """Windows of `shakespeare.txt`, each with its successor as targets.
 
-    The last twentieth is the test data; for tuning the twentieth before it. Our tables have 42 of Shakespeare's works from
-    Project Gutenberg, as collected by Open Shakespeare: 5,057,198 characters.
+    The last twentieth is the test data; for tuning the twentieth before it. Our tables have 42 of Shakespeare's works
+    from Project Gutenberg, as collected by Open Shakespeare: 5,057,198 characters.
 
     Raises:
         FileNotFoundError: `data_dir` has no such file.
     """
     file = data_dir / "shakespeare.txt"
     if not file.exists():
-        raise FileNotFoundError(f"--data-dir must hold shakespeare.txt, a long text in UTF-8; found none in {data_dir}.")
+        raise FileNotFoundError(f"--data-dir must hold shakespeare.txt, a text in UTF-8; found none in {data_dir}.")
     characters = file.read_text(encoding="utf-8")
     points = np.frombuffer(characters.encode("utf-32-le"), np.uint32)
     distinct, numbers = np.unique(points, return_inverse=True)
