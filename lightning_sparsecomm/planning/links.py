@@ -48,6 +48,10 @@ class Link(ABC):
                 TCP's window becomes smaller meanwhile, and opens again in some round trips.
         """
 
+    def buckets_seconds(self, sizes: Sequence[float], ranks: int, idle: float = math.inf) -> float:
+        """What DDP's sums of buckets of so many bytes take, each ready before those in front of it are done."""
+        return self.seconds("all_reduce", sum(sizes), ranks, ring=True, idle=idle)
+
 
 @dataclass(frozen=True)
 class Network(Link):
@@ -100,6 +104,20 @@ class Network(Link):
         if collective == "all_reduce":
             return self._ring_seconds(handed_bytes, ranks, idle)
         return self._call_seconds(sent, hops(collective, ranks), 1, idle)
+
+    def buckets_seconds(self, sizes: Sequence[float], ranks: int, idle: float = math.inf) -> float:
+        # Gloo sums two buckets at a time, in two threads. Of each thread: its seconds if it were alone, and how many of
+        # them its bytes need.
+        alone, filling = [0.0, 0.0], [0.0, 0.0]
+        for size in sizes if ranks > 1 else ():
+            thread = alone.index(min(alone))
+            alone[thread] += self._ring_seconds(size, ranks, idle)
+            filling[thread] += link_bytes("all_reduce", size, ranks) * self._byte_seconds
+            # The window is open.
+            idle = 0.0
+        (short, filled), (long, filled_too) = sorted(zip(alone, filling))
+        both = max(short, filled + filled_too * short / long) if long else 0.0
+        return both + long - short
 
     def _ring_seconds(self, handed_bytes: float, ranks: int, idle: float) -> float:
         """Of Gloo's sum around the ring: pieces are added up, then passed on. Each segment takes a round trip."""
@@ -174,8 +192,7 @@ class MeasuredLink(Link):
         if ranks == 1:
             return 0.0
         if self.far and ranks == self.ranks:
-            network = Network(self.bandwidth, self.latency, call=0.0, straight=self.around is not None)
-            return network.seconds(collective, handed_bytes, ranks, ring, idle)
+            return self._network.seconds(collective, handed_bytes, ranks, ring, idle)
         if collective == "all_to_all":
             # As many bytes on the link, in as many messages, as a gather of one rank's part.
             return self.seconds("all_gather", handed_bytes / ranks, ranks)
@@ -192,6 +209,15 @@ class MeasuredLink(Link):
         # Noise can make a larger size look faster.
         slope = max(0.0, (y1 - y0) / (x1 - x0))
         return max(y0 + slope * (handed_bytes - x0), min(y for _, y in points))
+
+    def buckets_seconds(self, sizes: Sequence[float], ranks: int, idle: float = math.inf) -> float:
+        far = self.far and ranks == self.ranks
+        return self._network.buckets_seconds(sizes, ranks, idle) if far else super().buckets_seconds(sizes, ranks, idle)
+
+    @property
+    def _network(self) -> Network:
+        """By the figures of a far link."""
+        return Network(self.bandwidth, self.latency, call=0.0, straight=self.around is not None)
 
     @property
     def far(self) -> bool:

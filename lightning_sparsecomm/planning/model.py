@@ -93,10 +93,10 @@ def predict(rehearsed: Rehearsed, link: Link, work: Work) -> Predicted:
     ranks, compute = rehearsed.ranks, work.seconds * work.straggler
     idle = compute or math.inf
     if rehearsed.overlaps:
-        # Buckets follow one another on the wire without a gap; the last one is ready when the backward pass ends.
+        # Buckets follow one another without a gap; the last one is ready when the backward pass ends.
         sizes = [size for _, size, _ in rehearsed.calls]
         before = max(0.0, idle - work.backward * work.straggler)
-        network = link.seconds("all_reduce", sum(sizes), ranks, ring=True, idle=before)
+        network = link.buckets_seconds(sizes, ranks, idle=before)
         # An earlier bucket that is as large has opened TCP's window for the last one.
         before = idle if len(sizes) == 1 else before if sizes[-1] > max(sizes[:-1]) else 0.0
         exposed = max(link.seconds("all_reduce", sizes[-1], ranks, ring=True, idle=before), network - work.backward)

@@ -1,12 +1,14 @@
 """The cost model and the choice that follows from it."""
 
 import json
+import math
 import re
 from typing import Any
 
 import pytest
 
 from lightning_sparsecomm import methods
+from lightning_sparsecomm.basis.ledger import link_bytes
 from lightning_sparsecomm.commands import main
 from lightning_sparsecomm.planning import Network, Plan, Rehearsed, Work, plan, predict, square_layers
 from lightning_sparsecomm.planning.planner import optimizer_for
@@ -66,17 +68,31 @@ def test_ddps_network_is_idle_until_the_first_bucket() -> None:
         return network.seconds("all_reduce", size, 2, ring=True, idle=idle)
 
     row = predict(buckets(24e6, 1e6), network, Work(0.9, overlapped=0.3))
-    assert row.exposed == pytest.approx(sums(25e6, 0.6) - 0.3)
+    # A thread sums the first one, and another the second meanwhile.
+    assert row.exposed == pytest.approx(sums(24e6, 0.6) - 0.3)
     # The slowest rank's forward pass is as much longer.
     row = predict(buckets(24e6, 1e6), network, Work(0.9, overlapped=0.3, straggler=1.5))
-    assert row.network == pytest.approx(sums(25e6, 0.9))
+    assert row.network == pytest.approx(sums(24e6, 0.9))
     # Of the last bucket: a larger one has opened the window, a smaller one has not, and none has.
     for sizes, idle in (((25e6, 1e6), 0.0), ((1e6, 2e6), 0.9), ((1e6,), 3.0)):
         row = predict(buckets(*sizes), network, Work(3.0, overlapped=2.1))
         assert row.exposed == pytest.approx(sums(sizes[-1], idle))
     # What was measured may overlap more than a step computes.
     row = predict(buckets(24e6, 1e6), network, Work(0.3, overlapped=0.5))
-    assert row.network == pytest.approx(sums(25e6, 0.0))
+    assert row.network == pytest.approx(sums(24e6, 0.0))
+
+
+def test_two_buckets_are_summed_at_a_time() -> None:
+    for sizes, alone in (((12e6, 30e6, 9e6), [30e6]), ((30e6, 12e6, 9e6, 9e6), [12e6, 9e6, 9e6])):
+        far = Network(math.inf, rtt=0.1, call=0.0, copying=0.0)
+        taken = sum(far.seconds("all_reduce", size, 4, ring=True, idle=0.0) for size in alone)
+        assert far.buckets_seconds(sizes, 4, idle=0.0) == pytest.approx(taken)
+        # A link that they fill takes all their bytes, and so does one without length.
+        for rtt in (0.0, 0.01):
+            slow = Network(10e6, rtt=rtt, call=0.0)
+            taken = 8 * link_bytes("all_reduce", sum(sizes), 4) / 10e6 * 1538 / 1448
+            assert slow.buckets_seconds(sizes, 4, idle=0.0) == pytest.approx(taken, rel=0.01)
+    assert Network(10e6, rtt=0.1).buckets_seconds([1e6], 1) == 0
 
 
 def planned(bandwidth: float, rtt: float = 0.0, compute: float = 0.1, **options: object) -> Plan:
