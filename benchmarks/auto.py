@@ -3,8 +3,8 @@
 Each rank runs on its own host in the lab of network.py (Linux, root). In each cell ddp, ddp with torch's bfloat16 hook,
 "sparsecomm", and auto train the same model; a step is the median of those after auto has chosen. Each run is told that
 it will have 1,000 steps, and stops earlier. Prints a Markdown table: each step's time, auto's by the faster of ddp and
-its bfloat16, auto's by the best row, its prediction by its measurement, and what measuring and trying would cost a run
-of 1,000 steps. --resume goes on with the file of runs.
+its bfloat16, auto's by the best row, each prediction by its measurement and that of the chosen method by its later
+steps, and what measuring and trying would cost a run of 1,000 steps. --resume goes on with the file of runs.
 
 `--scenarios` are networks that are not equal or do not stay as they are: one slow rank of four, two nodes of two ranks,
 and cables that fall from 1 Gbit to 50 Mbit in mid-run. There, the table says after how many steps auto had chosen.
@@ -171,8 +171,9 @@ def table(runs: list[Run]) -> str:
     """The cells whose rows are all there."""
     by = {run.key: run for run in runs}
     header = ["model", "ranks", "network", *(f"{row}, ms" for row in ROWS), "chosen"]
-    header += ["by the faster ddp", "by the best", "predicted by measured", "cost in 1,000 steps", "chosen after"]
-    lines = [f"| {' | '.join(header)} |", f"|---|---:|---|{'---:|' * len(ROWS)}---|---:|---:|---:|---:|---:|"]
+    header += ["by the faster ddp", "by the best", "predicted by measured", "predicted by its later steps"]
+    header += ["cost in 1,000 steps", "chosen after"]
+    lines = [f"| {' | '.join(header)} |", f"|---|---:|---|{'---:|' * len(ROWS)}---|---:|---:|---:|---:|---:|---:|"]
     for cell in dict.fromkeys(run.key[:3] for run in runs):
         rows = [by.get((*cell, row)) for row in ROWS]
         if not all(rows):
@@ -189,7 +190,9 @@ def table(runs: list[Run]) -> str:
         spent = auto.before - auto.skipped * auto.step
         cells = [cell[0], str(cell[1]), cell[2], *(f"{1000 * step:,.0f}" for step in steps), chosen]
         cells += [f"{steps[-1] / min(steps[:2]):.2f}", f"{steps[-1] / min(steps[:-1]):.2f}"]
-        cells += [", ".join(f"{ratio:.2f}" for ratio in ratios), f"{max(0.0, spent) / (LENGTH * auto.step):.1%}"]
+        later = record["predicted"][chosen] / auto.step if chosen in record["predicted"] else None
+        cells += [", ".join(f"{ratio:.2f}" for ratio in ratios), "" if later is None else f"{later:.2f}"]
+        cells += [f"{max(0.0, spent) / (LENGTH * auto.step):.1%}"]
         lines.append(f"| {' | '.join([*cells, f'{auto.choosing} steps'])} |")
     return "\n".join(lines)
 

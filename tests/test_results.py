@@ -112,6 +112,16 @@ def test_tables_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [line for line in printed if line not in lines] == []
 
 
+def test_table_of_what_auto_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    auto = import_module("auto")
+    stored = json.loads((ROOT / "docs" / "results" / "auto.json").read_text())
+    printed = auto.table([auto.Run(**run) for run in stored["runs"]]).splitlines()
+    lines = (ROOT / "docs" / "results.md").read_text().splitlines()
+    assert len(printed) > 20
+    assert [line for line in printed if line not in lines] == []
+
+
 def test_table_of_a_gpt_over_a_slow_link() -> None:
     """The last points, and when a row has reached what ddp ends with."""
     runs = json.loads((ROOT / "docs" / "results" / "gpt.json").read_text())["runs"]
