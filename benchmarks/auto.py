@@ -1,7 +1,8 @@
 """Does methods.auto choose well? Its step beside those of the methods that it chooses among, at several networks.
 
 Each rank runs on its own host in the lab of network.py (Linux, root). In each cell ddp, ddp with torch's bfloat16 hook,
-"sparsecomm", and auto train the same model; a step is the median of those after auto has chosen. Each run is told that
+"sparsecomm", and auto train the same model. A step is the median of those after auto has chosen, of means of two at a
+time, as "sparsecomm" exchanges in every second step where the network is slow. Each run is told that
 it will have 1,000 steps, and stops earlier. Prints a Markdown table: each step's time, auto's by the faster of ddp and
 its bfloat16, auto's by the best row, each prediction by its measurement and that of the chosen method by its later
 steps, and what measuring and trying would cost a run of 1,000 steps. --resume goes on with the file of runs.
@@ -80,7 +81,9 @@ class Run(NamedTuple):
 
     @property
     def step(self) -> float:
-        return statistics.median(self.seconds)
+        # Of two steps that follow each other, as some rows exchange in every second one.
+        pairs = zip(self.seconds[::2], self.seconds[1::2])
+        return statistics.median((first + second) / 2 for first, second in pairs)
 
     @property
     def key(self) -> tuple[str, int, str, str]:

@@ -23,8 +23,8 @@ _LEAST_TIMEOUT = 0.2
 # believed. The link was full if there were so many, or more than one and a smaller message was about as fast.
 _LEAST_TRIPS, _FULL_TRIPS, _AS_FAST = 0.25, 2.0, 1 / 1.3
 
-# Bits per second that no link has.
-_NO_RATE = 1e13
+# Bits per second that no link has. What takes about as long with them is round trips, and tells no rate.
+_NO_RATE, _BY_ROUND_TRIPS = 1e13, 0.9
 
 # Headers of TCP, IP and Ethernet for each full packet.
 _ON_THE_CABLE = 1538 / 1448
@@ -57,8 +57,8 @@ class Link(ABC):
 class Network(Link):
     """A network of equal cables between ranks and a switch, by its figures.
 
-    Collectives work in rings, as Gloo's do, each hop of a whole round trip. So a sum passes at most 2 MiB in a round
-    trip. Where that takes 4 ms or more, collectives are those of `FarWire`, unless they are DDP's own.
+    Collectives work in rings, as Gloo's do, each hop of a whole round trip. So a sum puts at most 2 MiB on a rank's
+    link in a round trip. Where that takes 4 ms or more, collectives are those of `FarWire`, unless they are DDP's own.
 
     >>> network = Network(100e6, rtt=0.02)
     >>> [round(network.seconds("all_reduce", 40_000, ranks=4, ring=ring), 2) for ring in (True, False)]
@@ -67,7 +67,7 @@ class Network(Link):
     Args:
         bandwidth: Bits per second that each rank sends, and receives at the same time; infinite for no limit.
         rtt: Round-trip time between two ranks, in seconds.
-        call: Seconds of software in each message.
+        call: Seconds of software in each hop.
         copying: Seconds of processor time for each byte on the link.
         straight: Whether messages go straight where the way is long, as in `FarWire`.
     """
@@ -108,16 +108,17 @@ class Network(Link):
     def buckets_seconds(self, sizes: Sequence[float], ranks: int, idle: float = math.inf) -> float:
         # Gloo sums two buckets at a time, in two threads. Of each thread: its seconds if it were alone, and how many of
         # them its bytes need.
-        alone, filling = [0.0, 0.0], [0.0, 0.0]
+        alone, filling, opening = [0.0, 0.0], [0.0, 0.0], 0.0
         for size in sizes if ranks > 1 else ():
             thread = alone.index(min(alone))
-            alone[thread] += self._ring_seconds(size, ranks, idle)
+            at_once = self._ring_seconds(size, ranks, idle=0.0)
+            alone[thread] += at_once
             filling[thread] += link_bytes("all_reduce", size, ranks) * self._byte_seconds
-            # The window is open.
-            idle = 0.0
+            # TCP's window opens once, and for the largest segments furthest.
+            opening = max(opening, self._ring_seconds(size, ranks, idle) - at_once)
         (short, filled), (long, filled_too) = sorted(zip(alone, filling))
         both = max(short, filled + filled_too * short / long) if long else 0.0
-        return both + long - short
+        return opening + both + long - short
 
     def _ring_seconds(self, handed_bytes: float, ranks: int, idle: float) -> float:
         """Of Gloo's sum around the ring: pieces are added up, then passed on. Each segment takes a round trip."""
@@ -173,18 +174,19 @@ class MeasuredLink(Link):
     rate: float | None = None
 
     def fitted(self, predicted: Callable[["MeasuredLink"], float], measured: float) -> "MeasuredLink":
-        """The same link with the rate at which something far larger would have taken what it did take.
+        """The same link with the rate at which something far larger would have taken what it took, if that tells it.
 
         Args:
             predicted: Its seconds by a link; they fall as the rate rises.
             measured: Its seconds.
         """
+        if predicted(replace(self, rate=_NO_RATE)) > _BY_ROUND_TRIPS * measured:
+            return self
         low, high = 1e3, _NO_RATE
         for _ in range(60):
             rate = math.sqrt(low * high)
             low, high = (rate, high) if predicted(replace(self, rate=rate)) > measured else (low, rate)
-        # Round trips alone may take as long; then the step tells no rate.
-        return replace(self, rate=high if high < _NO_RATE else self.bandwidth)
+        return replace(self, rate=high)
 
     def seconds(
         self, collective: Collective, handed_bytes: float, ranks: int, ring: bool = False, idle: float = math.inf

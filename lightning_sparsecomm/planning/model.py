@@ -95,11 +95,12 @@ def predict(rehearsed: Rehearsed, link: Link, work: Work) -> Predicted:
     if rehearsed.overlaps:
         # Buckets follow one another without a gap; the last one is ready when the backward pass ends.
         sizes = [size for _, size, _ in rehearsed.calls]
-        before = max(0.0, idle - work.backward * work.straggler)
+        hiding = work.backward * work.straggler
+        before = max(0.0, idle - hiding) if len(sizes) > 1 else idle
         network = link.buckets_seconds(sizes, ranks, idle=before)
         # An earlier bucket that is as large has opened TCP's window for the last one.
-        before = idle if len(sizes) == 1 else before if sizes[-1] > max(sizes[:-1]) else 0.0
-        exposed = max(link.seconds("all_reduce", sizes[-1], ranks, ring=True, idle=before), network - work.backward)
+        before = before if sizes[-1] > max(sizes[:-1], default=0.0) else 0.0
+        exposed = max(link.seconds("all_reduce", sizes[-1], ranks, ring=True, idle=before), network - hiding)
     else:
         exposed = network = _one_after_another(rehearsed, link, idle + rehearsed.computing)
     return Predicted(

@@ -63,9 +63,10 @@ class Outlook:
         link, cost = self.link, self._costs.get(BASELINE)
         if link is None or cost is None or not link.far:
             return False
-        found = link.fitted(lambda each: predict(cost, each, work).seconds, step).bandwidth
-        self.link = replace(link, rate=agreed(self._engine.wire, [found], self.device)[0])
-        return True
+        found = link.fitted(lambda each: predict(cost, each, work).seconds, step).rate
+        rate = agreed(self._engine.wire, [found or 0.0], self.device)[0]
+        self.link = replace(link, rate=rate or None)
+        return rate > 0
 
     def forget_run(self) -> None:
         """The run is over: keeps what is known, and lets go of the model."""

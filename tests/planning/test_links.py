@@ -92,7 +92,8 @@ def test_a_step_that_round_trips_alone_explain_tells_no_rate() -> None:
     points = {kind: [(size, Network(1e8, 0.1).seconds(kind, size, 2)) for size in sizes] for kind in POINTS}
     link = MeasuredLink(2, points, around=0.2)  # type: ignore[arg-type]
     fitted = link.fitted(lambda each: each.seconds("all_reduce", 44e6, 2, ring=True, idle=0.0), 1.9)
-    assert fitted.rate == link.bandwidth
+    assert fitted == link
+    assert link.fitted(lambda each: each.seconds("all_reduce", 44e6, 2, ring=True, idle=0.0), 4.0).rate is not None
 
 
 def test_without_length_or_limit_there_is_no_window() -> None:
