@@ -62,7 +62,7 @@ class Network(Link):
 
     >>> network = Network(100e6, rtt=0.02)
     >>> [round(network.seconds("all_reduce", 40_000, ranks=4, ring=ring), 2) for ring in (True, False)]
-    [0.13, 0.05]
+    [0.12, 0.05]
 
     Args:
         bandwidth: Bits per second that each rank sends, and receives at the same time; infinite for no limit.
