@@ -182,6 +182,9 @@ def test_a_far_links_rate_is_fitted_to_something_large(rate: float) -> None:
         )
         assert opening == pytest.approx(expected, abs=0.01)
         assert expected == pytest.approx(0.2)
+    # Two of DDP's buckets at a time, over a measured link too.
+    ours, expected = (each.buckets_seconds([30e6, 30e6], 2, idle=0.0) for each in (fitted, network))
+    assert ours == pytest.approx(expected, rel=0.05)
 
 
 def test_a_wire_that_was_far_when_the_run_began_is_measured_on_a_way_that_is_near() -> None:
