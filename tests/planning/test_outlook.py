@@ -1,0 +1,27 @@
+"""What is learned of a far link's rate from ddp's steps."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_sparsecomm.basis.mirror import MirrorWire
+from lightning_sparsecomm.methods.auto import BASELINE
+from lightning_sparsecomm.planning import MeasuredLink, Network, Rehearsed, Work, predict
+from lightning_sparsecomm.planning.outlook import Outlook
+
+
+@pytest.mark.parametrize(("rate", "tells"), [(50e6, True), (10e9, False)])
+def test_a_step_tells_a_rate_unless_round_trips_explain_it(rate: float, tells: bool) -> None:
+    named = [("weight", torch.zeros(1))]
+    engine: Any = SimpleNamespace(wire=MirrorWire(2), registry=SimpleNamespace(named=named))
+    network, sizes = Network(rate, rtt=0.1, call=0.0), (256.0, 131_072.0)
+    points: Any = {kind: [(s, network.seconds(kind, s, 2)) for s in sizes] for kind in ("all_reduce", "all_gather")}
+    outlook = Outlook(engine, 1.0)
+    outlook.link = MeasuredLink(2, points, around=0.2)
+    cost = Rehearsed("ddp", 2, {"update": 0.0}, (("all_reduce", 44e6, 1.0),), 0.0, overlaps=True)
+    vars(outlook)["_costs"] = {BASELINE: cost}
+    step = predict(cost, network, Work(0.2)).seconds
+    assert outlook.learn_rate(step, Work(0.2)) == tells
+    assert outlook.link.rate == (pytest.approx(rate, rel=0.05) if tells else None)
