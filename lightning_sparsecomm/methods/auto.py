@@ -6,7 +6,8 @@ from typing import Literal, get_args
 from lightning_sparsecomm.basis.arguments import check_one_of
 from lightning_sparsecomm.methods.defaults import default
 from lightning_sparsecomm.methods.sums import dense
-from lightning_sparsecomm.sharing import BucketSync, Method
+from lightning_sparsecomm.sharing import BucketSync, GradientSync, Method
+from lightning_sparsecomm.sharing.sync import Sync
 
 Quality = Literal["exact", "rounded", "trained"]
 """What may be chosen: "exact" ddp alone; "rounded" also ddp in bfloat16; "trained" also "sparsecomm", which trains as
@@ -41,9 +42,9 @@ class auto(Method):
 
     Args:
         quality: What may be chosen: "exact", ddp alone; "rounded", also ddp in bfloat16; "trained", also
-            `"sparsecomm"`, which trains nearly as well as ddp. It exchanges in each step here, without local steps.
-        candidates: Further methods that may be chosen. They must keep replicas equal after each step, so methods that
-            exchange weights every few steps are refused.
+            `"sparsecomm"`, which trains nearly as well as ddp, in its form for the run's length.
+        candidates: Further methods that may be chosen. They must share gradients, in each step or with `every`, so
+            methods that exchange weights are refused.
 
     Raises:
         ValueError: An unknown quality, or a candidate that a run cannot switch to.
@@ -76,9 +77,15 @@ def check_switchable(method: Method) -> None:
     chain = [method]
     while (fallback := chain[-1].fallback) is not None:
         chain.append(fallback)
-    drifts = any(sync.drifts or sync.buffers != "broadcast" for each in chain for sync in each.syncs)
-    if drifts or any(each.averaging is not None for each in chain):
+    kept = all(_keeps_together(sync) for each in chain for sync in each.syncs)
+    if not kept or any(each.averaging is not None for each in chain):
         raise ValueError(
-            "candidates must keep replicas equal after each step: without local steps, a delay, or exchanges of"
-            f" weights. Use a method with these by itself, as SparseCommStrategy(method=...); got {method!r}."
+            "candidates must share gradients, in each step or with `every`: without a delay, a local mode, or exchanges"
+            f" of weights. Use a method with these by itself, as SparseCommStrategy(method=...); got {method!r}."
         )
+
+
+def _keeps_together(sync: Sync) -> bool:
+    """Whether replicas are equal after each step, or hold what they would be equal without, as local steps do."""
+    local_steps = isinstance(sync, GradientSync) and sync.anchored and not sync.delay
+    return sync.buffers == "broadcast" and (local_steps or not sync.drifts)

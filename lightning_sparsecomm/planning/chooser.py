@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 
 from lightning_sparsecomm.methods.auto import BASELINE
+from lightning_sparsecomm.planning.exchanges import every_late
 from lightning_sparsecomm.planning.links import MeasuredLink
 from lightning_sparsecomm.planning.model import Work
 from lightning_sparsecomm.planning.outlook import Outlook
@@ -16,6 +17,7 @@ from lightning_sparsecomm.planning.usable import usable
 from lightning_sparsecomm.planning.watch import DriftWatch, StepTimes
 from lightning_sparsecomm.run.contents import State
 from lightning_sparsecomm.run.engine import Engine
+from lightning_sparsecomm.run.following import form_for
 from lightning_sparsecomm.run.optimizers import TrackedOptimizer
 from lightning_sparsecomm.run.switching import adopt, switch
 from lightning_sparsecomm.sharing.bucket import BucketSync
@@ -49,8 +51,8 @@ class AutoChooser:
         seconds: float = 1.0,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
+        self._given = dict(choices)
         self.choices = dict(choices)
-        self._names = list(choices)
         self.record = Record()
         self.say = say
         self._engine = engine
@@ -72,6 +74,13 @@ class AutoChooser:
     def measuring_seconds(self) -> float:
         """Spent on measuring the network and rehearsing methods."""
         return self._outlook.seconds_spent
+
+    def follow(self, length: float) -> None:
+        """Takes the methods in their forms for the run's length, before the first step; equal on all ranks."""
+        registry = self._engine.registry
+        forms = {name: form_for(registry, each, length) for name, each in self._given.items()}
+        if any(forms[name] is not each for name, each in self._given.items()):
+            self.choices, self.record.followed = {name: forms[name] for name in self.choices}, length
 
     def begin(self, in_backward: bool = False) -> None:
         """Measures the network, rehearses the methods, and chooses how to begin. A collective, before the first step.
@@ -100,7 +109,7 @@ class AutoChooser:
     @property
     def number(self) -> int:
         """The place of the method in use among all that were given; those that the run cannot use count, too."""
-        return self._names.index(self.record.current)
+        return list(self._given).index(self.record.current)
 
     def before_batch(self) -> None:
         self._times.begin()
@@ -118,12 +127,14 @@ class AutoChooser:
         if not self._round_over or any(each.shared for each in optimizers):
             return
         self._round_over = False
-        self._times.end()
+        if not self._times.end():
+            return
         with engine.wire.in_step():
             if self._first is not None:
                 self._use(*self._first, tracked)
             elif self.record.settled:
-                if self._watch.drifted(self._times.last, self._times.waited, self._outlook.device):
+                times = self._times
+                if self._watch.drifted(times.last, times.waited, self._outlook.device, times.every):
                     self._look_again(tracked)
             elif self._times.enough or (self._times.counted == 2 and self._is_hopeless()):
                 self._decide(tracked)
@@ -133,6 +144,10 @@ class AutoChooser:
 
     def load_state_dict(self, state: State) -> None:
         record, ranks = Record(**state), self._engine.wire.world_size
+        self.choices = dict(self._given)
+        if record.followed is not None:
+            # The forms that its run had, also where this one has another length.
+            self.follow(record.followed)
         choices = usable(self.choices, self._engine)
         if record.current not in choices:
             warnings.warn(
@@ -143,7 +158,7 @@ class AutoChooser:
             return
         if record.ranks not in (0, ranks):
             # What was measured holds for as many ranks. The method stays until others have been tried.
-            record = Record(record.current, history=record.history)
+            record = Record(record.current, followed=record.followed, history=record.history)
         record.ranks = ranks
         known = set(record.measured) | set(record.predicted) | set(record.queue)
         if not record.settled and not known <= choices.keys():
@@ -151,7 +166,7 @@ class AutoChooser:
             record.forget()
         self.record = record
         adopt(self._engine, self.choices[record.current])
-        self._times.restart()
+        self._restart_times()
 
     @property
     def _has_choice(self) -> bool:
@@ -196,7 +211,7 @@ class AutoChooser:
         if chosen != record.current:
             self._use(chosen, "", tracked)
         self._watch.begin(record.measured[chosen])
-        line = f"sparsecomm: step {tracked.steps}: {reason(record, self.link, chosen)}"
+        line = f"sparsecomm: step {tracked.steps}: {reason(record, self.link, chosen, self._times.every)}"
         record.history.append({"step": tracked.steps, "method": chosen, "why": line})
         self.say(line)
 
@@ -227,7 +242,13 @@ class AutoChooser:
         steps = self._engine.registry.steps
         if why:
             record.history.append({"step": steps, "method": name, "why": why})
-        self._times.restart()
+        self._restart_times()
+
+    def _restart_times(self) -> None:
+        """The next step is the first one with another method."""
+        optimizers = self._engine.registry.optimizers
+        methods = [tracked.method for tracked in optimizers if tracked.method is not None]
+        self._times.restart(every_late(methods, self._engine.length))
 
 
 def _without_doubt(nets: Mapping[str, float]) -> tuple[str, str] | None:

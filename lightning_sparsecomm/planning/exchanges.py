@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from collections.abc import Sequence
 
 from lightning_sparsecomm.basis.layout import Layout
 from lightning_sparsecomm.basis.parts import parts_in
@@ -12,6 +13,9 @@ from lightning_sparsecomm.sharing.delta import DeltaSync
 from lightning_sparsecomm.sharing.gradient import GradientSync
 from lightning_sparsecomm.sharing.method import Method
 
+Chosen = Method | Sequence[Method]
+"""A method, or those that a run's optimizers have. A method's fallbacks count, too."""
+
 LATE = 10**7
 """Finished steps and epochs at which methods are rehearsed: no warm-up takes so long."""
 
@@ -19,7 +23,7 @@ LATE = 10**7
 _SAMPLES = 1000
 
 
-def _scheduled(method: Method, length: float) -> list[Every]:
+def _scheduled(method: Chosen, length: float) -> list[Every]:
     """The steps between two exchanges, of each sync."""
     return [
         *(every_for(sync.every, length) for sync in parts_in(method, DeltaSync)),
@@ -27,12 +31,12 @@ def _scheduled(method: Method, length: float) -> list[Every]:
     ]
 
 
-def every_late(method: Method, length: float) -> int:
+def every_late(method: Chosen, length: float) -> int:
     """Steps between two exchanges, late in a run."""
     return max((every_at(every, LATE, LATE) for every in _scheduled(method, length)), default=1)
 
 
-def share_of_exchanges(method: Method, every: int, length: float) -> float:
+def share_of_exchanges(method: Chosen, every: int, length: float) -> float:
     """The part of a run's steps with an exchange."""
     if not 0 < length < math.inf:
         return 1 / every
@@ -64,7 +68,7 @@ def more_by_epochs(method: Method, length: float, epoch_steps: float) -> float:
     return exchanges / math.ceil(steps / every)
 
 
-def first_steps(method: Method, length: float) -> int:
+def first_steps(method: Chosen, length: float) -> int:
     """How many steps of a run are exchanged in another way than all later ones; 0 where its length is not known."""
     context = Round(Layout([]), length=length)
     return (

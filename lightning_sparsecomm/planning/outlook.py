@@ -14,6 +14,7 @@ from lightning_sparsecomm.planning.probe import agreed, measure_link
 from lightning_sparsecomm.planning.rehearsed import Rehearsed
 from lightning_sparsecomm.planning.usable import rehearsals, trained_by
 from lightning_sparsecomm.run.engine import Engine
+from lightning_sparsecomm.run.length import likely_length
 from lightning_sparsecomm.sharing.method import Method
 
 
@@ -46,7 +47,8 @@ class Outlook:
         if trained != self._trained:
             # The first time, or parameters have been unfrozen since.
             self._trained = trained
-            self._costs = rehearsals(choices, kinds, engine.wire.world_size, engine.length)
+            length = likely_length(engine.length, engine.may_end_sooner)
+            self._costs = rehearsals(choices, kinds, engine.wire.world_size, length)
         self.seconds_spent += time.perf_counter() - begin
 
     def predicted(self, choices: Mapping[str, Method], work: Work) -> dict[str, float]:

@@ -121,7 +121,7 @@ def plan(
     """
     if ranks < 1:
         raise ValueError(f"ranks must be at least 1; got {ranks!r}.")
-    choosable = {name: method.for_length(length) for name, method in allowed(quality).items()}
+    choosable = allowed(quality)
     everything = {BASELINE: methods.dense()} | choosable | dict(known() if candidates is None else candidates)
     # Nothing is sent for parameters that are frozen.
     kinds = [(optimizer, [each for each in named if each[1].requires_grad]) for optimizer, named in kinds]
@@ -134,7 +134,7 @@ def plan(
         if progress is not None:
             progress(name, number, len(everything))
         try:
-            rehearsed = rehearse(method, kinds, ranks, length)
+            rehearsed = rehearse(method.for_length(length), kinds, ranks, length)
         except TypeError as error:
             refused[name] = str(error)
         else:

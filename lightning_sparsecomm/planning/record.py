@@ -29,6 +29,7 @@ class Record:
         cut_short: Methods whose trial has ended early, as they seemed to be far behind.
         measured, predicted: Seconds of a step; `predicted` as it was before the method was first measured.
         ranks: How many measured; 0 where unknown.
+        followed: The run's length for which methods were taken, see `Method.for_length`; None for none.
         history: Each switch and choice: the steps done, the method, why, and what was known then.
     """
 
@@ -39,6 +40,7 @@ class Record:
     measured: dict[str, float] = field(default_factory=dict)
     predicted: dict[str, float] = field(default_factory=dict)
     ranks: int = 0
+    followed: float | None = None
     history: list[dict[str, object]] = field(default_factory=list)
 
     @property
@@ -80,15 +82,16 @@ class Record:
         return next(name for name in names if self.measured.get(name, math.inf) <= bound)
 
 
-def reason(record: Record, link: MeasuredLink | None, chosen: str) -> str:
-    """The choice in words, with what was known."""
+def reason(record: Record, link: MeasuredLink | None, chosen: str, every: int) -> str:
+    """The choice in words, with what was known; it exchanges in every so-many-th step."""
     measured, predicted = record.measured, record.predicted
     tried = [
         f"{name} {as_time(seconds)}" + (f" (predicted {as_time(predicted[name])})" if name in predicted else "")
         for name, seconds in measured.items()
     ]
     rest = [f"{name} {as_time(seconds)}" for name, seconds in predicted.items() if name not in measured]
-    words = f"chose {chosen}. A step takes: {', '.join(tried)}"
+    often = f", which exchanges once in {every} steps" if every > 1 else ""
+    words = f"chose {chosen}{often}. A step takes: {', '.join(tried)}"
     if rest:
         words += f"; predicted: {', '.join(rest)}"
     if link is not None:

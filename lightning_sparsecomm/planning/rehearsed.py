@@ -22,7 +22,9 @@ from lightning_sparsecomm.planning import stand_ins
 from lightning_sparsecomm.planning.exchanges import LATE, every_late, first_steps, share_of_exchanges
 from lightning_sparsecomm.planning.model_layout import ddp_buckets
 from lightning_sparsecomm.planning.stand_ins import HALVED, Halved, extrapolated, features
+from lightning_sparsecomm.run.choice import method_for
 from lightning_sparsecomm.run.engine import Engine
+from lightning_sparsecomm.run.registry import chain_of
 from lightning_sparsecomm.run.rehearsal import alike, own_randomness
 from lightning_sparsecomm.sharing.bucket import BucketSync
 from lightning_sparsecomm.sharing.delta import DeltaSync
@@ -145,15 +147,17 @@ def _play(
     method: Method, kinds: Kinds, ranks: int, length: float, fraction: float, halved: Halved, timed: bool
 ) -> tuple[Rehearsed, Shapes]:
     """A step on stand-ins that are so much smaller, and their shapes."""
-    every = every_late(method, length)
+    chain = chain_of(method)
+    chosen = [method_for(optimizer, chain, named) for optimizer, named in kinds]
+    every = every_late(chosen, length)
     stage = _Stage(method, kinds, ranks, length, fraction, halved, _STEPS if timed else 1)
     # Gradients are exchanged in steps that `every` divides, weights so many steps after the last time.
     last = LATE - LATE % every
     between = stage.play(0, last + 1) if every > 1 else None
     held_between = stage.held_bytes()
     due = stage.play(every - 1, last, every)
-    result = due if between is None else _mixed(between, due, share_of_exchanges(method, every, length))
-    first = first_steps(method, length)
+    result = due if between is None else _mixed(between, due, share_of_exchanges(chosen, every, length))
+    first = first_steps(chosen, length)
     if first:
         result = _mixed(stage.play(0, _FIRST), result, 1 - min(first, length) / length)
     result = replace(result, held_bytes=max(held_between, stage.held_bytes()))
@@ -231,8 +235,7 @@ class _Stage:
     def close(self) -> None:
         self.engine.guards.close()
         for tracked in self.engine.registry.optimizers:
-            if tracked.takeover is not None:
-                tracked.takeover.close()
+            tracked.end_takeover()
 
 
 def _mixed(between: Rehearsed, due: Rehearsed, share: float) -> Rehearsed:

@@ -21,6 +21,9 @@ _SKIPPED, _FEWEST, _MOST = 2, 5, 50
 # A step's time has drifted if the median of so many steps, from fewest to most, is so far from what it was.
 _WINDOW, _WIDEST, _DRIFT = 4, 16, 1.5
 
+# Medians of means over several steps are of at least so many.
+_FEWEST_MEANS = 3
+
 # So has its waiting, by that factor, and by so much of a step.
 _WAIT_DRIFT, _MUCH = 2.0, 0.15
 
@@ -32,28 +35,33 @@ class StepTimes:
     """How long steps take, and how much of that is computing.
 
     Attributes:
-        last: Seconds of the last step.
+        every: Where ranks exchange in every so-many-th step only, these steps; their means are what counts.
+        last: Seconds of the last step, or the mean of so many.
         waited: What of it was waiting for the network.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.last = self.waited = 0.0
+        self.every = 1
         self._engine = engine
         self._since: float | None = None
         self._ended = time.perf_counter()
         self._communicated = self._waiting = 0.0
         self._made, self._needed = 0, _FEWEST
-        self._steps: deque[tuple[float, float, float]] = deque(maxlen=_MOST)
+        # Of the last steps, fewer than `every`: seconds, what is computed, that of the overlap, what was waiting.
+        self._recent: list[tuple[float, float, float, float]] = []
+        self._steps: deque[tuple[float, ...]] = deque(maxlen=_MOST)
 
-    def restart(self) -> None:
-        """Forgets what was measured, for another method."""
-        self._made, self._needed = 0, _FEWEST
+    def restart(self, every: int = 1) -> None:
+        """Forgets what was measured, for another method, which exchanges in every so-many-th step."""
+        self.every, self._made, self._needed = every, 0, means_of(_FEWEST, every)
+        self._recent.clear()
         self._steps.clear()
 
     def are_short(self, seconds: float) -> bool:
         """Whether steps of about so long, equal on all ranks, need more than the fewest; then it takes more."""
-        self._needed = steps_for(seconds, _FEWEST, _MOST)
-        return self._needed > _FEWEST
+        self._needed = means_of(steps_for(seconds, _FEWEST, _MOST), self.every)
+        return self._needed > means_of(_FEWEST, self.every)
 
     def begin(self) -> None:
         """Marks the begin of a step, unless it has begun: validation and saving in between do not count."""
@@ -61,18 +69,32 @@ class StepTimes:
             self._since = time.perf_counter()
             self._communicated = self._exchanging()
 
-    def end(self) -> None:
-        """Marks the end of a step. Without `begin`, a step begins where the last one has ended."""
+    def end(self) -> bool:
+        """Marks the end of a step. Without `begin`, a step begins where the last one has ended.
+
+        Returns:
+            Whether `last` is new: with this step, `every` of them have been made.
+        """
         now = time.perf_counter()
-        self.last = now - (self._ended if self._since is None else self._since)
+        took = now - (self._ended if self._since is None else self._since)
         exchanged = max(0.0, self._exchanging() - self._communicated)
-        self.waited, self._waiting = self._clock["wait"] - self._waiting, self._clock["wait"]
+        waited, self._waiting = self._clock["wait"] - self._waiting, self._clock["wait"]
         hook = self._engine.hook
         overlapped = hook.last - hook.first if hook is not None and self._engine.registry.in_buckets else 0.0
-        self._made += 1
-        if self._made > _SKIPPED:
-            self._steps.append((self.last, max(0.0, self.last - exchanged), -overlapped))
         self._since, self._ended, self._communicated = None, now, self._exchanging()
+        return self.enter(took, max(0.0, took - exchanged), -overlapped, waited)
+
+    def enter(self, seconds: float, computed: float, negative_overlap: float, waited: float) -> bool:
+        """Enters a step, in seconds: the whole, and what of it was computing, and waiting; returns as `end`."""
+        self._made += 1
+        self._recent.append((seconds, computed, negative_overlap, waited))
+        if len(self._recent) < self.every:
+            return False
+        self.last, *others, self.waited = (statistics.fmean(column) for column in zip(*self._recent))
+        if self._made - self.every >= _SKIPPED:
+            self._steps.append((self.last, *others))
+        self._recent.clear()
+        return True
 
     @property
     def counted(self) -> int:
@@ -123,19 +145,21 @@ class DriftWatch:
         self._recent.clear()
         self._patience *= 2
 
-    def drifted(self, seconds: float, waited: float, device: torch.device | None = None) -> bool:
+    def drifted(self, seconds: float, waited: float, device: torch.device | None = None, steps: int = 1) -> bool:
         """Enters a step, and what of it was waiting; whether it is time to look again, equally on all ranks.
 
-        A collective, whose tensor is on `device`.
+        They may be means over so many `steps`, as many in each call until `begin`. A collective, whose tensor is on
+        `device`.
         """
         self._recent.append((seconds, waited))
-        self._steps += 1
-        if self._steps % self._window:
+        self._steps += steps
+        window = means_of(self._window, steps)
+        if self._steps // steps % window:
             return False
         if self._found():
             self._steps = 0
             return True
-        step, wait = (statistics.median(column) for column in zip(*list(self._recent)[-self._window :]))
+        step, wait = (statistics.median(column) for column in zip(*list(self._recent)[-window:]))
         if math.isnan(self._step):
             # Of a resumed run.
             self._step = step
@@ -159,6 +183,15 @@ class DriftWatch:
         self._wait()
         self._wait = None
         return bool(self._flags.item() > 0)
+
+
+def means_of(steps: int, every: int) -> int:
+    """How many means over `every` steps each tell as much as so many steps, but at least three.
+
+    >>> means_of(5, 1), means_of(20, 2), means_of(5, 4)
+    (5, 10, 3)
+    """
+    return steps if every == 1 else max(_FEWEST_MEANS, math.ceil(steps / every))
 
 
 def steps_for(seconds: float, least: int, most: int) -> int:

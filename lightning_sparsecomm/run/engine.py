@@ -60,8 +60,7 @@ class Engine:
     ) -> None:
         sync = method.syncs[0]
         self.hook = BucketHook(sync, wire, scaler is not None) if isinstance(sync, BucketSync) else None
-        self.wire = wire
-        self.seed = seed
+        self.wire, self.seed = wire, seed
         self.check_replicas_every = check_replicas_every
         self.max_norm: float | None = None
         self.chooser: Chooser | None = None
@@ -90,7 +89,7 @@ class Engine:
         """Call it when a module has become equal on all ranks."""
         if self.state.averages_buffers:
             self.replicas.keep_untrained()
-        elif self.hook is None:
+        elif self.hook is None or self.state.drifts:
             self.replicas.bystanders.mark()
 
     def expect(self, steps: float, may_end_sooner: bool = False) -> None:
@@ -101,10 +100,12 @@ class Engine:
         self.length, self.may_end_sooner = self.agreement.on_length(self.registry.steps + steps), may_end_sooner
 
     def follow_length(self) -> float:
-        """Takes the method for the run's length, unless a chooser does; returns the length that densities follow."""
+        """Takes the method, or the chooser's, in the form for the run's length, which it returns."""
         length = likely_length(self.length, self.may_end_sooner)
         if self.chooser is None:
             follow(self.registry, length)
+        else:
+            self.chooser.follow(length)
         return length
 
     def synchronize(self, optimizer: Optimizer, max_norm: float | None = None) -> None:
@@ -237,8 +238,7 @@ class Engine:
         if self.scaling is not None:
             self.scaling.close()
         for tracked in self.registry.optimizers:
-            if tracked.takeover is not None:
-                tracked.takeover.close()
+            tracked.end_takeover()
         self.wire.close()
 
     def _share_gradients(self, tracked: TrackedOptimizer) -> None:

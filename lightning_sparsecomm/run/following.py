@@ -8,20 +8,26 @@ from lightning_sparsecomm.sharing.own_step import steps_as_torch
 
 
 def follow(registry: Registry, length: float) -> None:
-    """Takes the method for a run's length, see `Method.for_length`, unless the run has begun.
+    """Takes the method in its form for a run's length, see `form_for`."""
+    method = form_for(registry, registry.methods[0], length)
+    if method is not registry.methods[0]:
+        adopt(registry, method)
+        registry.followed = length
 
-    The method stays as it is where ranks cannot step by themselves: where it is `Registry.fixed`, where two optimizers
+
+def form_for(registry: Registry, method: Method, length: float) -> Method:
+    """The method's form for a run's length, see `Method.for_length`; itself if the run has begun.
+
+    It also stays as it is where ranks cannot step by themselves: where it is `Registry.fixed`, where two optimizers
     hold the same parameter, and where an optimizer has a step of its own, which may change gradients.
     """
     held = [id(parameter) for tracked in registry.optimizers for parameter in parameters_of(tracked.optimizer)]
     begun = any(tracked.steps for tracked in registry.optimizers)
-    method = registry.methods[0].for_length(length)
-    if method is registry.methods[0] or registry.fixed or begun or len(set(held)) < len(held):
-        return
+    if registry.fixed or begun or len(set(held)) < len(held):
+        return method
     if not all(steps_as_torch(tracked.optimizer) for tracked in registry.optimizers):
-        return
-    adopt(registry, method)
-    registry.followed = length
+        return method
+    return method.for_length(length)
 
 
 def adopt(registry: Registry, method: Method) -> None:
@@ -36,8 +42,7 @@ def adopt(registry: Registry, method: Method) -> None:
         method_for(tracked.optimizer, methods, registry.held_by(tracked.optimizer))
     registry.methods = methods
     for tracked in registry.optimizers:
-        if tracked.takeover is not None:
-            tracked.takeover.close()
+        tracked.end_takeover()
         tracked.method, tracked.takeover, tracked.shares, tracked.parts = None, None, {}, []
         if tracked.members:
             registry.add_members(tracked, set())

@@ -83,6 +83,11 @@ class TrackedOptimizer:
         for share in self.shares.values():
             share.after_update()
 
+    def end_takeover(self) -> None:
+        """Removes the hooks that take the place of the optimizer's momentum or moments."""
+        if self.takeover is not None:
+            self.takeover.close()
+
     def note_trained(self) -> None:
         """Notes the parameters that require a gradient now, on all ranks, whether or not each gets one."""
         self.noted.update(id(parameter) for parameter in parameters_of(self.optimizer) if parameter.requires_grad)

@@ -159,8 +159,7 @@ class Registry:
 
     def replace(self, former: TrackedOptimizer, tracked: TrackedOptimizer) -> None:
         """Forgets an optimizer; the last one takes its place in the order of registration."""
-        if former.takeover is not None:
-            former.takeover.close()
+        former.end_takeover()
         self.optimizers.remove(tracked)
         self.optimizers[self.optimizers.index(former)] = tracked
         tracked.number = former.number

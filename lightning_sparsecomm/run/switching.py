@@ -26,6 +26,9 @@ def switch(engine: Engine, method: Method, stepped: TrackedOptimizer | None = No
     with engine.wire.in_step(), torch.no_grad():
         for tracked in registry.optimizers:
             _deliver(engine, tracked)
+        if engine.state.drifts:
+            # What no optimizer trains.
+            engine.replicas.bystanders.average()
         adopt(engine, method)
         if at_step and registry.in_buckets:
             # No later step of theirs would share them.
@@ -64,3 +67,5 @@ def adopt(engine: Engine, method: Method) -> None:
     if engine.hook is not None:
         engine.hook.sync = next(parts_in(method, BucketSync), engine.hook.sync)
     engine.guards.watch_steps(not engine.registry.in_buckets)
+    if engine.state.drifts:
+        engine.begin()

@@ -81,11 +81,14 @@ def _train(rank: int, methods: list[Method], rates: list[float], kind: str, save
     [
         [dense(), dgc(0.02), dense()],
         [dgc(0.05, warmup_steps=0), dense(), sketched_sgd(0.05), default(), dense()],
+        [dgc(0.05, warmup_steps=0, every=2), dense(), default(every=4), default(every=2, residual_in_weights=True)],
     ],
-    ids=["sparse between", "five"],
+    ids=["sparse between", "five", "local steps"],
 )
-def test_the_weights_end_where_ddp_would_put_them(tmp_path: Path, methods: list[Method]) -> None:
-    found = run_ranks(tmp_path, WORLD_SIZE, _train, methods, RATES, "sgd", False)
+@pytest.mark.parametrize("save", [False, True])
+def test_the_weights_end_where_ddp_would_put_them(tmp_path: Path, methods: list[Method], save: bool) -> None:
+    """A switch from local steps comes amid them, as 3 ranks train with each method for a number of steps of its own."""
+    found = run_ranks(tmp_path, WORLD_SIZE, _train, methods, RATES, "sgd", save)
     for weights in found:
         np.testing.assert_array_equal(weights, found[0])
         np.testing.assert_allclose(weights, _ddp(RATES, 0.9), rtol=1e-4, atol=3e-3)
@@ -116,7 +119,8 @@ def test_momentum_goes_on_as_it_was(wire: Wire, maximize: bool) -> None:
     options: dict[str, Any] = {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1, "maximize": maximize}
     optimizer, other = (torch.optim.SGD(each.parameters(), **options) for each in (ours, theirs))
     engine.register(optimizer)
-    for method in (None, dgc(1.0, warmup_steps=0), dense(), sketched_sgd(1.0), dense()):
+    local_steps = dgc(1.0, warmup_steps=0, every=2)
+    for method in (None, dgc(1.0, warmup_steps=0), dense(), sketched_sgd(1.0), dense(), local_steps, dense()):
         if method is not None:
             switch(engine, method)
         for _ in range(3):
@@ -136,14 +140,18 @@ def test_momentum_goes_on_as_it_was(wire: Wire, maximize: bool) -> None:
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
 def test_adam_goes_on_as_it_was(wire: Wire, kind: type[torch.optim.Adam], decay: float) -> None:
-    """On one rank and at density 1 all methods are torch's Adam, so a switch must not be seen."""
+    """On one rank and at density 1 all methods are torch's Adam, so a switch must not be seen.
+
+    Local steps without decay only: it is that of the shared weights, from which a rank is some steps ahead.
+    """
     ours, theirs = chain(), chain()
     theirs.load_state_dict(ours.state_dict())
     engine = Engine(auto(), wire)
     engine.registry.add_module(ours)
     optimizer, other = (kind(each.parameters(), lr=0.01, weight_decay=decay) for each in (ours, theirs))
     engine.register(optimizer)
-    for method in (None, local_adam(1.0), dense(), local_adam(1.0)):
+    local_steps = [] if decay else [local_adam(1.0, every=2), dense()]
+    for method in (None, local_adam(1.0), dense(), local_adam(1.0), *local_steps):
         if method is not None:
             switch(engine, method)
         for _ in range(3):
@@ -215,10 +223,48 @@ def test_second_moments_become_those_of_the_mean_gradient(tmp_path: Path) -> Non
     assert abs(float(np.mean(moments / of_mean)) - 1) < 0.1
 
 
-@pytest.mark.parametrize("method", [sbc(), gradient_dropping(local="sum", average_every=10)], ids=["sbc", "local"])
-def test_methods_with_which_replicas_drift_are_no_candidates(method: Method) -> None:
-    with pytest.raises(ValueError, match="candidates must keep replicas equal after each step: without local steps"):
+def _average_of_own_weights(rank: int) -> Any:
+    module = Parameters()
+    module.register_parameter("average", torch.nn.Parameter(torch.zeros(3), requires_grad=False))
+    engine = Engine(auto(), Wire())
+    engine.registry.add_module(module)
+    weights = [each for each in module.parameters() if each.requires_grad]
+    optimizer = torch.optim.SGD(weights, 0.1, 0.9)
+    engine.register(optimizer)
+    averages = []
+    for method in (dgc(0.05, warmup_steps=0, every=3), dgc(0.05, warmup_steps=0, every=2), dense()):
+        switch(engine, method)
+        averages.append(float(module.average[0]))
+        for _ in range(2):
+            for weight in weights:
+                weight.grad = torch.ones_like(weight)
+            step(engine, optimizer)  # type: ignore[arg-type]
+            module.average.data += rank + 1
+    engine.settle()
+    engine.close()
+    return averages, float(module.average[0])
+
+
+def test_what_ranks_have_changed_by_themselves_is_averaged_after_local_steps(tmp_path: Path) -> None:
+    """As a moving average of a rank's own weights, which no optimizer trains."""
+    for rank, (averages, last) in enumerate(run_ranks(tmp_path, WORLD_SIZE, _average_of_own_weights)):
+        # Of 1, 2 and 3, twice.
+        assert averages == [0, 4, 8]
+        assert last == 8 + 2 * (rank + 1)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [sbc(), gradient_dropping(local="sum", average_every=10), dgc(0.01, delay=1)],
+    ids=["weights", "local mode", "delay"],
+)
+def test_methods_that_do_not_share_gradients_in_their_turn_are_no_candidates(method: Method) -> None:
+    with pytest.raises(ValueError, match="candidates must share gradients, in each step or with `every`: without a"):
         auto(candidates=[method])
+
+
+def test_local_steps_are_a_candidate() -> None:
+    assert "dgc(density=0.01, every=4)" in auto(candidates=[dgc(0.01, every=4)]).choices
 
 
 @pytest.mark.parametrize("candidate", [dgc, "dgc", auto()])

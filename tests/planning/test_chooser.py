@@ -50,10 +50,29 @@ class Network(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
+class Resumable(DataLoader[Any]):
+    """Goes on behind the batches that had been delivered before a save."""
+
+    done = first = 0
+
+    def __iter__(self) -> Any:
+        first, self.first = self.first, 0
+        for number, batch in enumerate(super().__iter__()):
+            if number >= first:
+                self.done = number + 1
+                yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"done": self.done}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.first = state["done"] % BATCHES
+
+
 def data(rank: int) -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(rank)
     x = torch.randn(4 * BATCHES, 6, generator=generator)
-    return DataLoader(TensorDataset(x, x[:, :3].argmax(1)), batch_size=4)
+    return Resumable(TensorDataset(x, x[:, :3].argmax(1)), batch_size=4)
 
 
 def pretend(times: Times, later: Times | None = None, after: int = 10**9) -> None:
@@ -63,14 +82,11 @@ def pretend(times: Times, later: Times | None = None, after: int = 10**9) -> Non
         steps = max(tracked.steps for tracked in engine.registry.optimizers)
         return later if later is not None and steps > after else times
 
-    def end(self: StepTimes) -> None:
+    def end(self: StepTimes) -> bool:
         engine = self._engine
-        name = engine.chooser.record.current
-        self.last = now(engine)[name]
-        self.waited = now(engine)["wait"] if name == "sparsecomm" else self.last - now(engine)["compute"]
-        self._made += 1
-        if self._made > 2:
-            self._steps.append((self.last, now(engine)["compute"], 0.0))
+        name, known = engine.chooser.record.current, now(engine)
+        waited = known["wait"] if name == "sparsecomm" else known[name] - known["compute"]
+        return self.enter(known[name], known["compute"], 0.0, waited)
 
     def predicted(self: Outlook, choices: Any, work: Any) -> Times:
         known = now(self._engine)
@@ -90,7 +106,7 @@ def train(
     unused: bool = False,
     **options: Any,
 ) -> Any:
-    """A fit; returns weights, the chooser's record, and what was said."""
+    """A fit; returns weights, the chooser's record, and what was said. `saves` checkpoints so often."""
     if times is not None:
         pretend(*times)
     os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
@@ -99,14 +115,13 @@ def train(
     torch.set_num_threads(1)
     model = Network(adam, unused)
     strategy = "ddp" if method == "ddp" else SparseCommStrategy(method)  # type: ignore[arg-type]
-    callbacks = (
-        [ModelCheckpoint(folder, save_top_k=-1, save_on_train_epoch_end=True)] if options.pop("saves", False) else []
-    )
+    saves = options.pop("saves", None)
+    callbacks = [] if saves is None else [ModelCheckpoint(folder, save_top_k=-1, every_n_train_steps=saves)]
     trainer = pl.Trainer(
         devices=2,
         plugins=[TorchElasticEnvironment()],
         strategy=strategy,
-        max_epochs=3,
+        max_epochs=options.pop("epochs", 3),
         callbacks=callbacks,
         enable_checkpointing=bool(callbacks),
         use_distributed_sampler=False,
@@ -179,12 +194,13 @@ def _fit_with_a_hiccup(rank: int, folder: str) -> Any:
     pretend(BEHIND)
     end = StepTimes.end
 
-    def slow_once(self: StepTimes) -> None:
-        end(self)
+    def slow_once(self: StepTimes) -> bool:
+        new = end(self)
         chooser = self._engine.chooser
         assert isinstance(chooser, AutoChooser)
         if rank == 1 and self.counted == 1 and chooser.record.current == "sparsecomm":
             self._steps[0] = (0.9, 0.1, 0.0)
+        return new
 
     StepTimes.end = slow_once  # type: ignore[method-assign]
     return train(rank, folder, methods.auto(), None)
@@ -308,23 +324,66 @@ def test_late_in_a_run_only_what_saves_much_is_tried(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
-@pytest.mark.parametrize("epochs", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_a_resumed_run_goes_on_with_its_choice_to_the_bit(tmp_path: Path, epochs: int) -> None:
+@pytest.mark.parametrize("epoch", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_a_resumed_run_goes_on_with_its_choice_to_the_bit(tmp_path: Path, epoch: int) -> None:
+    record = _resumed(tmp_path, methods.auto(), SLOW, 30, f"epoch={epoch}-step={30 * (epoch + 1)}.ckpt")
+    # It was not measured anew.
+    assert switches(record) == [(0, "sparsecomm"), (7, "sparsecomm")]
+
+
+def _resumed(tmp_path: Path, method: Method, times: Times, every: int, name: str, **options: Any) -> Any:
+    """The record of a run that is resumed from one of its checkpoints, after a check that it ends as the whole one."""
     saves = tmp_path / "saves"
 
     def fit(rank: int, resume: str | None) -> Any:
-        return train(
-            rank, str(saves if resume is None else tmp_path / "later"), methods.auto(), (SLOW,), resume, saves=True
-        )
+        folder = str(saves if resume is None else tmp_path / "later")
+        return train(rank, folder, method, (times,), resume, saves=every, **options)
 
     whole = run_ranks(tmp_path, 2, fit, None)
-    path = saves / f"epoch={epochs - 1}-step={30 * epochs}.ckpt"
-    assert path.exists()
-    for (expected, _, _), (found, record, _) in zip(whole, run_ranks(tmp_path, 2, fit, str(path))):
+    assert (saves / name).exists()
+    again = run_ranks(tmp_path, 2, fit, str(saves / name))
+    for (expected, _, _), (found, _, _) in zip(whole, again):
         np.testing.assert_array_equal(found, expected)
-        assert record.current == "sparsecomm"
-        # It was not measured anew.
-        assert switches(record) == [(0, "sparsecomm"), (7, "sparsecomm")]
+    return again[0][1]
+
+
+def test_in_a_long_run_sparsecomm_makes_local_steps(tmp_path: Path) -> None:
+    """It then exchanges once in two steps, and means of two count: of three such, after the first."""
+
+    def fit(rank: int) -> Any:
+        return train(rank, str(tmp_path), methods.auto(), (SLOW,), epochs=20)
+
+    (weights, record, said), (others, other, _) = run_ranks(tmp_path, 2, fit)
+    np.testing.assert_array_equal(weights, others)
+    assert switches(record) == switches(other) == [(0, "sparsecomm"), (8, "sparsecomm")]
+    assert record.followed == 600
+    assert said[1].startswith(
+        "sparsecomm: step 8: chose sparsecomm, which exchanges once in 2 steps. A step takes: sparsecomm 200 ms"
+    )
+
+
+@pytest.mark.parametrize("adam", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_when_the_network_recovers_it_returns_from_local_steps(tmp_path: Path, adam: bool) -> None:
+    """What each rank has trained since the last exchange is delivered: replicas are equal."""
+
+    def fit(rank: int) -> Any:
+        return train(rank, str(tmp_path), methods.auto(), (SLOW, FAST, 61), adam=adam, epochs=20, max_steps=599)
+
+    found = run_ranks(tmp_path, 2, fit)
+    np.testing.assert_array_equal(found[0][0], found[1][0])
+    for _, record, _ in found:
+        assert record.current == "ddp"
+        *_, (noticed, _), (_, first), (chosen, last) = switches(record)
+        assert 61 < noticed < chosen < 111
+        assert (first, last) == ("ddp-bf16", "ddp")
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+def test_local_steps_are_resumed_to_the_bit_between_two_exchanges(tmp_path: Path) -> None:
+    candidate = methods.dgc(0.05, warmup_steps=0, every=2)
+    times = {"ddp": 1.0, repr(candidate): 0.2, "compute": 0.1, "wait": 0.06}
+    record = _resumed(tmp_path, methods.auto("exact", [candidate]), times, 40, "epoch=1-step=40.ckpt")
+    assert switches(record) == [(0, repr(candidate)), (8, repr(candidate))]
 
 
 class TwoOptimizers(Network):
@@ -475,6 +534,36 @@ def test_a_drift_that_one_rank_sees_is_seen_by_all(tmp_path: Path) -> None:
     found = run_ranks(tmp_path, 2, _watch, [steady, slower])
     assert found[0] == found[1]
     assert 30 < found[0][0] <= 42
+
+
+def _watch_means(rank: int, every: int) -> list[int]:
+    watch = DriftWatch(Wire())
+    watch.begin(1.0)
+    slow = [1.0] * 40 + [2.0] * 40
+    means = [sum(slow[step : step + every]) / every for step in range(0, len(slow), every)]
+    return [every * number for number, each in enumerate(means, 1) if watch.drifted(each, each / 10, steps=every)]
+
+
+@pytest.mark.parametrize("every", [2, 4])
+def test_a_drift_of_means_over_several_steps_is_seen_as_soon(tmp_path: Path, every: int) -> None:
+    found = run_ranks(tmp_path, 2, _watch_means, every)
+    assert found[0] == found[1]
+    assert 40 < found[0][0] <= 40 + 24
+
+
+@pytest.mark.parametrize(("every", "counted"), [(1, [2, 9, 1, 1]), (2, [5.5, 1]), (4, [3.25])])
+def test_where_exchanges_are_seldom_means_count(wire: Wire, every: int, counted: list[float]) -> None:
+    """Of as many steps as there are from one to the next; first steps count for none."""
+    engine = Engine(methods.dense(), wire)
+    times = StepTimes(engine)
+    times.restart(every)
+    steps = [1, 1, 2, 9, 1, 1] if every < 4 else [5, 5, 5, 5, 2, 9, 1, 1]
+    new = [times.enter(float(seconds), seconds / 2, 0.0, seconds / 4) for seconds in steps]
+    assert new == [step % every == 0 for step in range(1, len(steps) + 1)]
+    assert [seconds for seconds, _, _ in times._steps] == counted
+    assert times.last == counted[-1]
+    assert times.waited == counted[-1] / 4
+    engine.close()
 
 
 def _watch_short(rank: int) -> list[int]:

@@ -89,6 +89,14 @@ def test_weights_exchanged_every_few_steps_count_by_the_step() -> None:
     assert rehearsed(methods.federated_averaging(every=100)).link_bytes == pytest.approx(each / 100, rel=0.01)
 
 
+@pytest.mark.parametrize(("name", "every"), [("sgd", 4), ("adamw", 2)])
+def test_local_steps_count_by_those_of_the_optimizers_own_method(name: str, every: int) -> None:
+    """And not of its fallbacks: in long runs the default exchanges half as often by SGD as by Adam."""
+    parameters = square_layers(200_000)
+    found = rehearse(methods.default().for_length(10_000), [(optimizer_for(name, parameters), parameters)], 4, 10_000)
+    assert max(often for _, _, often in found.calls) == pytest.approx(1 / every)
+
+
 def test_a_schedule_of_exchanges_counts_by_its_steps() -> None:
     often, seldom = (rehearsed(methods.post_local_sgd(500, every=10), length=length) for length in (500, 1_000_000))
     half = rehearsed(methods.post_local_sgd(500, every=10), length=1000)

@@ -16,7 +16,7 @@ from lightning_sparsecomm.planning.record import Record
 from lightning_sparsecomm.planning.rehearsed import rehearse
 from lightning_sparsecomm.planning.usable import rehearsals, trained_by
 from lightning_sparsecomm.run.engine import Engine
-from lightning_sparsecomm.sharing import Method
+from lightning_sparsecomm.sharing import GradientSync, Method
 
 engines: list[Engine] = []
 
@@ -122,6 +122,30 @@ def test_with_another_number_of_ranks_it_chooses_anew() -> None:
     decide(chooser)
     assert chooser.record.measured.keys() == {"sparsecomm"}
     assert chooser.state_dict()["ranks"] == 2
+
+
+def test_a_choice_keeps_the_form_for_the_length_that_its_run_had() -> None:
+    for followed, every in ((None, 1), (1000.0, 2), (10_000.0, 4)):
+        _, chooser = run()
+        chooser.load_state_dict(state(current="sparsecomm", settled=True, ranks=2, followed=followed))
+        tracked = engines[-1].registry.optimizers[0]
+        assert tracked.method is not None
+        sync = tracked.method.syncs[0]
+        assert isinstance(sync, GradientSync)
+        assert sync.every == every
+        # The resumed run is long, too.
+        tracked.steps = 20
+        chooser.follow(2000.0)
+        assert tracked.method.syncs[0] is sync
+        assert chooser.state_dict()["followed"] == followed
+
+
+def test_where_ranks_cannot_step_by_themselves_the_form_stays() -> None:
+    _, chooser = run()
+    engines[0].registry.fixed = True
+    chooser.follow(2000.0)
+    assert chooser.record.followed is None
+    assert repr(chooser.choices["sparsecomm"]) == repr(methods.default())
 
 
 def test_with_as_many_ranks_it_does_not() -> None:
