@@ -6,21 +6,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 
 from lightning_sparsecomm.methods.auto import BASELINE
-from lightning_sparsecomm.planning.exchanges import every_late
 from lightning_sparsecomm.planning.links import MeasuredLink
 from lightning_sparsecomm.planning.model import Work
 from lightning_sparsecomm.planning.outlook import Outlook
 from lightning_sparsecomm.planning.probe import agreed
 from lightning_sparsecomm.planning.quantities import as_time
 from lightning_sparsecomm.planning.record import Record, reason
-from lightning_sparsecomm.planning.usable import usable
+from lightning_sparsecomm.planning.usable import forms_for, usable, without_buckets
 from lightning_sparsecomm.planning.watch import DriftWatch, StepTimes
 from lightning_sparsecomm.run.contents import State
 from lightning_sparsecomm.run.engine import Engine
-from lightning_sparsecomm.run.following import form_for
 from lightning_sparsecomm.run.optimizers import TrackedOptimizer
 from lightning_sparsecomm.run.switching import adopt, switch
-from lightning_sparsecomm.sharing.bucket import BucketSync
 from lightning_sparsecomm.sharing.method import Method
 
 # ddp's first steps are not worth their time where its sums alone take so many times the best exchange, and longer.
@@ -28,6 +25,11 @@ _HOPELESS, _HOPELESS_SECONDS = 3.0, 0.05
 
 # For a trial to pay, so many steps must be left, or it must be predicted to save as much as so many steps.
 _LEFT, _SAVED = 40, 5
+
+_WAITS = (
+    "sparsecomm: ddp is no choice here, since a backward pass reaches only some of the parameters. With"
+    " SparseCommStrategy(methods.auto(), find_unused_parameters=True) it is one."
+)
 
 
 class AutoChooser:
@@ -77,9 +79,8 @@ class AutoChooser:
 
     def follow(self, length: float) -> None:
         """Takes the methods in their forms for the run's length, before the first step; equal on all ranks."""
-        registry = self._engine.registry
-        forms = {name: form_for(registry, each, length) for name, each in self._given.items()}
-        if any(forms[name] is not each for name, each in self._given.items()):
+        forms = forms_for(self._given, length, self._engine)
+        if forms != self._given:
             self.choices, self.record.followed = {name: forms[name] for name in self.choices}, length
 
     def begin(self, in_backward: bool = False) -> None:
@@ -115,7 +116,7 @@ class AutoChooser:
         self._times.begin()
 
     def after_step(self, tracked: TrackedOptimizer) -> None:
-        engine, optimizers = self._engine, self._engine.registry.optimizers
+        engine, times, optimizers = self._engine, self._times, self._engine.registry.optimizers
         # A trial run, such as a search for a learning rate, stays with ddp.
         if not (self._begun and self._has_choice) or tracked.steps == engine.length:
             return
@@ -127,23 +128,22 @@ class AutoChooser:
         if not self._round_over or any(each.shared for each in optimizers):
             return
         self._round_over = False
-        if not self._times.end():
+        if not times.end():
             return
         with engine.wire.in_step():
             if self._first is not None:
                 self._use(*self._first, tracked)
             elif self.record.settled:
-                times = self._times
                 if self._watch.drifted(times.last, times.waited, self._outlook.device, times.every):
                     self._look_again(tracked)
-            elif self._times.enough or (self._times.counted == 2 and self._is_hopeless()):
+            elif times.enough or (times.counted == 2 and self._is_hopeless()):
                 self._decide(tracked)
 
     def state_dict(self) -> State:
         return asdict(self.record)
 
     def load_state_dict(self, state: State) -> None:
-        record, ranks = Record(**state), self._engine.wire.world_size
+        record = Record(**state)
         self.choices = dict(self._given)
         if record.followed is not None:
             # The forms that its run had, also where this one has another length.
@@ -156,17 +156,9 @@ class AutoChooser:
                 stacklevel=2,
             )
             return
-        if record.ranks not in (0, ranks):
-            # What was measured holds for as many ranks. The method stays until others have been tried.
-            record = Record(record.current, followed=record.followed, history=record.history)
-        record.ranks = ranks
-        known = set(record.measured) | set(record.predicted) | set(record.queue)
-        if not record.settled and not known <= choices.keys():
-            # A trial goes on with the methods that it still may use.
-            record.forget()
-        self.record = record
+        self.record = record.resumed(self._engine.wire.world_size, choices)
         adopt(self._engine, self.choices[record.current])
-        self._restart_times()
+        self._times.restart()
 
     @property
     def _has_choice(self) -> bool:
@@ -216,12 +208,9 @@ class AutoChooser:
         self.say(line)
 
     def _leave_out_buckets(self) -> None:
-        self.choices = {name: each for name, each in self.choices.items() if not isinstance(each.syncs[0], BucketSync)}
+        self.choices = without_buckets(self.choices)
         self.record.keep(self.choices)
-        self.say(
-            "sparsecomm: ddp is no choice here, since a backward pass reaches only some of the parameters. With"
-            " SparseCommStrategy(methods.auto(), find_unused_parameters=True) it is one."
-        )
+        self.say(_WAITS)
 
     def _look_again(self, tracked: TrackedOptimizer) -> None:
         """A step's time has drifted: measures the network anew, and decides with the steps just made."""
@@ -242,13 +231,7 @@ class AutoChooser:
         steps = self._engine.registry.steps
         if why:
             record.history.append({"step": steps, "method": name, "why": why})
-        self._restart_times()
-
-    def _restart_times(self) -> None:
-        """The next step is the first one with another method."""
-        optimizers = self._engine.registry.optimizers
-        methods = [tracked.method for tracked in optimizers if tracked.method is not None]
-        self._times.restart(every_late(methods, self._engine.length))
+        self._times.restart()
 
 
 def _without_doubt(nets: Mapping[str, float]) -> tuple[str, str] | None:

@@ -70,6 +70,19 @@ class Record:
         """Forgets all times: everything is to be measured anew."""
         self.settled, self.queue, self.cut_short, self.measured, self.predicted = False, [], [], {}, {}
 
+    def resumed(self, ranks: int, names: Collection[str]) -> "Record":
+        """The record with which so many ranks go on that may use these methods."""
+        record = self
+        if self.ranks not in (0, ranks):
+            # What was measured holds for as many ranks. The method stays until others have been tried.
+            record = Record(self.current, followed=self.followed, history=self.history)
+        record.ranks = ranks
+        known = set(record.measured) | set(record.predicted) | set(record.queue)
+        if not record.settled and not known <= set(names):
+            # A trial goes on with the methods that it still may use.
+            record.forget()
+        return record
+
     def keep(self, names: Collection[str]) -> None:
         """Forgets the times of others than these methods, and does not try them any more."""
         self.queue, self.cut_short = ([name for name in each if name in names] for each in (self.queue, self.cut_short))

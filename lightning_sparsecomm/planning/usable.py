@@ -8,6 +8,7 @@ from lightning_sparsecomm.planning.rehearsed import Kinds, Rehearsed, rehearse
 from lightning_sparsecomm.run.choice import method_for
 from lightning_sparsecomm.run.clipping import check_trainers_clipping
 from lightning_sparsecomm.run.engine import Engine
+from lightning_sparsecomm.run.following import form_for
 from lightning_sparsecomm.run.registry import chain_of
 from lightning_sparsecomm.sharing.bucket import BucketSync
 from lightning_sparsecomm.sharing.method import Method
@@ -32,6 +33,16 @@ def usable(choices: Mapping[str, Method], engine: Engine) -> dict[str, Method]:
             continue
         found[name] = method
     return found
+
+
+def forms_for(choices: Mapping[str, Method], length: float, engine: Engine) -> dict[str, Method]:
+    """The methods in their forms for the run's length, see `form_for`."""
+    return {name: form_for(engine.registry, method, length) for name, method in choices.items()}
+
+
+def without_buckets(choices: Mapping[str, Method]) -> dict[str, Method]:
+    """Those methods that do not work in DDP's buckets."""
+    return {name: method for name, method in choices.items() if not isinstance(method.syncs[0], BucketSync)}
 
 
 def trained_by(engine: Engine) -> Kinds:

@@ -10,6 +10,7 @@ import torch
 
 from lightning_sparsecomm.basis.ledger import PROBING
 from lightning_sparsecomm.basis.wire import Wire
+from lightning_sparsecomm.planning.exchanges import every_late
 from lightning_sparsecomm.run.engine import Engine
 
 # Medians are of steps for so long, as whatever else the machine does disturbs short ones more.
@@ -52,9 +53,11 @@ class StepTimes:
         self._recent: list[tuple[float, float, float, float]] = []
         self._steps: deque[tuple[float, ...]] = deque(maxlen=_MOST)
 
-    def restart(self, every: int = 1) -> None:
-        """Forgets what was measured, for another method, which exchanges in every so-many-th step."""
-        self.every, self._made, self._needed = every, 0, means_of(_FEWEST, every)
+    def restart(self) -> None:
+        """Forgets what was measured, as the run goes on with another method."""
+        methods = [each.method for each in self._engine.registry.optimizers if each.method is not None]
+        self.every = every_late(methods, self._engine.length)
+        self._made, self._needed = 0, means_of(_FEWEST, self.every)
         self._recent.clear()
         self._steps.clear()
 
