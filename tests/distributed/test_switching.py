@@ -231,7 +231,7 @@ def _average_of_own_weights(rank: int) -> Any:
     weights = [each for each in module.parameters() if each.requires_grad]
     optimizer = torch.optim.SGD(weights, 0.1, 0.9)
     engine.register(optimizer)
-    averages = []
+    averages, saved = [], []
     for method in (dgc(0.05, warmup_steps=0, every=3), dgc(0.05, warmup_steps=0, every=2), dense()):
         switch(engine, method)
         averages.append(float(module.average[0]))
@@ -240,16 +240,18 @@ def _average_of_own_weights(rank: int) -> Any:
                 weight.grad = torch.ones_like(weight)
             step(engine, optimizer)  # type: ignore[arg-type]
             module.average.data += rank + 1
+        saved.append("0.average" in engine.state.state_dict()["weights"])
     engine.settle()
     engine.close()
-    return averages, float(module.average[0])
+    return averages, saved, float(module.average[0])
 
 
 def test_what_ranks_have_changed_by_themselves_is_averaged_after_local_steps(tmp_path: Path) -> None:
-    """As a moving average of a rank's own weights, which no optimizer trains."""
-    for rank, (averages, last) in enumerate(run_ranks(tmp_path, WORLD_SIZE, _average_of_own_weights)):
+    """As a moving average of a rank's own weights, which no optimizer trains. Until then each rank saves its own."""
+    for rank, (averages, saved, last) in enumerate(run_ranks(tmp_path, WORLD_SIZE, _average_of_own_weights)):
         # Of 1, 2 and 3, twice.
         assert averages == [0, 4, 8]
+        assert saved == [True, True, False]
         assert last == 8 + 2 * (rank + 1)
 
 
