@@ -67,7 +67,7 @@ class CheckpointingMixin(SynchronizingMixin, DDPStrategy):
             self._deferred = True
             return
         entries: State = {}
-        if self._engine is not None and self._engine.state.drifts:
+        if self._engine is not None and self._engine.state.differ:
             entries = own_entries(checkpoint, self._handed)
         self._handed = None
         write = super().save_checkpoint

@@ -56,8 +56,17 @@ class SwitchedDataParallel(CountedDataParallel):
         self, module: nn.Module, wire: Wire, idle: Callable[[], bool], broadcasts: bool = True, **options: object
     ) -> None:
         self._idle = idle
+        self._was_idle = False
         self._wanted = self._buffers_due = self._broadcasts = broadcasts
         super().__init__(module, wire, **options)
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        idle = self._idle()
+        if self._was_idle and not idle and self.find_unused_parameters:
+            # Which parameters were used while it was idle says nothing of the pass that it reduces now.
+            self.reducer._reset_state()
+        self._was_idle = idle
+        return super().forward(*args, **kwargs)
 
     # DDP and Lightning switch reduction on and off by this attribute. While idle it reads False, so gradients stay
     # local. The value that was set decides whether the next forward pass broadcasts buffers.

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Literal, get_args
 
 from lightning_sparsecomm.basis.arguments import check_one_of
+from lightning_sparsecomm.channel import LocalAdam, MomentumCorrection
 from lightning_sparsecomm.methods.defaults import default
 from lightning_sparsecomm.methods.sums import dense
 from lightning_sparsecomm.sharing import BucketSync, GradientSync, Method
@@ -83,6 +84,19 @@ def check_switchable(method: Method) -> None:
             "candidates must share gradients, in each step or with `every`: without a delay, a local mode, or exchanges"
             f" of weights. Use a method with these by itself, as SparseCommStrategy(method=...); got {method!r}."
         )
+    if not all(_delivers(sync) for each in chain for sync in each.syncs):
+        raise ValueError(
+            "candidates whose residual holds what momentum or moments have made of gradients must deliver it to the"
+            f" weights when a run goes on with another method: follow_rate=True and finish=True; got {method!r}."
+        )
+
+
+def _delivers(sync: Sync) -> bool:
+    """Whether what residuals hold can be delivered: gradients to the next gradient, updates to the weights only."""
+    if not isinstance(sync, GradientSync) or not sync.channel.residuals:
+        return True
+    updates = any(isinstance(each, (MomentumCorrection, LocalAdam)) for each in sync.channel.memories)
+    return not updates or (sync.finish and any(each.follow_rate for each in sync.channel.residuals))
 
 
 def _keeps_together(sync: Sync) -> bool:

@@ -11,9 +11,9 @@ from lightning_sparsecomm.planning.model import Work
 from lightning_sparsecomm.planning.outlook import Outlook
 from lightning_sparsecomm.planning.probe import agreed
 from lightning_sparsecomm.planning.quantities import as_time
-from lightning_sparsecomm.planning.record import Record, reason
+from lightning_sparsecomm.planning.record import LEFT, Record, reason
 from lightning_sparsecomm.planning.usable import forms_for, usable, without_buckets
-from lightning_sparsecomm.planning.watch import DriftWatch, StepTimes
+from lightning_sparsecomm.planning.watch import DriftWatch, StepTimes, trial_steps
 from lightning_sparsecomm.run.contents import State
 from lightning_sparsecomm.run.engine import Engine
 from lightning_sparsecomm.run.optimizers import TrackedOptimizer
@@ -22,9 +22,6 @@ from lightning_sparsecomm.sharing.method import Method
 
 # ddp's first steps are not worth their time where its sums alone take so many times the best exchange, and longer.
 _HOPELESS, _HOPELESS_SECONDS = 3.0, 0.05
-
-# For a trial to pay, so many steps must be left, or it must be predicted to save as much as so many steps.
-_LEFT, _SAVED = 40, 5
 
 _WAITS = (
     "sparsecomm: ddp is no choice here, since a backward pass reaches only some of the parameters. With"
@@ -91,8 +88,8 @@ class AutoChooser:
         """
         if self._begun:
             return
-        self._begun = True
-        self.choices = usable(self.choices, self._engine)
+        self._begun, self.choices = True, usable(self.choices, self._engine)
+        self._times.restart()  # A resumed run knows its length only now.
         self.record.ranks = self._engine.wire.world_size
         if not self._has_choice:
             self.record.settled = True
@@ -182,7 +179,7 @@ class AutoChooser:
 
     def _decide(self, tracked: TrackedOptimizer) -> None:
         """What to do when the method in use has been measured: try another one, or settle."""
-        record, left = self.record, self._engine.length - tracked.steps
+        record, length, left = self.record, self._engine.length, self._engine.length - tracked.steps
         step, work = self._agreed_step()
         record.enter(step, cut_short=not self._times.enough)
         if len(record.measured) == 1:
@@ -193,9 +190,9 @@ class AutoChooser:
                 before = predicted[BASELINE] if known else math.inf
                 predicted = outlook.predicted(self.choices, work) | {BASELINE: before}
             record.predicted |= {name: seconds for name, seconds in predicted.items() if seconds < math.inf}
-            saved = left * (step - min(record.predicted.values(), default=step))
-            record.queue = record.worth_trying if left > _LEFT or saved > _SAVED * step else []
-        record.queue = record.queue or (record.to_try_again if left > _LEFT else [])
+            record.queue = record.worth_trying if record.trials_pay(step, left) else []
+        queue = record.queue or (record.to_try_again if left > LEFT else [])
+        record.queue = [each for each in queue if trial_steps(self.choices[each], length) < left]
         if record.queue:
             self._use(record.queue.pop(0), "to try it", tracked)
             return

@@ -11,11 +11,17 @@ from lightning_sparsecomm.planning.quantities import as_rate, as_time
 # A method that is predicted to take at most so many times the best is tried, and at most so many are.
 _WORTH_TRYING, _MOST_TRIED = 1.3, 2
 
+# For a trial to pay, so many steps must be left, or it must be predicted to save as much as so many steps.
+LEFT, _SAVED = 40, 5
+
 # A trial ends early where a step takes so many times what it does with the best of the others.
 _FAR_BEHIND = 1.5
 
 # Of two methods that differ by less, the one that is closer to ddp is used.
 _ALIKE = 1.015
+
+# If another one is so near the fastest, the fastest is tried a second time.
+_CLOSE = 1.2
 
 
 @dataclass
@@ -27,6 +33,7 @@ class Record:
         settled: Whether it is chosen, and not only tried.
         queue: Methods still to be tried.
         cut_short: Methods whose trial has ended early, as they seemed to be far behind.
+        tried_again: Methods that were measured twice.
         measured, predicted: Seconds of a step; `predicted` as it was before the method was first measured.
         ranks: How many measured; 0 where unknown.
         followed: The run's length for which methods were taken, see `Method.for_length`; None for none.
@@ -37,6 +44,7 @@ class Record:
     settled: bool = False
     queue: list[str] = field(default_factory=list)
     cut_short: list[str] = field(default_factory=list)
+    tried_again: list[str] = field(default_factory=list)
     measured: dict[str, float] = field(default_factory=dict)
     predicted: dict[str, float] = field(default_factory=dict)
     ranks: int = 0
@@ -50,8 +58,15 @@ class Record:
         bound = _WORTH_TRYING * min([*self.measured.values(), *rest.values()])
         return sorted((name for name in rest if rest[name] <= bound), key=lambda name: rest[name])[:_MOST_TRIED]
 
+    def trials_pay(self, seconds: float, left: float) -> bool:
+        """Whether trials do, with so many steps left, and so many seconds for one now."""
+        saved = left * (seconds - min(self.predicted.values(), default=seconds))
+        return left > LEFT or saved > _SAVED * seconds
+
     def enter(self, seconds: float, cut_short: bool) -> None:
         """Enters a step's time with the method in use, and whether its trial has ended early."""
+        if self.current in self.measured:
+            self.tried_again.append(self.current)
         self.measured[self.current] = seconds
         self.cut_short = [name for name in self.cut_short if name != self.current] + [self.current] * cut_short
 
@@ -62,13 +77,22 @@ class Record:
 
     @property
     def to_try_again(self) -> list[str]:
-        """Methods that are not far behind what was measured, though they had seemed to be."""
-        bound = _FAR_BEHIND * min(self.measured.values())
-        return [name for name in self.cut_short if self.measured[name] <= bound and name != self.current]
+        """Methods that are not far behind what was measured, though they had seemed to be; else the fastest, once.
+
+        That only where another one is near, and the fastest was not measured last: over a long way, steps are faster
+        while TCP's window still is what a method that has sent more left.
+        """
+        fastest, least = min(self.measured.items(), key=lambda item: item[1])
+        again = [name for name in self.cut_short if self.measured[name] <= _FAR_BEHIND * least and name != self.current]
+        if again or fastest == self.current or fastest in self.tried_again:
+            return again
+        near = [name for name, seconds in self.measured.items() if seconds <= _CLOSE * least]
+        return [fastest] if len(near) > 1 else []
 
     def forget(self) -> None:
         """Forgets all times: everything is to be measured anew."""
-        self.settled, self.queue, self.cut_short, self.measured, self.predicted = False, [], [], {}, {}
+        self.settled, self.queue, self.cut_short, self.tried_again = False, [], [], []
+        self.measured, self.predicted = {}, {}
 
     def resumed(self, ranks: int, names: Collection[str]) -> "Record":
         """The record with which so many ranks go on that may use these methods."""

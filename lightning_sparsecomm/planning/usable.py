@@ -8,7 +8,7 @@ from lightning_sparsecomm.planning.rehearsed import Kinds, Rehearsed, rehearse
 from lightning_sparsecomm.run.choice import method_for
 from lightning_sparsecomm.run.clipping import check_trainers_clipping
 from lightning_sparsecomm.run.engine import Engine
-from lightning_sparsecomm.run.following import form_for
+from lightning_sparsecomm.run.following import can_step_alone, form_for
 from lightning_sparsecomm.run.registry import chain_of
 from lightning_sparsecomm.sharing.bucket import BucketSync
 from lightning_sparsecomm.sharing.method import Method
@@ -24,14 +24,15 @@ def usable(choices: Mapping[str, Method], engine: Engine) -> dict[str, Method]:
             continue
         chain = chain_of(method)
         try:
-            for tracked in registry.optimizers:
-                chosen = method_for(tracked.optimizer, chain, registry.held_by(tracked.optimizer))
-                if engine.max_norm is not None:
-                    check_trainers_clipping([chosen], engine.max_norm, engine.clips_by_value)
+            held = ((tracked.optimizer, registry.held_by(tracked.optimizer)) for tracked in registry.optimizers)
+            chosen = [method_for(optimizer, chain, named) for optimizer, named in held]
+            if engine.max_norm is not None:
+                check_trainers_clipping(chosen, engine.max_norm, engine.clips_by_value)
         except (TypeError, ValueError):
             # What cannot be used is no choice; used by itself, it says why.
             continue
-        found[name] = method
+        if can_step_alone(registry) or not any(sync.anchored for each in chosen for sync in each.syncs):
+            found[name] = method
     return found
 
 

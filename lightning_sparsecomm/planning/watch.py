@@ -12,6 +12,8 @@ from lightning_sparsecomm.basis.ledger import PROBING
 from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.planning.exchanges import every_late
 from lightning_sparsecomm.run.engine import Engine
+from lightning_sparsecomm.run.length import likely_length
+from lightning_sparsecomm.sharing.method import Method
 
 # Medians are of steps for so long, as whatever else the machine does disturbs short ones more.
 _SECONDS = 0.2
@@ -55,8 +57,9 @@ class StepTimes:
 
     def restart(self) -> None:
         """Forgets what was measured, as the run goes on with another method."""
-        methods = [each.method for each in self._engine.registry.optimizers if each.method is not None]
-        self.every = every_late(methods, self._engine.length)
+        engine = self._engine
+        methods = [each.method for each in engine.registry.optimizers if each.method is not None]
+        self.every = every_late(methods, likely_length(engine.length, engine.may_end_sooner))
         self._made, self._needed = 0, means_of(_FEWEST, self.every)
         self._recent.clear()
         self._steps.clear()
@@ -186,6 +189,17 @@ class DriftWatch:
         self._wait()
         self._wait = None
         return bool(self._flags.item() > 0)
+
+
+def trial_steps(method: Method, length: float) -> int:
+    """How many steps a trial of a method takes, in a run of so many steps.
+
+    >>> from lightning_sparsecomm import methods
+    >>> [trial_steps(methods.dgc(0.01, every=every), 1000) for every in (1, 2, 4)]
+    [7, 8, 16]
+    """
+    every = every_late(method, length)
+    return every * (math.ceil(_SKIPPED / every) + means_of(_FEWEST, every))
 
 
 def means_of(steps: int, every: int) -> int:

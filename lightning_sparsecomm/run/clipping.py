@@ -9,6 +9,7 @@ from lightning_sparsecomm.channel.inspection import norm_of
 from lightning_sparsecomm.run.optimizers import TrackedOptimizer
 from lightning_sparsecomm.sharing.gradients import gradient_of
 from lightning_sparsecomm.sharing.method import Method
+from lightning_sparsecomm.sharing.sync import Sync
 
 
 def clips_locally(tracked: TrackedOptimizer) -> bool:
@@ -33,13 +34,18 @@ def check_trainers_clipping(methods: Iterable[Method | None], max_norm: float, b
     """Refuses a Trainer's threshold that a method cannot apply.
 
     Raises:
-        ValueError: It is NaN; or a method clips each rank's own gradient by another one, or would have to by value.
+        ValueError: It is NaN; a method clips each rank's own gradient by another one, or would have to by value; or
+            ranks step along their own gradients, unclipped.
     """
     if math.isnan(max_norm):
         raise ValueError(
             "gradient_clip_val must be a number, the largest norm of a gradient; got nan. Use None for no clipping."
         )
-    _check_local(parts_in(list(methods), ClipLocalNorm), max_norm, by_value)
+    for method in methods:
+        memories = list(parts_in(method, ClipLocalNorm))
+        if method is not None and not memories:
+            _check_own_steps(method.syncs)
+        _check_local(memories, max_norm, by_value)
 
 
 def check_clipping(tracked: TrackedOptimizer, max_norm: float, by_value: bool) -> bool:
@@ -54,12 +60,7 @@ def check_clipping(tracked: TrackedOptimizer, max_norm: float, by_value: bool) -
             differs between ranks.
     """
     if not clips_locally(tracked):
-        if any(sync.anchored and sync.shares_gradients for sync, _ in tracked.parts):
-            raise ValueError(
-                "gradients cannot be clipped where ranks step along their own (delay=1, or every above 1), unless their"
-                " channel clips these: what is shared holds those of several steps. Put ClipLocalNorm() before its"
-                " other memories, as methods.dgc() and methods.local_adam() do."
-            )
+        _check_own_steps([sync for sync, _ in tracked.parts])
         if not by_value and len({sync.shares_gradients for sync, _ in tracked.parts}) > 1:
             raise ValueError(
                 "gradients cannot be clipped by norm where a method shares some of an optimizer's gradients and leaves"
@@ -75,6 +76,15 @@ def check_clipping(tracked: TrackedOptimizer, max_norm: float, by_value: bool) -
             " gradient_clip_val; in manual optimization, clip before other code needs the shared gradient."
         )
     return True
+
+
+def _check_own_steps(syncs: Iterable[Sync]) -> None:
+    if any(sync.anchored and sync.shares_gradients for sync in syncs):
+        raise ValueError(
+            "gradients cannot be clipped where ranks step along their own (delay=1, or every above 1), unless their"
+            " channel clips these: what is shared holds those of several steps. Put ClipLocalNorm() before its other"
+            " memories, as methods.dgc() and methods.local_adam() do."
+        )
 
 
 def _memories(tracked: TrackedOptimizer) -> list[ClipLocalNorm]:

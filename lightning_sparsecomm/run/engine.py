@@ -213,12 +213,12 @@ class Engine:
             self.replicas.bystanders.average()
         self.replicas.settle()
         self.agreement.on_weights([(each.steps, {id(p): p for _, p in each.parameters}) for each in optimizers])
-        if self.state.drifts:
+        if self.state.differ:
             self.replicas.whole.mark()
 
     def reunite(self) -> None:
         """Makes replicas equal again after callbacks that may have changed weights since `settle`. A collective."""
-        if self.state.drifts:
+        if self.state.differ:
             self.replicas.whole.average()
 
     def restart(self) -> None:

@@ -1,6 +1,6 @@
 """Saves and loads the state of a run that is not part of ddp's checkpoint."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from torch.optim import Optimizer
 
@@ -14,7 +14,7 @@ from lightning_sparsecomm.channel.shared_adam import SharedAdam
 from lightning_sparsecomm.exchange import Exchange
 from lightning_sparsecomm.run.chooser import Chooser
 from lightning_sparsecomm.run.contents import State, scaled
-from lightning_sparsecomm.run.following import follow
+from lightning_sparsecomm.run.following import follow_saved
 from lightning_sparsecomm.run.inside import hand_out
 from lightning_sparsecomm.run.optimizers import TrackedOptimizer, parameters_of
 from lightning_sparsecomm.run.registry import Registry
@@ -38,9 +38,10 @@ class RunState:
 
     Attributes:
         without_ddp: Whether no ddp broadcasts buffers: then exchanges average them.
+        have_drifted: Whether replicas have drifted earlier in the run, with another method.
     """
 
-    without_ddp = False
+    without_ddp = have_drifted = False
 
     def __init__(
         self,
@@ -62,6 +63,11 @@ class RunState:
     def drifts(self) -> bool:
         """Whether replicas may drift apart."""
         return any(sync.drifts for sync in self._registry.syncs)
+
+    @property
+    def differ(self) -> bool:
+        """Whether ranks may differ in weights, or in what callbacks have made of them, such as a moving average."""
+        return self.drifts or self.have_drifted
 
     @property
     def averages_buffers(self) -> bool:
@@ -86,6 +92,7 @@ class RunState:
             ],
             "leading": None if leading is None else leading.number,
             "for_length": self._registry.followed,
+            "have_drifted": self.differ,
             "nodes": [] if self._registry.nodes is None else self._registry.nodes.groups,
             "weights": self._replicas.state_dict(not self.broadcasts_buffers) if self.drifts else {},
             # Drifting ranks scale by themselves between exchanges. Without drift, the scale is in the checkpoint.
@@ -107,19 +114,10 @@ class RunState:
         Returns the parts of the state that the method cannot use, in words.
         """
         optimizers, dropped, chooser = self._registry.optimizers, [], self._chooser()
-        if chooser is not None and "choice" in state:
-            chooser.load_state_dict(state["choice"])
-        elif state.get("for_length") is not None:
-            # The form that its run had, also where this one has another length.
-            follow(self._registry, state["for_length"])
+        follow_saved(self._registry, chooser, state.get("choice"), state.get("for_length"))
+        self.have_drifted = state.get("have_drifted", False)
         for saved in state["streams"] if not as_many_ranks else []:
-            # Means of weights and of what was noted of them may be rounded in other ways.
-            for kind in [kind for kind in saved["held"] if kind.rpartition(".")[2] in (NOTED, *self._renewable())]:
-                del saved["held"][kind]
-            if state.get("nodes"):
-                # What one rank of each node holds counts as zero on the others, in a mean over all.
-                alike = {kind: parts for kind, parts in saved["held"].items() if kind == _OPTIMIZER}
-                saved["held"] = scaled(saved["held"], len(state["nodes"][0])) | alike
+            saved["held"] = _of_other_ranks(saved["held"], self._renewable(), state.get("nodes"))
         self._left_behind.clear()
         for tracked, saved in zip(optimizers, state["streams"], strict=False):
             dropped += self._load(tracked, saved)
@@ -232,6 +230,21 @@ class RunState:
         held = {kind: parts.keys() - others for kind, parts in held.items()}
         self._left_behind |= {name for kind, names in held.items() if kind.endswith(_ANCHORS) for name in names}
         return [f"{kind} of {len(parts)} parameters" for kind, parts in held.items() if parts]
+
+
+def _of_other_ranks(held: Saved, renewable: Collection[str], nodes: Sequence[Sequence[int]] | None) -> Saved:
+    """What this rank goes on with, of a mean over other ranks: without `renewable` kinds, which begin anew.
+
+    `nodes` are theirs, if they had any.
+    """
+    # Means of weights and of what was noted of them may be rounded in other ways.
+    held = {kind: parts for kind, parts in held.items() if kind.rpartition(".")[2] not in (NOTED, *renewable)}
+    if not nodes:
+        return held
+    # What one rank of each node holds counts as zero on the others, in a mean over all.
+    alike = {kind: parts for kind, parts in held.items() if kind == _OPTIMIZER}
+    of_node: Saved = scaled(held, len(nodes[0]))
+    return of_node | alike
 
 
 def _load_optimizer(optimizer: Optimizer, own: dict[int, dict[str, object] | None]) -> None:

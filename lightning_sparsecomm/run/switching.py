@@ -68,4 +68,5 @@ def adopt(engine: Engine, method: Method) -> None:
         engine.hook.sync = next(parts_in(method, BucketSync), engine.hook.sync)
     engine.guards.watch_steps(not engine.registry.in_buckets)
     if engine.state.drifts:
+        engine.state.have_drifted = True
         engine.begin()

@@ -47,9 +47,9 @@ class LocalStepsShare(GradientShare):
     With `residual_in_weights`, an exchange leaves A ← E, which is what a rank has trained and not sent, and w ← w − A;
     not at the end of an epoch, where w is what all share.
 
-    The run's first step exchanges. u is what enters the residual E: with momentum a velocity, with `LocalAdam` a
-    direction; η is the learning rate. So in between, a rank trains ahead of the anchor by its own u alone. Other code
-    finds that in `.grad`; what it changes there counts in E too.
+    The first step exchanges, also amid a run. u is what enters the residual E: with momentum a velocity, with
+    `LocalAdam` a direction; η is the learning rate. So in between, a rank trains ahead of the anchor by its own u
+    alone. Other code finds that in `.grad`; what it changes there counts in E too.
     The anchors are equal on all ranks, and are the model that is validated and saved. What residuals hold after the
     last step moves the weights then.
 
@@ -109,7 +109,7 @@ class LocalStepsShare(GradientShare):
         self._rejoins = often = turn.ends_epoch or self._weights.set.times >= _MOST_SET
         # After steps were set back, as if there had been none.
         since = turn.step - self._last if turn.step > self._last else every
-        self._exchanges = exchanges_in(turn.step, every, since, often)
+        self._exchanges = self._last == _NEVER or exchanges_in(turn.step, every, since, often)
         self._gradients = self._read()
         missing = self.channel.missing
         self._nonfinite = missing.nonfinite

@@ -255,6 +255,53 @@ def test_what_ranks_have_changed_by_themselves_is_averaged_after_local_steps(tmp
         assert last == 8 + 2 * (rank + 1)
 
 
+def _changed_after_the_run(rank: int, save: bool) -> Any:
+    module = chain()
+    engine = Engine(auto(), Wire())
+    engine.registry.add_module(module)
+    optimizer = torch.optim.SGD(module.parameters(), 0.1, 0.9)
+    engine.register(optimizer)
+    for method in (dgc(0.5, warmup_steps=0, every=2), dense()):
+        switch(engine, method)
+        for weight in module.parameters():
+            weight.grad = torch.ones_like(weight)
+        step(engine, optimizer)
+    if save:
+        state, engine.state.have_drifted = engine.state.state_dict(), False
+        engine.state.load_state_dict(state, as_many_ranks=True)
+    engine.settle()
+    for weight in module.parameters():
+        weight.data += rank
+    engine.reunite()
+    engine.close()
+    return flat(weight.detach() for weight in module.parameters())
+
+
+@pytest.mark.parametrize("save", [False, True])
+def test_what_callbacks_make_of_weights_that_have_drifted_is_averaged(tmp_path: Path, save: bool) -> None:
+    """As where each rank's moving average becomes the model in the end, though the last steps were ddp's."""
+    found = run_ranks(tmp_path, 2, _changed_after_the_run, save)
+    np.testing.assert_array_equal(found[0], found[1])
+
+
+@pytest.mark.parametrize("before", range(4))
+def test_local_steps_that_begin_amid_a_run_leave_unused_parameters_alone(wire: Wire, before: int) -> None:
+    """Weight decay does not reach them, as under ddp."""
+    module = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
+    unused = module[1].weight.detach().clone()
+    engine = Engine(auto(), wire)
+    engine.registry.add_module(module)
+    optimizer = torch.optim.SGD(module.parameters(), 0.1, 0.9, weight_decay=0.1)
+    engine.register(optimizer)
+    for number in range(before + 6):
+        if number == before:
+            switch(engine, dgc(0.5, warmup_steps=0, every=4))
+        module[0].weight.grad = torch.ones(2, 2)
+        step(engine, optimizer)
+    torch.testing.assert_close(module[1].weight.detach(), unused, rtol=0, atol=0)
+    engine.close()
+
+
 @pytest.mark.parametrize(
     "method",
     [sbc(), gradient_dropping(local="sum", average_every=10), dgc(0.01, delay=1)],
@@ -263,6 +310,14 @@ def test_what_ranks_have_changed_by_themselves_is_averaged_after_local_steps(tmp
 def test_methods_that_do_not_share_gradients_in_their_turn_are_no_candidates(method: Method) -> None:
     with pytest.raises(ValueError, match="candidates must share gradients, in each step or with `every`: without a"):
         auto(candidates=[method])
+
+
+def test_candidates_deliver_what_residuals_hold() -> None:
+    with pytest.raises(
+        ValueError, match=r"must deliver it to the weights.*: follow_rate=True and finish=True; got dgc"
+    ):
+        auto(candidates=[dgc(0.01, follow_rate=False)])
+    assert len(auto("exact", [gradient_dropping(0.01)]).choices) == 2
 
 
 def test_local_steps_are_a_candidate() -> None:

@@ -34,15 +34,19 @@ BATCHES = 30
 
 
 class Network(pl.LightningModule):
-    def __init__(self, adam: bool = False, unused: bool = False) -> None:
+    def __init__(self, adam: bool = False, unused: bool = False, sometimes: bool = False) -> None:
         super().__init__()
         self.adam = adam
-        self.unused = torch.nn.Linear(3, 3) if unused else None
+        self.unused = torch.nn.Linear(3, 3) if unused or sometimes else None
+        self.sometimes = sometimes
         self.layers = torch.nn.Sequential(torch.nn.Linear(6, 20), torch.nn.Tanh(), torch.nn.Linear(20, 3))
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         x, y = batch
-        return torch.nn.functional.cross_entropy(self.layers(x), y)
+        outputs = self.layers(x)
+        if self.sometimes and not self.trainer.strategy.engine.registry.in_buckets:
+            outputs = self.unused(outputs)  # type: ignore[misc]
+        return torch.nn.functional.cross_entropy(outputs, y)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         if self.adam:
@@ -129,8 +133,9 @@ def train(
     os.environ.update({"MASTER_ADDR": "localhost", "MASTER_PORT": "0"})
     torch.manual_seed(1)
     torch.set_num_threads(1)
-    model = Network(adam, unused)
-    strategy = "ddp" if method == "ddp" else SparseCommStrategy(method)  # type: ignore[arg-type]
+    finds = {"find_unused_parameters": True} if options.get("sometimes") else {}
+    model = Network(adam, unused, options.pop("sometimes", False))
+    strategy = "ddp" if method == "ddp" else SparseCommStrategy(method, **finds)  # type: ignore[arg-type]
     saves = options.pop("saves", None)
     callbacks: list[pl.Callback] = [Stop(options.pop("stops", 10**9))]
     if saves is not None:
@@ -165,8 +170,10 @@ def switches(record: Any) -> list[tuple[int, str]]:
 def test_on_a_fast_network_it_stays_with_ddp(tmp_path: Path) -> None:
     for _, record, _ in run_ranks(tmp_path, 2, train, str(tmp_path), methods.auto(), (FAST,)):
         # sparsecomm is too slow to be tried.
-        assert switches(record) == [(7, "ddp-bf16"), (14, "ddp")]
+        # ddp, the faster of the two, is tried a second time.
+        assert switches(record) == [(7, "ddp-bf16"), (14, "ddp"), (21, "ddp")]
         assert record.settled
+        assert record.tried_again == ["ddp"]
         assert record.measured == {"ddp": 0.1, "ddp-bf16": 0.11}
 
 
@@ -191,12 +198,13 @@ def test_a_trial_that_is_far_behind_ends_after_two_steps_that_count(tmp_path: Pa
         assert record.measured == {"ddp": 0.4, "sparsecomm": 0.2}
 
 
-@pytest.mark.parametrize(("ddp", "chosen"), [(0.36, "sparsecomm"), (0.3, "ddp")])
-def test_what_was_not_far_behind_after_all_is_tried_again(tmp_path: Path, ddp: float, chosen: str) -> None:
-    """sparsecomm was predicted too fast."""
+@pytest.mark.parametrize(("ddp", "chosen"), [(0.36, ["sparsecomm"] * 2), (0.3, ["ddp"])])
+def test_what_was_not_far_behind_after_all_is_tried_again(tmp_path: Path, ddp: float, chosen: list[str]) -> None:
+    """sparsecomm was predicted too fast, and is tried again itself where it is the fastest all the same."""
     later = BEHIND | {"ddp": ddp, "sparsecomm": 0.34}
     for _, record, _ in run_ranks(tmp_path, 2, train, str(tmp_path), methods.auto(), (BEHIND, later, 5)):
-        assert switches(record) == [(4, "sparsecomm"), (11, "ddp"), (18, chosen)]
+        rest = [(18 + 7 * number, name) for number, name in enumerate(chosen)]
+        assert switches(record) == [(4, "sparsecomm"), (11, "ddp"), *rest]
         assert record.measured == {"ddp": ddp, "sparsecomm": 0.34}
         assert record.cut_short == []
 
@@ -204,7 +212,7 @@ def test_what_was_not_far_behind_after_all_is_tried_again(tmp_path: Path, ddp: f
 def test_short_steps_are_tried_longer(tmp_path: Path) -> None:
     short = {name: each / 10 for name, each in FAST.items()}
     for _, record, _ in run_ranks(tmp_path, 2, train, str(tmp_path), methods.auto(), (short,)):
-        assert switches(record) == [(22, "ddp-bf16"), (43, "ddp")]
+        assert switches(record) == [(22, "ddp-bf16"), (43, "ddp"), (65, "ddp")]
 
 
 def _fit_with_a_hiccup(rank: int, folder: str) -> Any:
@@ -250,6 +258,23 @@ def test_over_a_long_way_it_learns_the_rate_from_ddps_steps(tmp_path: Path) -> N
     for record in run_ranks(tmp_path, 2, far, str(tmp_path), False):
         assert switches(record) == [(7, "ddp")]
         assert record.predicted["ddp"] > 1.5 * record.measured["ddp"]
+
+
+def test_of_two_that_are_near_the_faster_is_tried_twice(tmp_path: Path) -> None:
+    """Its second time counts: the first was short, as after steps that had sent more."""
+    near = {"ddp": 0.7, "ddp-bf16": 0.42, "sparsecomm": 0.44, "compute": 0.2, "wait": 0.1}
+    for _, record, _ in run_ranks(
+        tmp_path, 2, train, str(tmp_path), methods.auto(), (near, near | {"ddp-bf16": 0.5}, 18)
+    ):
+        assert switches(record) == [
+            (4, "ddp-bf16"),
+            (11, "sparsecomm"),
+            (18, "ddp-bf16"),
+            (25, "sparsecomm"),
+            (32, "sparsecomm"),
+        ]
+        assert record.measured == {"ddp": 0.7, "ddp-bf16": 0.5, "sparsecomm": 0.44}
+        assert record.tried_again == ["ddp-bf16", "sparsecomm"]
 
 
 def test_what_quality_forbids_is_not_tried(tmp_path: Path) -> None:
@@ -318,6 +343,17 @@ def test_it_does_not_return_to_ddp_where_that_would_wait_for_unused_parameters(t
         sum("With SparseCommStrategy(methods.auto(), find_unused_parameters=True) it is one" in line for line in said)
         == 1
     )
+
+
+def test_it_returns_to_ddp_where_a_layer_is_used_in_some_steps_only(tmp_path: Path) -> None:
+    """While DDP's reducer is idle it still notes what is used, which says nothing of the first step that it reduces."""
+
+    def fit(rank: int) -> Any:
+        return train(rank, str(tmp_path), methods.auto(), (SLOW, FAST, 30), sometimes=True)
+
+    (weights, record, _), (others, _, _) = run_ranks(tmp_path, 2, fit)
+    np.testing.assert_array_equal(weights, others)
+    assert record.current == "ddp"
 
 
 def test_ddps_buckets_say_what_unused_parameters_need(tmp_path: Path) -> None:
@@ -393,7 +429,17 @@ def test_when_the_network_recovers_it_returns_from_local_steps(tmp_path: Path, a
         assert record.current == "ddp"
         *_, (noticed, _), (_, first), (chosen, last) = switches(record)
         assert 61 < noticed < chosen < 111
-        assert (first, last) == ("ddp-bf16", "ddp")
+        assert (first, last) == ("ddp", "ddp")
+
+
+@pytest.mark.parametrize(("every", "tried"), [(16, True), (30, False)])
+def test_a_trial_that_would_not_end_is_not_begun(tmp_path: Path, every: int, tried: bool) -> None:
+    """It takes four times `every` steps, and the run has 90."""
+    candidate = methods.dgc(0.05, warmup_steps=0, every=every)
+    times = {"ddp": 0.4, repr(candidate): 0.39, "compute": 0.1, "wait": 0.06}
+    for _, record, _ in run_ranks(tmp_path, 2, train, str(tmp_path), methods.auto("exact", [candidate]), (times,)):
+        assert record.settled
+        assert (repr(candidate) in record.measured) is tried
 
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")

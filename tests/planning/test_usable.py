@@ -10,6 +10,10 @@ from torch import nn
 
 from lightning_sparsecomm import methods
 from lightning_sparsecomm.basis.mirror import MirrorWire
+from lightning_sparsecomm.basis.schedules import PartOfRun
+from lightning_sparsecomm.channel import Channel, ErrorFeedback, MomentumCorrection
+from lightning_sparsecomm.codecs import Float16, SparseCodec, TopK
+from lightning_sparsecomm.exchange import Gather
 from lightning_sparsecomm.planning import usable
 from lightning_sparsecomm.planning.chooser import AutoChooser
 from lightning_sparsecomm.planning.record import Record
@@ -146,6 +150,65 @@ def test_where_ranks_cannot_step_by_themselves_the_form_stays() -> None:
     chooser.follow(2000.0)
     assert chooser.record.followed is None
     assert repr(chooser.choices["sparsecomm"]) == repr(methods.default())
+
+
+@pytest.mark.parametrize("to_auto", [False, True])
+def test_the_form_is_kept_between_auto_and_its_default(to_auto: bool) -> None:
+    _, chooser = run()
+    engines[0].chooser = chooser
+    plain = Engine(methods.default(), MirrorWire(2))
+    engines.append(plain)
+    module = nn.Sequential(nn.Linear(99, 40), nn.Linear(9, 10))
+    plain.registry.add_module(module)
+    plain.register(torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9))
+    for engine in engines:
+        engine.expect(1000)
+    saved, loading = (plain, engines[0]) if to_auto else (engines[0], plain)
+    saved.follow_length()
+    loading.state.load_state_dict(saved.state.state_dict(), as_many_ranks=True)
+    method = chooser.choices["sparsecomm"] if to_auto else plain.registry.methods[0]
+    assert isinstance(method.syncs[0], GradientSync)
+    assert method.syncs[0].every == 2
+
+
+def test_intervals_that_follow_the_runs_length_are_known_when_it_is() -> None:
+    """A checkpoint is loaded before that; and a run that may end sooner counts as shorter."""
+    candidate = methods.dgc(0.1, warmup_steps=0, every=PartOfRun(0.01))
+    _, chooser = run(methods.auto("exact", [candidate]))
+    chooser.load_state_dict(state(current=repr(candidate), settled=True, ranks=2))
+    for length, sooner, every in ((400.0, False, 4), (100_000.0, True, 50)):
+        engines[0].length, engines[0].may_end_sooner = length, sooner
+        chooser._begun = False
+        chooser.begin()
+        assert chooser._times.every == every
+
+
+class OwnStep(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        return super().step(closure)
+
+
+def test_local_steps_that_the_run_cannot_make_are_left_out() -> None:
+    candidate = methods.dgc(0.1, warmup_steps=0, every=2)
+    channel = Channel(Gather(SparseCodec(TopK(0.1), Float16())), [MomentumCorrection(), ErrorFeedback()])
+    unclipped = Method([GradientSync(channel, every=2)])
+
+    def usable_of(method: Method, *more: torch.optim.Optimizer) -> bool:
+        for optimizer in more:
+            engines[-1].register(optimizer)
+        return repr(method) in usable.usable({"ddp": methods.dense(), repr(method): method}, engines[-1])
+
+    module, _ = run()
+    assert usable_of(candidate)
+    assert usable_of(unclipped)
+    engines[-1].take_over_clipping(0.5, by_value=False)
+    assert usable_of(candidate)
+    assert not usable_of(unclipped)
+    # Its parameters have an optimizer already.
+    assert not usable_of(candidate, torch.optim.SGD(module[1].parameters(), 0.1))  # type: ignore[index]
+    run()
+    engines[-1].registry.optimizers[0].optimizer.__class__ = OwnStep
+    assert not usable_of(candidate)
 
 
 def test_with_as_many_ranks_it_does_not() -> None:
