@@ -174,14 +174,20 @@ class MeasuredLink(Link):
     rate: float | None = None
 
     def fitted(self, predicted: Callable[["MeasuredLink"], float], measured: float) -> "MeasuredLink":
-        """The same link with the rate at which something far larger would have taken what it took, if that tells it.
+        """The same link with the rate at which something far larger would have taken what it took.
+
+        Where round trips alone explain that, it tells only how low the rate cannot be: so a link that is slower gets a
+        rate at which they are nine tenths of it, and a faster one stays as it is.
 
         Args:
             predicted: Its seconds by a link; they fall as the rate rises.
             measured: Its seconds.
         """
-        if predicted(replace(self, rate=_NO_RATE)) > _BY_ROUND_TRIPS * measured:
-            return self
+        at_least = predicted(replace(self, rate=_NO_RATE))
+        if at_least > _BY_ROUND_TRIPS * measured:
+            measured = max(measured, at_least) / _BY_ROUND_TRIPS
+            if predicted(self) <= measured:
+                return self
         low, high = 1e3, _NO_RATE
         for _ in range(60):
             rate = math.sqrt(low * high)

@@ -12,8 +12,8 @@ from lightning_sparsecomm.planning import MeasuredLink, Network, Rehearsed, Work
 from lightning_sparsecomm.planning.outlook import Outlook
 
 
-@pytest.mark.parametrize(("rate", "tells"), [(50e6, True), (10e9, False)])
-def test_a_step_tells_a_rate_unless_round_trips_explain_it(rate: float, tells: bool) -> None:
+@pytest.mark.parametrize(("rate", "exactly"), [(50e6, True), (10e9, False)])
+def test_a_step_tells_a_rate_or_where_round_trips_explain_it_a_bound(rate: float, exactly: bool) -> None:
     named = [("weight", torch.zeros(1))]
     engine: Any = SimpleNamespace(wire=MirrorWire(2), registry=SimpleNamespace(named=named))
     network, sizes = Network(rate, rtt=0.1, call=0.0), (256.0, 131_072.0)
@@ -23,5 +23,10 @@ def test_a_step_tells_a_rate_unless_round_trips_explain_it(rate: float, tells: b
     cost = Rehearsed("ddp", 2, {"update": 0.0}, (("all_reduce", 44e6, 1.0),), 0.0, overlaps=True)
     vars(outlook)["_costs"] = {BASELINE: cost}
     step = predict(cost, network, Work(0.2)).seconds
-    assert outlook.learn_rate(step, Work(0.2)) == tells
-    assert outlook.link.rate == (pytest.approx(rate, rel=0.05) if tells else None)
+    assert outlook.learn_rate(step, Work(0.2))
+    assert outlook.link.rate is not None
+    if exactly:
+        assert outlook.link.rate == pytest.approx(rate, rel=0.05)
+    else:
+        assert 50e6 < outlook.link.rate < rate
+        assert predict(cost, outlook.link, Work(0.2)).seconds < 1.2 * step
