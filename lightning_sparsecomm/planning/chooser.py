@@ -11,9 +11,9 @@ from lightning_sparsecomm.planning.model import Work
 from lightning_sparsecomm.planning.outlook import Outlook
 from lightning_sparsecomm.planning.probe import agreed
 from lightning_sparsecomm.planning.quantities import as_time
-from lightning_sparsecomm.planning.record import LEFT, Record, reason
+from lightning_sparsecomm.planning.record import Record, reason
 from lightning_sparsecomm.planning.usable import forms_for, usable, without_buckets
-from lightning_sparsecomm.planning.watch import DriftWatch, StepTimes, trial_steps
+from lightning_sparsecomm.planning.watch import DriftWatch, StepTimes
 from lightning_sparsecomm.run.contents import State
 from lightning_sparsecomm.run.engine import Engine
 from lightning_sparsecomm.run.optimizers import TrackedOptimizer
@@ -179,7 +179,7 @@ class AutoChooser:
 
     def _decide(self, tracked: TrackedOptimizer) -> None:
         """What to do when the method in use has been measured: try another one, or settle."""
-        record, length, left = self.record, self._engine.length, self._engine.length - tracked.steps
+        record, left = self.record, self._engine.length - tracked.steps
         step, work = self._agreed_step()
         record.enter(step, cut_short=not self._times.enough)
         if len(record.measured) == 1:
@@ -191,8 +191,8 @@ class AutoChooser:
                 predicted = outlook.predicted(self.choices, work) | {BASELINE: before}
             record.predicted |= {name: seconds for name, seconds in predicted.items() if seconds < math.inf}
             record.queue = record.worth_trying if record.trials_pay(step, left) else []
-        queue = record.queue or (record.to_try_again if left > LEFT else [])
-        record.queue = [each for each in queue if trial_steps(self.choices[each], length) < left]
+        fitting = [name for name, each in self.choices.items() if self._times.trial_steps(each, step) < left]
+        record.queue = record.to_try_next(fitting, left)
         if record.queue:
             self._use(record.queue.pop(0), "to try it", tracked)
             return

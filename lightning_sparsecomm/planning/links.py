@@ -162,7 +162,8 @@ class MeasuredLink(Link):
             all-to-all takes what a gather of one of its parts takes, and so does a message to each of the others.
         around: Seconds of the smallest sum around the ring, where others went straight; None where all went around.
             Then `points` need only the smallest sum.
-        rate: Bits per second of a far link, where `fitted` has found it; None for what its largest gather tells.
+        rate: Bits per second of a far link, where `fitted` has found it, or how low it cannot be; None for what its
+            largest gather tells.
 
     Raises:
         ValueError: Another number of ranks is asked for, or a collective that was not measured.

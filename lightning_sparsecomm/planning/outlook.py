@@ -63,9 +63,10 @@ class Outlook:
         """Learns a far link's rate from ddp's step, which has far more bytes than could be measured before it; whether
         it did. A collective."""
         link, cost = self.link, self._costs.get(BASELINE)
-        if link is None or cost is None or not link.far:
+        if link is None or not link.far:
             return False
-        found = link.fitted(lambda each: predict(cost, each, work).seconds, step).rate
+        # A rank may have failed to rehearse ddp.
+        found = None if cost is None else link.fitted(lambda each: predict(cost, each, work).seconds, step).rate
         rate = agreed(self._engine.wire, [found or 0.0], self.device)[0]
         self.link = replace(link, rate=rate or None)
         return rate > 0

@@ -12,7 +12,7 @@ from lightning_sparsecomm.planning.quantities import as_rate, as_time
 _WORTH_TRYING, _MOST_TRIED = 1.3, 2
 
 # For a trial to pay, so many steps must be left, or it must be predicted to save as much as so many steps.
-LEFT, _SAVED = 40, 5
+_LEFT, _SAVED = 40, 5
 
 # A trial ends early where a step takes so many times what it does with the best of the others.
 _FAR_BEHIND = 1.5
@@ -61,7 +61,7 @@ class Record:
     def trials_pay(self, seconds: float, left: float) -> bool:
         """Whether trials do, with so many steps left, and so many seconds for one now."""
         saved = left * (seconds - min(self.predicted.values(), default=seconds))
-        return left > LEFT or saved > _SAVED * seconds
+        return left > _LEFT or saved > _SAVED * seconds
 
     def enter(self, seconds: float, cut_short: bool) -> None:
         """Enters a step's time with the method in use, and whether its trial has ended early."""
@@ -74,6 +74,11 @@ class Record:
         """Whether a step with the method in use takes far longer than with the best of the others, as known."""
         others = [each for name, each in known.items() if name != self.current]
         return seconds > _FAR_BEHIND * min(others, default=math.inf)
+
+    def to_try_next(self, fitting: Collection[str], left: float) -> list[str]:
+        """What is to be tried, of those methods whose trial fits into the steps that are left."""
+        queue = [name for name in self.queue if name in fitting]
+        return queue or [name for name in self.to_try_again if left > _LEFT and name in fitting]
 
     @property
     def to_try_again(self) -> list[str]:

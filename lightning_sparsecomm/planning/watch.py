@@ -11,8 +11,10 @@ import torch
 from lightning_sparsecomm.basis.ledger import PROBING
 from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.planning.exchanges import every_late
+from lightning_sparsecomm.run.choice import method_for
 from lightning_sparsecomm.run.engine import Engine
 from lightning_sparsecomm.run.length import likely_length
+from lightning_sparsecomm.run.registry import chain_of
 from lightning_sparsecomm.sharing.method import Method
 
 # Medians are of steps for so long, as whatever else the machine does disturbs short ones more.
@@ -57,12 +59,18 @@ class StepTimes:
 
     def restart(self) -> None:
         """Forgets what was measured, as the run goes on with another method."""
-        engine = self._engine
-        methods = [each.method for each in engine.registry.optimizers if each.method is not None]
-        self.every = every_late(methods, likely_length(engine.length, engine.may_end_sooner))
+        methods = [each.method for each in self._engine.registry.optimizers if each.method is not None]
+        self.every = every_late(methods, self._length)
         self._made, self._needed = 0, means_of(_FEWEST, self.every)
         self._recent.clear()
         self._steps.clear()
+
+    def trial_steps(self, method: Method, seconds: float) -> int:
+        """How many steps a trial of a method takes, if one takes so long."""
+        registry, chain = self._engine.registry, chain_of(method)
+        optimizers = [tracked.optimizer for tracked in registry.optimizers]
+        every = every_late([method_for(each, chain, registry.held_by(each)) for each in optimizers], self._length)
+        return every * (math.ceil(_SKIPPED / every) + means_of(steps_for(seconds, _FEWEST, _MOST), every))
 
     def are_short(self, seconds: float) -> bool:
         """Whether steps of about so long, equal on all ranks, need more than the fewest; then it takes more."""
@@ -116,6 +124,11 @@ class StepTimes:
         """Lower medians of the last steps: the whole, what is computed besides the exchange, and the negative of the
         time between DDP's first and last bucket (0 without buckets); so the largest over ranks is what counts."""
         return [statistics.median_low(column) for column in zip(*list(self._steps)[-self._needed :])]
+
+    @property
+    def _length(self) -> float:
+        """The run's, which intervals may follow."""
+        return likely_length(self._engine.length, self._engine.may_end_sooner)
 
     @property
     def _clock(self) -> dict[str, float]:
@@ -189,17 +202,6 @@ class DriftWatch:
         self._wait()
         self._wait = None
         return bool(self._flags.item() > 0)
-
-
-def trial_steps(method: Method, length: float) -> int:
-    """How many steps a trial of a method takes, in a run of so many steps.
-
-    >>> from lightning_sparsecomm import methods
-    >>> [trial_steps(methods.dgc(0.01, every=every), 1000) for every in (1, 2, 4)]
-    [7, 8, 16]
-    """
-    every = every_late(method, length)
-    return every * (math.ceil(_SKIPPED / every) + means_of(_FEWEST, every))
 
 
 def means_of(steps: int, every: int) -> int:

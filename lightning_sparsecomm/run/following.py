@@ -23,8 +23,8 @@ def follow_saved(registry: Registry, chooser: Chooser | None, choice: State | No
     Args:
         registry: Of this run.
         chooser: Chooses among methods, if one does.
-        choice: What the saved run's chooser has saved, if it had one.
-        length: The length that the saved run's method has followed; None for none.
+        choice: What the saved run's chooser has saved, if it had one. It says which length was followed, too.
+        length: Without a choice, the length that the saved run's method has followed; None for none.
     """
     if chooser is not None and choice is not None:
         chooser.load_state_dict(choice)

@@ -115,7 +115,7 @@ class RunState:
         """
         optimizers, dropped, chooser = self._registry.optimizers, [], self._chooser()
         follow_saved(self._registry, chooser, state.get("choice"), state.get("for_length"))
-        self.have_drifted = state.get("have_drifted", False)
+        self.have_drifted = state.get("have_drifted", bool(state["weights"]))
         for saved in state["streams"] if not as_many_ranks else []:
             saved["held"] = _of_other_ranks(saved["held"], self._renewable(), state.get("nodes"))
         self._left_behind.clear()

@@ -29,6 +29,7 @@ def switch(engine: Engine, method: Method, stepped: TrackedOptimizer | None = No
         if engine.state.drifts:
             # What no optimizer trains.
             engine.replicas.bystanders.average()
+            engine.state.have_drifted = True
         adopt(engine, method)
         if at_step and registry.in_buckets:
             # No later step of theirs would share them.
@@ -68,5 +69,4 @@ def adopt(engine: Engine, method: Method) -> None:
         engine.hook.sync = next(parts_in(method, BucketSync), engine.hook.sync)
     engine.guards.watch_steps(not engine.registry.in_buckets)
     if engine.state.drifts:
-        engine.state.have_drifted = True
         engine.begin()

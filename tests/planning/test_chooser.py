@@ -430,6 +430,7 @@ def test_when_the_network_recovers_it_returns_from_local_steps(tmp_path: Path, a
         *_, (noticed, _), (_, first), (chosen, last) = switches(record)
         assert 61 < noticed < chosen < 111
         assert (first, last) == ("ddp", "ddp")
+        assert record.tried_again == ["ddp"]
 
 
 @pytest.mark.parametrize(("every", "tried"), [(16, True), (30, False)])

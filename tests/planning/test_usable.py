@@ -183,6 +183,24 @@ def test_intervals_that_follow_the_runs_length_are_known_when_it_is() -> None:
         assert chooser._times.every == every
 
 
+def test_a_trial_takes_the_steps_of_the_optimizers_own_method() -> None:
+    """Not of its fallbacks: in long runs the default exchanges half as often by SGD. Short steps take more of them."""
+    module, chooser = run()
+    default, ddp, times = methods.default().for_length(10_000), methods.dense(), chooser._times
+    assert [times.trial_steps(each, seconds=1.0) for each in (ddp, default)] == [7, 16]
+    engines[0].registry.optimizers[0].optimizer = torch.optim.AdamW(module.parameters())
+    assert [times.trial_steps(each, seconds=1.0) for each in (ddp, default)] == [7, 8]
+    assert [times.trial_steps(each, seconds=0.01) for each in (ddp, default)] == [22, 22]
+
+
+def test_what_fits_is_tried_again_where_what_is_queued_does_not() -> None:
+    record = Record("b", queue=["long"], measured={"a": 0.1, "b": 0.11})
+    assert record.to_try_next(["a", "b", "long"], left=100) == ["long"]
+    assert record.to_try_next(["a", "b"], left=100) == ["a"]
+    assert record.to_try_next(["a", "b"], left=30) == []
+    assert record.to_try_next(["b"], left=100) == []
+
+
 class OwnStep(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
         return super().step(closure)
