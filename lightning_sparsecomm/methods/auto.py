@@ -100,6 +100,6 @@ def _delivers(sync: Sync) -> bool:
 
 
 def _keeps_together(sync: Sync) -> bool:
-    """Whether replicas are equal after each step, or hold what they would be equal without, as local steps do."""
+    """Whether replicas are equal after each step, or once what they hold is delivered, as after local steps."""
     local_steps = isinstance(sync, GradientSync) and sync.anchored and not sync.delay
     return sync.buffers == "broadcast" and (local_steps or not sync.drifts)

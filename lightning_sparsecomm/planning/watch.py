@@ -26,11 +26,11 @@ _SKIPPED, _FEWEST, _MOST = 2, 5, 50
 # A step's time has drifted if the median of so many steps, from fewest to most, is so far from what it was.
 _WINDOW, _WIDEST, _DRIFT = 4, 16, 1.5
 
-# Medians of means over several steps are of at least so many.
-_FEWEST_MEANS = 3
-
 # So has its waiting, by that factor, and by so much of a step.
 _WAIT_DRIFT, _MUCH = 2.0, 0.15
+
+# Medians of means over several steps are of at least so many.
+_FEWEST_MEANS = 3
 
 # Steps between two looks; twice as many after each look that changed nothing.
 _PATIENCE = 40

@@ -30,3 +30,14 @@ def test_a_step_tells_a_rate_or_where_round_trips_explain_it_a_bound(rate: float
     else:
         assert 50e6 < outlook.link.rate < rate
         assert predict(cost, outlook.link, Work(0.2)).seconds < 1.2 * step
+
+
+def test_a_rank_that_could_not_rehearse_ddp_agrees_with_the_others_all_the_same() -> None:
+    """Else they would wait for it."""
+    wire = MirrorWire(2)
+    engine: Any = SimpleNamespace(wire=wire, registry=SimpleNamespace(named=[("weight", torch.zeros(1))]))
+    outlook = Outlook(engine, 1.0)
+    outlook.link = MeasuredLink(2, {"all_reduce": [(256.0, 0.2)], "all_gather": [(256.0, 0.1), (1e5, 0.3)]}, around=0.2)
+    wire.calls.clear()
+    assert not outlook.learn_rate(1.0, Work(0.2))
+    assert [kind for kind, _ in wire.calls] == ["all_gather"]
