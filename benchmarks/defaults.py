@@ -236,7 +236,7 @@ def run(
     Raises:
         DivergedError: A gradient was not finite.
     """
-    data = TASKS[task].read(options.data_dir, options.tune)
+    data = TASKS[task].read(options.data_dir, options.held_out)
     pl.seed_everything(seed, verbose=False)
     learner = Learner(TASKS[task].network(data.classes), optimizer, rate, steps)
     if prepare is not None:
@@ -290,7 +290,7 @@ def run_or_diverge(
     except DivergedError as error:
         named = {"strategy": strategy, "task": task, "optimizer": optimizer, "steps": steps, "seed": seed, "rate": rate}
         found = {"diverged": error.steps, "link_bytes": error.link_bytes, "commit": COMMIT}
-        network = TASKS[task].network(TASKS[task].read(options.data_dir, options.tune).classes)
+        network = TASKS[task].network(TASKS[task].read(options.data_dir, options.held_out).classes)
         of_step = bytes_of_step(Learner(network, optimizer, rate, steps), options.processes)
         return {**named, **found, "ddp_bytes": error.steps * of_step}
 
@@ -434,16 +434,19 @@ def main() -> None:
     parser.add_argument("--processes", type=at_least(1), default=4)
     parser.add_argument("--batch-size", type=at_least(1), default=32, help="of each process")
     parser.add_argument("--first-seed", type=at_least(0), default=0)
-    parser.add_argument("--tune", action="store_true", help="all rates of tasks.py, on held-out training data")
+    parser.add_argument("--held-out", action="store_true", help="measure on held-out training data, not on test data")
+    parser.add_argument("--tune", action="store_true", help="the same, at all rates of tasks.py")
     parser.add_argument("--output", type=Path, default=Path("defaults.json"))
     parser.add_argument("--resume", action="store_true", help="keep the runs in --output")
     parser.add_argument("--plot", type=Path, help="file for a plot of --strategies and --steps")
     parser.add_argument("--only-print", action="store_true", help="print the table of --output")
     options = parser.parse_args()
+    options.held_out |= options.tune
     quieten()
     warnings.filterwarnings("ignore", message=".*does not end before.*|.*sync_dist.*|.*num_workers.*")
     torch.set_num_threads(1)
-    settings = {"processes": options.processes, "batch_size": options.batch_size, "tune": options.tune} | versions()
+    measured = {"processes": options.processes, "batch_size": options.batch_size, "held_out": options.held_out}
+    settings = measured | versions()
     runs = load(options.output, settings, options.resume or options.only_print)
     seeds = range(options.first_seed, options.first_seed + options.seeds)
     cells = itertools.product(options.steps, seeds, options.tasks, options.optimizers, options.strategies)

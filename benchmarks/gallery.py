@@ -453,7 +453,7 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="file for a plot of loss by bytes")
     parser.add_argument("--only-print", action="store_true", help="print the table of --output")
     options = parser.parse_args()
-    options.tune = False
+    options.held_out = False
     for method in GALLERY.values():
         known_strategy(method.strategy(method.knob and method.knob.most, "adamw"))
     quieten()
