@@ -30,10 +30,9 @@ import torch
 from hooks import bf16_hook
 from pytorch_lightning.strategies import DDPStrategy
 from runs import COMMIT, load, made_with, save, versions
-from tasks import RATES, TASKS, TRIED
+from tasks import RATES, TASKS, TRIED, Task, entropy
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
-from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sparsecomm import NonFiniteGradientError, SparseCommStrategy, methods
@@ -46,6 +45,8 @@ from lightning_sparsecomm.sharing import Method
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from command_line import at_least, folder, quieten
 
+Loss = Callable[[Tensor, Tensor], Tensor]
+
 BASELINE = "ddp"
 STRATEGIES = (BASELINE, "sparsecomm", "bf16", "powersgd 4", "powersgd 1")
 DENSE_STEPS = 2  # of torch's PowerSGD, which needs them
@@ -55,14 +56,14 @@ WARM_STEPS = 10  # whose time does not count: kernels are loaded in them
 class Learner(pl.LightningModule):
     """Plain Lightning: nothing in it knows of compression."""
 
-    def __init__(self, network: nn.Module, optimizer: str, rate: float, steps: int) -> None:
+    def __init__(self, network: nn.Module, optimizer: str, rate: float, steps: int, loss: Loss = entropy) -> None:
         super().__init__()
-        self.network, self.optimizer, self.rate, self.steps = network, optimizer, rate, steps
+        self.network, self.optimizer, self.rate, self.steps, self.loss = network, optimizer, rate, steps, loss
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        """Cross-entropy of one batch."""
+        """The loss of one batch."""
         inputs, targets = batch
-        return cross_entropy(self.network(inputs).flatten(0, -2), targets.flatten())
+        return self.loss(self.network(inputs), targets)
 
     def configure_optimizers(self) -> Any:
         """SGD with momentum, plain SGD without, or AdamW; the learning rate falls along a cosine to 0."""
@@ -92,8 +93,8 @@ class DivergedError(Exception):
 class Measure(pl.Callback):
     """Writes what rank 0 ends with: processes that a Trainer has forked return nothing."""
 
-    def __init__(self, path: Path, held_out: tuple[Tensor, Tensor]) -> None:
-        self.path, self.held_out = path, held_out
+    def __init__(self, path: Path, task: Task, held_out: tuple[Tensor, Tensor]) -> None:
+        self.path, self.task, self.held_out = path, task, held_out
         self.marks: list[float] = []
         # Steps and bytes so far: an error in a fork calls no hook there.
         self.progress = torch.zeros(2, dtype=torch.float64).share_memory_()
@@ -117,13 +118,12 @@ class Measure(pl.Callback):
         inputs, targets = self.held_out
         pl_module.eval()
         with torch.no_grad():
-            logits = torch.cat([pl_module.network(some) for some in inputs.split(1000)]).flatten(0, -2)  # type: ignore[operator]
-        targets = targets.flatten()
+            outputs = torch.cat([pl_module.network(some) for some in inputs.split(1000)])  # type: ignore[operator]
         ledger = getattr(trainer.strategy, "ledger", None)
         powersgd = getattr(trainer.strategy, "_ddp_comm_state", None)
         measured = {
-            "accuracy": float((logits.argmax(1) == targets).double().mean() * 100),
-            "loss": float(cross_entropy(logits, targets)),
+            "accuracy": 100 * self.task.accuracy(outputs, targets),
+            "loss": float(self.task.loss(outputs, targets)),
             "link_bytes": None if ledger is None else sent_bytes(ledger),
             "ratio": None if powersgd is None else float(powersgd.compression_stats()[0]),
             "cpu_ms": 1000 * (self.marks[-1] - self.marks[0]) / max(1, len(self.marks) - 1),
@@ -236,15 +236,16 @@ def run(
     Raises:
         DivergedError: A gradient was not finite.
     """
-    data = TASKS[task].read(options.data_dir, options.held_out)
+    chosen = TASKS[task]
+    data = chosen.read(options.data_dir, options.held_out)
     pl.seed_everything(seed, verbose=False)
-    learner = Learner(TASKS[task].network(data.classes), optimizer, rate, steps)
+    learner = Learner(chosen.network(data.classes), optimizer, rate, steps, chosen.loss)
     if prepare is not None:
         prepare(learner.network)
     loader = DataLoader(TensorDataset(*data.train), options.batch_size, shuffle=True)
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "run.json"
-        measure = Measure(path, (data.held_out[0][:held_out], data.held_out[1][:held_out]))
+        measure = Measure(path, chosen, (data.held_out[0][:held_out], data.held_out[1][:held_out]))
         trainer = pl.Trainer(
             accelerator="cpu",
             devices=options.processes,

@@ -16,12 +16,16 @@ import numpy as np
 import torch
 from learning import images_of
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, mse_loss
 from transformer import Layer
 
 CHARACTERS = 32
 """Of a window of text; each is predicted from those before it."""
 
 HELD_OUT_WINDOWS, HELD_OUT_SAMPLES, TRAINING_SAMPLES, INPUTS = 2_000, 10_000, 50_000, 64
+
+NOISE = 0.3
+"""Of images to denoise: its standard deviation, where that of their pixels is 1."""
 
 
 class Data(NamedTuple):
@@ -46,6 +50,15 @@ def digit_convolution(classes: int) -> nn.Module:
     return nn.Sequential(
         *(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
         *(nn.Linear(256, 64), nn.ReLU(), nn.Linear(64, classes)),
+    )
+
+
+def autoencoder(classes: int) -> nn.Module:
+    """Three convolutions and three that undo them, 19,593 parameters; removes noise from 28 × 28 images."""
+    return nn.Sequential(
+        *(nn.Conv2d(1, 16, 3, 2, 1), nn.ReLU(), nn.Conv2d(16, 32, 3, 2, 1), nn.ReLU(), nn.Conv2d(32, 8, 3, 1, 1)),
+        *(nn.ReLU(), nn.ConvTranspose2d(8, 32, 4, 2, 1), nn.ReLU(), nn.ConvTranspose2d(32, 16, 4, 2, 1)),
+        *(nn.ReLU(), nn.Conv2d(16, 1, 3, 1, 1)),
     )
 
 
@@ -117,6 +130,15 @@ def fashion(data_dir: Path, tune: bool) -> Data:
 
 
 @cache
+def noisy(data_dir: Path, tune: bool) -> Data:
+    """Fashion-MNIST, standardized: images with noise, and without as targets."""
+    generator = torch.Generator().manual_seed(0)
+    (images, _), (held_out, _), classes = fashion(data_dir, tune)
+    train, others = ((each + NOISE * torch.randn(each.shape, generator=generator), each) for each in (images, held_out))
+    return Data(train, others, classes)
+
+
+@cache
 def digits(data_dir: Path, tune: bool) -> Data:
     """scikit-learn's digits, standardized."""
     return _images("digits", data_dir, tune)
@@ -164,16 +186,35 @@ def taught(data_dir: Path, tune: bool) -> Data:
     return Data(parts[0], parts[1 if tune else 2], 10)
 
 
+def entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """The mean cross-entropy of classes, in nats."""
+    return cross_entropy(outputs.flatten(0, -2), targets.flatten())
+
+
+def accuracy(outputs: Tensor, targets: Tensor) -> float:
+    """The part of targets that were recognized."""
+    return float((outputs.argmax(-1) == targets).double().mean())
+
+
+def explained(outputs: Tensor, targets: Tensor) -> float:
+    """The part of the targets' variance that is explained."""
+    return 1 - float(mse_loss(outputs, targets) / targets.var())
+
+
 class Task(NamedTuple):
     """A network and its data.
 
     Attributes:
         network: Makes the network, given the number of classes.
         read: Reads the data, given its folder and whether to leave the test data alone.
+        loss: Of outputs and targets.
+        accuracy: The part that is right, likewise.
     """
 
     network: Callable[[int], nn.Module]
     read: Callable[[Path, bool], Data]
+    loss: Callable[[Tensor, Tensor], Tensor] = entropy
+    accuracy: Callable[[Tensor, Tensor], float] = accuracy
 
 
 TASKS = {
@@ -183,6 +224,7 @@ TASKS = {
     "lstm": Task(CharacterLSTM, text),
     "gpt": Task(CharacterGPT, text),
     "digits": Task(digit_convolution, digits),
+    "autoencoder": Task(autoencoder, noisy, mse_loss, explained),
 }
 
 TRIED = {
@@ -191,12 +233,14 @@ TRIED = {
         "teacher": (0.03, 0.1, 0.3),
         "lstm": (0.3, 1.0, 3.0, 6.0),
         "gpt": (0.1, 0.3, 1.0),
+        "autoencoder": (0.3, 1.0, 3.0),
     },
     "adamw": {
         "batch norm": (2e-3, 4e-3, 8e-3, 1.6e-2),
         "teacher": (2e-3, 4e-3, 8e-3),
         "lstm": (5e-3, 1e-2, 2e-2, 4e-2),
         "gpt": (2.5e-3, 5e-3, 1e-2, 2e-2, 4e-2),
+        "autoencoder": (2e-3, 4e-3, 8e-3, 1.6e-2),
     },
 }
 """Learning rates that `--tune` tries with ddp."""
