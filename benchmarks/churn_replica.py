@@ -10,9 +10,8 @@ import pytorch_lightning as pl
 import torch
 import torchft_diloco
 from defaults import Learner, method_of
-from tasks import RATES, TASKS, Data
+from tasks import RATES, TASKS, Data, Task
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sparsecomm.strategies.pytorch_lightning import ElasticSparseCommStrategy
@@ -139,28 +138,29 @@ def torchft(options: argparse.Namespace, learner: PacedLearner, data: Data) -> N
             break
 
 
-def held_out(network: nn.Module, data: Data) -> dict[str, float]:
+def held_out(network: nn.Module, task: Task, data: Data) -> dict[str, float]:
     """The loss and the accuracy, in %, on data that nobody trains on."""
     inputs, targets = data.held_out
     network.eval()
     with torch.no_grad():
-        logits = torch.cat([network(some) for some in inputs.split(500)]).flatten(0, -2)
-    right = (logits.argmax(1) == targets.flatten()).double().mean()
-    return {"loss": float(cross_entropy(logits, targets.flatten())), "accuracy": float(right * 100)}
+        outputs = torch.cat([network(some) for some in inputs.split(500)])
+    return {"loss": float(task.loss(outputs, targets)), "accuracy": 100 * task.accuracy(outputs, targets)}
 
 
 def main(options: argparse.Namespace) -> None:
     """Trains, and says how it ends."""
     torch.set_num_threads(1)
-    data = TASKS[options.task].read(options.data_dir, False)
+    task = TASKS[options.task]
+    data = task.read(options.data_dir, False)
     pl.seed_everything(options.seed, verbose=False)
     learner = PacedLearner(
-        TASKS[options.task].network(data.classes),
+        task.network(data.classes),
         options.optimizer,
         RATES[options.optimizer][options.task],
         options.steps,
+        task.loss,
         step_seconds=options.step_ms / 1000,
     )
     (torchft if options.method == TORCHFT else ours)(options, learner, data)
     say(end=True)
-    say(**held_out(learner.network, data))
+    say(**held_out(learner.network, task, data))

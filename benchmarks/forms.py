@@ -18,7 +18,6 @@ from typing import Literal, NamedTuple
 import torch
 from tasks import RATES, TASKS, Task
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 from lightning_sparsecomm.basis import Layout
 from lightning_sparsecomm.channel.coherence import Coherence
@@ -327,17 +326,16 @@ def train(
                 shared = [weight.clone() for weight in simulation.weights]
                 torch._foreach_copy_(simulation.weights, simulation.own_weights(rank))
             batch = torch.randint(0, len(inputs), (BATCH,), generator=generator)
-            loss = cross_entropy(simulation.network(inputs[batch]).flatten(0, -2), targets[batch].flatten())
+            loss = task.loss(simulation.network(inputs[batch]), targets[batch])
             gradients.append(torch.autograd.grad(loss, parameters))
             if form.ahead:
                 torch._foreach_copy_(simulation.weights, shared)
         with torch.no_grad():
             simulation.step(step, gradients)
     with torch.no_grad():
-        logits = torch.cat([simulation.network(some) for some in data.held_out[0].split(2000)])
-    logits, expected = logits.flatten(0, -2), data.held_out[1].flatten()
-    accuracy = float((logits.argmax(1) == expected).double().mean() * 100)
-    return accuracy, float(cross_entropy(logits, expected)), simulation.link_bytes
+        outputs = torch.cat([simulation.network(some) for some in data.held_out[0].split(2000)])
+    targets = data.held_out[1]
+    return 100 * task.accuracy(outputs, targets), float(task.loss(outputs, targets)), simulation.link_bytes
 
 
 def difference(ours: Sequence[float], theirs: Sequence[float], decimals: int) -> str:

@@ -85,7 +85,7 @@ def _train(task: str, optimizer: str, method: Method, noted: tuple[int, ...], da
     warnings.filterwarnings("ignore", message=".*does not end before.*|.*sync_dist.*|.*num_workers.*")
     data = TASKS[task].read(data_dir, False)
     pl.seed_everything(0, verbose=False)
-    learner = Learner(TASKS[task].network(data.classes), optimizer, RATES[optimizer][task], STEPS)
+    learner = Learner(TASKS[task].network(data.classes), optimizer, RATES[optimizer][task], STEPS, TASKS[task].loss)
     with mock.patch("lightning_sparsecomm.codecs.sparse.encode_sparse", noting):
         pl.Trainer(
             accelerator="cpu",

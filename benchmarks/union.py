@@ -57,7 +57,7 @@ def unions(task: str, density: float, options: argparse.Namespace) -> dict[int, 
     """For each step that is noted, by number of ranks."""
     data = TASKS[task].read(options.data_dir, False)
     pl.seed_everything(0, verbose=False)
-    learner = Learner(TASKS[task].network(data.classes), "sgd", RATES["sgd"][task], STEPS)
+    learner = Learner(TASKS[task].network(data.classes), "sgd", RATES["sgd"][task], STEPS, TASKS[task].loss)
     with tempfile.TemporaryDirectory() as place:
         path = Path(place) / "unions.json"
         method = Method([GradientSync(Channel(Counting(density, path), [ErrorFeedback()]))])
