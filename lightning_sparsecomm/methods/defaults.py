@@ -16,8 +16,8 @@ def default(delay: int = 0, every: int | None = None, residual_in_weights: bool 
     in 1,000 and 50 times in 4,000.
 
     In longer runs of a Trainer, ranks exchange in every second or fourth step, and more of the elements then, which all
-    together takes about as many bytes. In between, each steps along its own gradients; by SGD, in runs of up to 5,000
-    steps, it is ahead of the shared weights by what it has not sent yet, too.
+    together takes about as many bytes. In between, each steps along its own gradients; in runs of up to 5,000 steps, it
+    is ahead of the shared weights by what it has not sent yet, too.
 
     With other optimizers, values are bfloat16, and the mean of what ranks select goes the way that costs least.
 
@@ -28,7 +28,7 @@ def default(delay: int = 0, every: int | None = None, residual_in_weights: bool 
         delay: 1 exchanges while the next step computes, as `dgc` and `local_adam` say; other optimizers wait. 0 waits.
         every: Optimizer steps between two exchanges by SGD, Adam and AdamW, as `dgc` and `local_adam` say; others
             exchange in each. None lets a Trainer's run choose by its length, at its start: every second step from 563
-            steps on, by SGD with `residual_in_weights`; by SGD every fourth from 5,001 on, without. All steps exchange
+            steps on, with `residual_in_weights`; from 5,001 on without, and by SGD every fourth. All steps exchange
             with `delay`, in Fabric, between nodes, between replicas that come and go, and where two optimizers hold the
             same parameter.
         residual_in_weights: With `every`, whether a rank is ahead of the shared weights by its residual too, as `dgc`
@@ -40,7 +40,7 @@ def default(delay: int = 0, every: int | None = None, residual_in_weights: bool 
     """
     if every is not None:
         check_whole_number("every", every, 1, "optimizer steps between two exchanges", "Use 2, for example.")
-        return _exchanging(delay, every, every, residual_in_weights, residual_in_weights)
+        return _exchanging(delay, every, every, residual_in_weights)
     if residual_in_weights:
         raise ValueError(
             "residual_in_weights must be False where the run's length chooses `every`, and this with it; got"
@@ -58,13 +58,11 @@ def _for_length(steps: float) -> Method:
     """The default of a Trainer's run of so many steps."""
     if steps < _LOCAL:
         return _exchanging(0, 1, 1)
-    return _exchanging(0, 2, 2, sgd_in_weights=True) if steps <= _LONG else _exchanging(0, 4, 2)
+    return _exchanging(0, 2, 2, in_weights=True) if steps <= _LONG else _exchanging(0, 4, 2)
 
 
-def _exchanging(
-    delay: int, sgd_every: int, adam_every: int, sgd_in_weights: bool = False, adam_in_weights: bool = False
-) -> Method:
-    """The default with so many steps between exchanges by SGD, and by Adam and AdamW, and with residuals in weights."""
+def _exchanging(delay: int, sgd_every: int, adam_every: int, in_weights: bool = False) -> Method:
+    """The default with so many steps between exchanges by SGD, and by Adam and AdamW."""
     others = gradient_dropping(ByLength(), scope="balanced", values="bfloat16", positions="short")
     adam = local_adam(
         _density(0.45, 1.0, (0.74, 0.77), adam_every, 1.16),
@@ -75,7 +73,7 @@ def _exchanging(
         rest_bits=8,
         delay=delay,
         every=adam_every,
-        residual_in_weights=adam_in_weights,
+        residual_in_weights=in_weights,
     )
     sgd = dgc(
         _density(0.23, 0.88, (0.58, 0.62), sgd_every, 1.55),
@@ -86,7 +84,7 @@ def _exchanging(
         rest_bits=8,
         delay=delay,
         every=sgd_every,
-        residual_in_weights=sgd_in_weights,
+        residual_in_weights=in_weights,
     )
     return sgd.with_fallback(adam.with_fallback(others))
 
