@@ -233,7 +233,7 @@ TRIED = {
         "teacher": (0.03, 0.1, 0.3),
         "lstm": (0.3, 1.0, 3.0, 6.0),
         "gpt": (0.1, 0.3, 1.0),
-        "autoencoder": (0.03, 0.1, 0.3),
+        "autoencoder": (0.01, 0.03, 0.1, 0.3),
     },
     "adamw": {
         "batch norm": (2e-3, 4e-3, 8e-3, 1.6e-2),
@@ -246,7 +246,23 @@ TRIED = {
 """Learning rates that `--tune` tries with ddp."""
 
 RATES = {
-    "sgd": {"convolution": 0.1, "digits": 0.1, "batch norm": 0.05, "teacher": 0.1, "lstm": 3.0, "gpt": 0.3},
-    "adamw": {"convolution": 8e-3, "digits": 8e-3, "batch norm": 4e-3, "teacher": 4e-3, "lstm": 2e-2, "gpt": 2e-2},
+    "sgd": {
+        "convolution": 0.1,
+        "digits": 0.1,
+        "batch norm": 0.05,
+        "teacher": 0.1,
+        "lstm": 3.0,
+        "gpt": 0.3,
+        "autoencoder": 0.03,
+    },
+    "adamw": {
+        "convolution": 8e-3,
+        "digits": 8e-3,
+        "batch norm": 4e-3,
+        "teacher": 4e-3,
+        "lstm": 2e-2,
+        "gpt": 2e-2,
+        "autoencoder": 8e-3,
+    },
 }
 """What trains ddp. Those of convolution and digits were chosen before, likewise; what was tried is not recorded."""
