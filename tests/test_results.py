@@ -36,6 +36,8 @@ def test_tables_of_sparse_binary_compression(task: str, seeds: int, monkeypatch:
         "battery",
         "battery-gathered",
         "battery-two-bit",
+        "battery-held-out",
+        "battery-autoencoder",
         "powersgd",
         "sums",
         "nodes",
