@@ -377,6 +377,30 @@ def table(found: list[Row]) -> str:
     return "\n".join(lines)
 
 
+def summary(found: list[Row], strategy: str) -> str:
+    """Loss and accuracy of one strategy, a line for each network and optimizer; bold where it is behind ddp in both."""
+    mine = [row for row in found if row.strategy == strategy]
+    lengths = sorted({row.cell[2] for row in mine})
+    header = ["network", "optimizer"]
+    for steps in lengths:
+        fewer = [row.fewer for row in mine if row.cell[2] == steps]
+        header += [f"{steps:,} steps, {min(fewer):.0f} – {max(fewer):.0f} × fewer bytes: loss", "points"]
+    lines = [f"| {' | '.join(header)} |", f"|---|---|{'---:|' * (len(header) - 2)}"]
+    for task, optimizer in dict.fromkeys(row.cell[:2] for row in mine):
+        cells = [task, optimizer]
+        for steps in lengths:
+            row = next((row for row in mine if row.cell == (task, optimizer, steps)), None)
+            if row is None:
+                cells += ["", ""]
+                continue
+            whole = statistics.mean(each["loss"] for each in row.baseline) / 100
+            loss, points = spread([loss / whole for loss in row.losses], "+", 1), spread(row.accuracies, "+")
+            mark = "**" if row.verdict == "neither" else ""
+            cells += [f"{mark}{loss}%{mark}", f"{mark}{points}{mark}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def spread(values: list[float], sign: str = "", decimals: int = 2) -> str:
     """The mean and its standard error."""
     if not values:
@@ -441,6 +465,7 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true", help="keep the runs in --output")
     parser.add_argument("--plot", type=Path, help="file for a plot of --strategies and --steps")
     parser.add_argument("--only-print", action="store_true", help="print the table of --output")
+    parser.add_argument("--summary", metavar="STRATEGY", help="print a short table of this strategy alone")
     options = parser.parse_args()
     options.held_out |= options.tune
     quieten()
@@ -470,7 +495,7 @@ def main() -> None:
             print(f"| {named} | {measured} |")
     else:
         found = rows(runs)
-        print(table(found))
+        print(table(found) if options.summary is None else summary(found, options.summary))
         if options.plot is not None:
             chosen = [row for row in found if row.strategy in options.strategies and row.cell[2] in options.steps]
             plot(chosen, options.plot)

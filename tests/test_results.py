@@ -1,4 +1,4 @@
-"""What docs/results.md prints of stored runs is what is stored."""
+"""What the pages of results print of stored runs is what is stored."""
 
 import json
 import statistics
@@ -8,14 +8,20 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "docs" / "results"
+
+
+def lines_of(page: str) -> list[str]:
+    """The lines of a page of results."""
+    return (RESULTS / f"{page}.md").read_text().splitlines()
 
 
 @pytest.mark.parametrize(("task", "seeds"), [("lenet5", 3), ("lenet5_ahead", 3), ("lenet5_sgd", 3), ("charlstm", 2)])
 def test_tables_of_sparse_binary_compression(task: str, seeds: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     example = import_module("sparse_binary_compression")
-    lines = (ROOT / "docs" / "results.md").read_text().splitlines()
-    stored = json.loads((ROOT / "docs" / "results" / f"sparse_binary_compression_{task}.json").read_text())["runs"]
+    lines = lines_of("quality")
+    stored = json.loads((RESULTS / f"sparse_binary_compression_{task}.json").read_text())["runs"]
     task = task.removesuffix("_ahead")
     for row in dict.fromkeys(run["row"] for run in stored):
         runs = [example.read(run) for run in stored if run["row"] == row]
@@ -31,30 +37,40 @@ def test_tables_of_sparse_binary_compression(task: str, seeds: int, monkeypatch:
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "page"),
     [
-        "battery",
-        "battery-gathered",
-        "battery-two-bit",
-        "battery-held-out",
-        "battery-autoencoder",
-        "powersgd",
-        "sums",
-        "nodes",
-        "sparse_loco",
-        "streaming",
-        "sbc-grid",
+        ("battery", "defaults"),
+        ("battery-gathered", "defaults"),
+        ("battery-two-bit", "defaults"),
+        ("battery-held-out", "defaults"),
+        ("battery-autoencoder", "defaults"),
+        ("powersgd", "quality"),
+        ("sums", "quality"),
+        ("sparse_loco", "quality"),
+        ("sbc-grid", "quality"),
+        ("nodes", "steps"),
+        ("streaming", "overlap"),
     ],
 )
-def test_table_of_the_battery(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table_of_the_battery(name: str, page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     battery = import_module("defaults")
-    runs = json.loads((ROOT / "docs" / "results" / f"{name}.json").read_text())["runs"]
-    lines = (ROOT / "docs" / "results.md").read_text().splitlines()
+    runs = json.loads((RESULTS / f"{name}.json").read_text())["runs"]
+    lines = lines_of(page)
     printed = battery.table(battery.rows(runs)).splitlines()
     assert len(printed) > 2
     assert [line for line in printed if line not in lines] == []
+
+
+def test_summary_of_the_battery(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    battery = import_module("defaults")
+    runs = json.loads((RESULTS / "battery.json").read_text())["runs"]
+    printed = battery.summary(battery.rows(runs), "sparsecomm").splitlines()
+    assert len(printed) == 2 + 12
+    assert [line for line in printed if line not in lines_of("defaults")] == []
 
 
 @pytest.mark.parametrize(("script", "name"), [("auto", "auto"), ("two_levels", "two-levels")])
@@ -62,19 +78,19 @@ def test_tables_of_steps(script: str, name: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     benchmark = import_module(script)
-    runs = json.loads((ROOT / "docs" / "results" / f"{name}.json").read_text())["runs"]
-    lines = (ROOT / "docs" / "results.md").read_text().splitlines()
+    runs = json.loads((RESULTS / f"{name}.json").read_text())["runs"]
+    lines = lines_of("steps")
     printed = benchmark.table([benchmark.Run(**run) for run in runs]).splitlines()
     assert len(printed) > 2
     assert [line for line in printed if line not in lines] == []
 
 
-@pytest.mark.parametrize("name", ["churn", "utilization"])
-def test_tables_of_replicas(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "page"), [("churn", "faults"), ("utilization", "overlap")])
+def test_tables_of_replicas(name: str, page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    runs = json.loads((ROOT / "docs" / "results" / f"{name}.json").read_text())["runs"]
-    lines = (ROOT / "docs" / "results.md").read_text().splitlines()
+    runs = json.loads((RESULTS / f"{name}.json").read_text())["runs"]
+    lines = lines_of(page)
     printed = import_module(name).table(runs).splitlines()
     assert len(printed) > 2
     assert [line for line in printed if line not in lines] == []
@@ -83,7 +99,7 @@ def test_tables_of_replicas(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_table_of_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    runs = json.loads((ROOT / "docs" / "results" / "collectives.json").read_text())["runs"]
+    runs = json.loads((RESULTS / "collectives.json").read_text())["runs"]
     lines = (ROOT / "docs" / "network.md").read_text().splitlines()
     printed = import_module("collectives").table(runs).splitlines()
     assert len(printed) > 2
@@ -95,9 +111,9 @@ def test_table_of_the_gallery(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     gallery = import_module("gallery")
-    stored, lines = ROOT / "docs" / "results" / "gallery.json", (ROOT / "docs" / "results.md").read_text().splitlines()
-    assert stored.exists() == ("[results/gallery.json](results/gallery.json) has all runs." in lines)
-    assert stored.exists() == (ROOT / "docs" / "results" / "gallery.png").exists()
+    stored, lines = RESULTS / "gallery.json", lines_of("quality")
+    assert stored.exists() == ("[results/gallery.json](gallery.json) has all runs." in lines)
+    assert stored.exists() == (RESULTS / "gallery.png").exists()
     printed = gallery.table(json.loads(stored.read_text())["runs"]).splitlines() if stored.exists() else []
     assert [line for line in printed if line and line not in lines] == []
     assert not printed or gallery.GALLERY.keys() == {line.split("`")[1] for line in printed if line.startswith("| `")}
@@ -106,8 +122,8 @@ def test_table_of_the_gallery(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tables_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     benchmark = import_module("gpu")
-    stored = json.loads((ROOT / "docs" / "results" / "gpu.json").read_text())
-    lines = (ROOT / "docs" / "results.md").read_text().splitlines()
+    stored = json.loads((RESULTS / "gpu.json").read_text())
+    lines = lines_of("parts")
     steps = benchmark.report_steps(stored["step_ms"], stored["peak_bytes"], stored["parameters"])
     printed = [*benchmark.report(stored["ms"], "copy_"), *steps]
     assert len(printed) == 25
@@ -117,17 +133,17 @@ def test_tables_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_table_of_what_auto_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     auto = import_module("auto")
-    stored = json.loads((ROOT / "docs" / "results" / "auto.json").read_text())
+    stored = json.loads((RESULTS / "auto.json").read_text())
     printed = auto.table([auto.Run(**run) for run in stored["runs"]]).splitlines()
-    lines = (ROOT / "docs" / "results.md").read_text().splitlines()
+    lines = lines_of("steps")
     assert len(printed) > 20
     assert [line for line in printed if line not in lines] == []
 
 
 def test_table_of_a_gpt_over_a_slow_link() -> None:
     """The last points, and when a row has reached what ddp ends with."""
-    runs = json.loads((ROOT / "docs" / "results" / "gpt.json").read_text())["runs"]
-    text = (ROOT / "docs" / "results.md").read_text()
+    runs = json.loads((RESULTS / "gpt.json").read_text())["runs"]
+    lines = lines_of("overlap")
     per_step = {run["row"]: run["points"][-1]["sent_bytes"] / run["points"][-1]["steps"] for run in runs}
     goal = next(run for run in runs if run["row"] == "ddp")["points"][-1]["loss"]
     for run in runs:
@@ -138,4 +154,4 @@ def test_table_of_a_gpt_over_a_slow_link() -> None:
         line = "| `{}` | {} | {:.3f} | {:.2f} | {:,.3f} |".format(*cells)
         line += f" {per_step['ddp'] / per_step[run['row']]:,.0f} x |"
         line += f" {reached['seconds']:.0f} s, {sent:,.{1 if sent < 10 else 0}f} MB |"
-        assert line in text
+        assert line in lines

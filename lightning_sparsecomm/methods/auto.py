@@ -12,7 +12,7 @@ from lightning_sparsecomm.sharing.sync import Sync
 
 Quality = Literal["exact", "rounded", "trained"]
 """What may be chosen: "exact" ddp alone; "rounded" also ddp in bfloat16; "trained" also "sparsecomm", which trains as
-well as ddp (docs/results.md)."""
+well as ddp (docs/results/defaults.md)."""
 
 BASELINE, ROUNDED, DEFAULT = "ddp", "ddp-bf16", "sparsecomm"
 
