@@ -3,8 +3,8 @@
 All train the same model on the same hosts of the lab (network.py; Linux). While one makes a step, the others wait.
 Times are means of ten steps in a row of turns; a ratio is that of two such means of the same turns, so a machine that
 slows down for seconds slows both. Prints the median ratio to the first one, and the 95% confidence interval of the
-median by order statistics. That interval knows nothing of what differs from run to run (docs/results/steps.md): with --runs,
-each run is one measurement.
+median by order statistics. That interval knows nothing of what differs from run to run (docs/results/steps.md): with
+--runs, each run is one measurement.
 
     --package ../before --package ../after --rows "dgc(0.001)"      one row, with two copies of the package
     --rows ddp "dense()" "auto()"                                   rows, with the first one as 1
