@@ -59,6 +59,8 @@ class Form(NamedTuple):
             has to send.
         residual_in_weights: Whether a rank trains ahead of the shared weights by its whole residual; otherwise by what
             it has stepped along since the last exchange.
+        most: When more is sent, in as many bytes: never, "evenly"; three times the mean in the "first" or the "last"
+            tenth of the steps, a warm-up or a cool-down; or "later", three times as much at the end as at the beginning.
     """
 
     values: str = "bfloat16"
@@ -72,6 +74,7 @@ class Form(NamedTuple):
     finish: bool = False
     every: int = 1
     residual_in_weights: bool = False
+    most: Literal["evenly", "first", "last", "later"] = "evenly"
 
     @property
     def ahead(self) -> bool:
@@ -122,7 +125,19 @@ def _local_steps(base: Form) -> dict[str, Form]:
     every = {"… that finishes": 1} | {f"… every {number} steps": number for number in (2, 4, 8)}
     alone = {name: base._replace(every=number) for name, number in every.items()}
     both = {f"{name}, residual in weights": form._replace(residual_in_weights=True) for name, form in alone.items()}
-    return alone | both
+    best = base._replace(every=2, residual_in_weights=True)
+    when = {"warms up": "first", "cools down": "last", "rises": "later"}
+    spread = {f"… every 2 steps, residual in weights, {name}": best._replace(most=most) for name, most in when.items()}
+    return alone | both | spread
+
+
+def share_at(most: str, part: float) -> float:
+    """Which multiple of the mean is sent in a step, when `part` of the run is over."""
+    if most == "later":
+        return 0.5 + part
+    if most == "evenly":
+        return 1.0
+    return 3.0 if (part < 0.1 if most == "first" else part >= 0.9) else 0.7 / 0.9
 
 
 def density_of(values: str, bits: float) -> float:
@@ -155,9 +170,10 @@ class Simulation:
     def __init__(self, network: nn.Module, form: Form, bits: float, rate: float, steps: int) -> None:
         self.rate, self.steps = rate, steps
         bits *= form.every * (1 if form.summed else 2 / RANKS)
+        self.bits = bits
         if form.values == "few bits":
             form = form._replace(values="two bits" if density_of("two bits", bits) > 0.6 else "one bit")
-        self.form, self.density = form, density_of(form.values, bits)
+        self.form = form
         self.network = network
         self.weights = [parameter.detach() for parameter in network.parameters()]
         self.ranks = [[Rank(weight) for weight in self.weights] for _ in range(RANKS)]
@@ -169,7 +185,8 @@ class Simulation:
         """One optimizer step, given each rank's gradients."""
         rate = self.rate * (1 + math.cos(math.pi * step / self.steps)) / 2
         everything = self.form.finish and step == self.steps - 1
-        densities = [1.0] * len(self.weights) if everything else self._densities()
+        bits = self.bits * share_at(self.form.most, step / self.steps)
+        densities = [1.0] * len(self.weights) if everything else self._densities(density_of(self.form.values, bits))
         exchanges = everything or step % self.form.every == 0
         for index, (weight, density) in enumerate(zip(self.weights, densities)):
             own = [each[index] for each in gradients]
@@ -271,11 +288,11 @@ class Simulation:
         if self.form.second == "coherence":
             self.link_bytes += 2 * (RANKS - 1) / RANKS * total.nbytes
 
-    def _densities(self) -> list[float]:
+    def _densities(self, density: float) -> list[float]:
         sizes = {index: weight.numel() for index, weight in enumerate(self.weights) if weight.dim() > 1}
         if not self.form.balanced:
-            return [self.density] * len(self.weights)
-        left, densities = self.density * sum(sizes.values()), [1.0] * len(self.weights)
+            return [density] * len(self.weights)
+        left, densities = density * sum(sizes.values()), [1.0] * len(self.weights)
         # Small tensors that need fewer than their part are sent whole.
         for index, size in sorted(sizes.items(), key=lambda each: each[1]):
             rest = sum(math.sqrt(other) for other in sizes.values() if other >= size)
