@@ -60,7 +60,7 @@ class Form(NamedTuple):
         residual_in_weights: Whether a rank trains ahead of the shared weights by its whole residual; otherwise by what
             it has stepped along since the last exchange.
         most: When more is sent, in as many bytes: never, "evenly"; three times the mean in the "first" or the "last"
-            tenth of the steps, a warm-up or a cool-down; or "later", at the end three times what it is at the beginning.
+            tenth of the steps, a warm-up or cool-down; or "later", at the end three times as much as at the beginning.
     """
 
     values: str = "bfloat16"
