@@ -1,5 +1,6 @@
 """What the pages of results print of stored runs is what is stored."""
 
+import argparse
 import json
 import statistics
 from importlib import import_module
@@ -71,6 +72,17 @@ def test_summary_of_the_battery(monkeypatch: pytest.MonkeyPatch) -> None:
     printed = battery.summary(battery.rows(runs), "sparsecomm").splitlines()
     assert len(printed) == 2 + 12
     assert [line for line in printed if line not in lines_of("defaults")] == []
+
+
+def test_table_of_dgc_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    learning = import_module("learning")
+    stored = json.loads((RESULTS / "learning-dgc-fashion-mnist.json").read_text())
+    options = argparse.Namespace(task=stored["settings"]["task"], rows=["ddp", "dgc"])
+    printed = learning.table([learning.Run(**run) for run in stored["runs"]], options).splitlines()
+    assert len(printed) == 4
+    assert [line for line in printed if line not in lines_of("quality")] == []
 
 
 @pytest.mark.parametrize(("script", "name"), [("auto", "auto"), ("two_levels", "two-levels")])
