@@ -33,7 +33,11 @@ class split(Method):
             if not isinstance(each, Method):
                 raise TypeError(f"{option} must be a Method, such as methods.dgc(); got {each!r}.")
             if each.fallback is not None:
-                raise ValueError(f"{option} must be one method for all optimizers; got {each!r}. Name one of the two.")
+                raise ValueError(
+                    f"{option} must be one method for all optimizers; got {type(each).__name__} with another method for"
+                    " other optimizers, as methods.default() has."
+                    " Use methods.dgc() for SGD, or methods.local_adam() for Adam and AdamW."
+                )
         if method.averaging is not None and rest.averaging is not None:
             raise ValueError("method and rest both average all parameters. Use average_every=None in one of them.")
         super().__init__(

@@ -1,6 +1,7 @@
 """Clipping by the user's threshold: of each rank's own gradient, or of the shared one."""
 
 import math
+import warnings
 from collections.abc import Iterable
 
 from lightning_sparsecomm.basis.parts import parts_in
@@ -76,6 +77,18 @@ def check_clipping(tracked: TrackedOptimizer, max_norm: float, by_value: bool) -
             " gradient_clip_val; in manual optimization, clip before other code needs the shared gradient."
         )
     return True
+
+
+def warn_of_late_clipping(methods: Iterable[Method | None], by: str) -> None:
+    """Says that user code, named in `by`, clips too late where a method clips each rank's own gradient."""
+    if any(True for method in methods for _ in parts_in(method, ClipLocalNorm)):
+        warnings.warn(
+            f"{by} runs after gradients were shared, when .grad holds what the optimizer steps along: momentum with"
+            " dgc, Adam's direction with local_adam. Clipped there by a norm, training hardly moves. Set the Trainer's"
+            " gradient_clip_val instead, by which each rank's own gradient is clipped before it is shared, or use"
+            " methods.gradient_dropping(). If it does not clip, ignore this.",
+            stacklevel=2,
+        )
 
 
 def _check_own_steps(syncs: Iterable[Sync]) -> None:

@@ -45,7 +45,7 @@ def refuse_sparse(methods: Sequence[Method], named: NamedParameters) -> None:
         if has_sparse_gradient(parameter) and not all(method.takes(name, parameter) for method in methods):
             raise TypeError(
                 f"the gradient of {name!r} is sparse (sparse=True), which this method cannot take. Use"
-                f" methods.split([{name!r}], methods.s2_reducer(), ...) with this method for the rest,"
+                f" methods.split([{name!r}], methods.s2_reducer(), methods.local_adam()) (methods.dgc() for SGD),"
                 " methods.parallax() or omnireduce(), a method that exchanges weights, such as methods.sbc(), or a"
                 " layer with sparse=False."
             )

@@ -1,6 +1,7 @@
 """Weights that each rank trains ahead of those that all share, and what other code changes in them meanwhile."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from types import EllipsisType
 
 import torch
 from torch import Tensor
@@ -10,8 +11,12 @@ from lightning_sparsecomm.channel.saved import Saved
 from lightning_sparsecomm.sharing.anchors import Anchors
 from lightning_sparsecomm.sharing.gradients import NamedParameters
 from lightning_sparsecomm.sharing.set_ahead import SetAhead
+from lightning_sparsecomm.sharing.set_weights import alike
 
-_AHEAD, _SET, _TIMES = "ahead", "set", "times set"
+_AHEAD, _SET, _SET_TO, _TIMES = "ahead", "set", "set to", "times set"
+
+# So many elements are compared at once: they stay in a processor's cache.
+_COMPARED = 2**17
 
 
 class Ahead:
@@ -26,6 +31,8 @@ class Ahead:
     def __init__(self) -> None:
         self.anchors, self.set = Anchors(), SetAhead()
         self.by: dict[str, Tensor] = {}
+        # What other code has set weights to since training left them, by name.
+        self._set_to: dict[str, Tensor] = {}
         # Mean changes of weights that some rank has set, as last agreed on.
         self._means: dict[str, Tensor] = {}
 
@@ -34,15 +41,20 @@ class Ahead:
         self.anchors.restore(parameters)
         self.anchors.keep(names)
         self.set.keep(names)
+        self._set_to = {}
         self.by = {name: ahead for name, ahead in self.by.items() if name in names}
 
     def look(self, parameters: NamedParameters, signs: Callable[[], dict[str, int]]) -> None:
-        """Notes what other code has changed in weights that are ahead."""
-        if changed := self.anchors.changed(parameters):
-            weights, sign = dict(parameters), signs()
-            for name in changed:
-                before = self._move(name, self.anchors.of(name).clone(), sign[name])
-                self.set.note(name, weights[name], before)
+        """Notes what other code has changed in weights that are ahead, be it one element."""
+        if not self.anchors.apart:
+            return
+        sign = signs()
+        for name, parameter in parameters:
+            weight = parameter.detach()
+            if self.anchors.has_noted(name) and not self._is_as_left(name, weight, sign[name]):
+                before = self._set_to[name] if name in self._set_to else self._left_at(name, sign[name])
+                self.set.note(name, weight, before)
+                self._set_to[name] = weight.clone()
 
     def agree(self, parameters: NamedParameters, wire: Wire) -> bool:
         """Averages what other code has changed; whether some rank has such changes. A collective."""
@@ -69,6 +81,7 @@ class Ahead:
             for name, weight in parameters:
                 self._move(name, weight.detach(), sign[name])
             self.anchors.note(parameters)
+            self._set_to = {}
 
     def rejoin(self, parameters: NamedParameters, warns: bool) -> None:
         """Sets the weights to the shared ones, with the mean of what other code has changed."""
@@ -80,24 +93,34 @@ class Ahead:
                 if name in self._means:
                     weight.detach().add_(self._means[name].to(weight.dtype))
             self.set.times += 1
-        self.by, self.set.changes, self._means = {}, {}, {}
+        self.by, self.set.changes, self._set_to, self._means = {}, {}, {}, {}
 
     def drop(self, parameters: NamedParameters) -> None:
         """Sets the weights to the shared ones, and drops what other code has changed."""
         self._means = {}
         self.rejoin(parameters, warns=False)
 
-    def _move(self, name: str, weight: Tensor, sign: int) -> Tensor:
-        """Moves a shared value, in place, to where this rank's own weight is."""
+    def _is_as_left(self, name: str, weight: Tensor, sign: int) -> bool:
+        """Whether a weight is where training, or the last look at it, has left it."""
+        if name in self._set_to:
+            return alike(weight, self._set_to[name])
+        return all(alike(weight[part], self._left_at(name, sign, part)) for part in _parts(weight))
+
+    def _left_at(self, name: str, sign: int, part: "_Part" = ...) -> Tensor:
+        """Where training has left a weight, or a part of it; in other memory."""
+        return self._move(name, self.anchors.of(name)[part].clone(), sign, part)
+
+    def _move(self, name: str, weight: Tensor, sign: int, part: "_Part" = ...) -> Tensor:
+        """Moves a shared value, or a part of it, in place, to where this rank's own weight is."""
         if name in self.set.changes:
-            weight.add_(self.set.changes[name])
+            weight.add_(self.set.changes[name][part])
         if name in self.by:
-            weight.sub_(self.by[name].to(weight.dtype), alpha=sign)
+            weight.sub_(self.by[name][part].to(weight.dtype), alpha=sign)
         return weight
 
     def state_dict(self, names: Sequence[str]) -> Saved:
         """What it holds, by kind and name."""
-        saved = {**self.anchors.state_dict(), _AHEAD: self.by, _SET: self.set.changes}
+        saved = {**self.anchors.state_dict(), _AHEAD: self.by, _SET: self.set.changes, _SET_TO: self._set_to}
         if self.set.times:
             saved[_TIMES] = {name: torch.tensor(float(self.set.times)) for name in names[:1]}
         return saved
@@ -105,5 +128,19 @@ class Ahead:
     def load_state_dict(self, taken: Callable[[str], dict[str, Tensor]], parameters: NamedParameters) -> None:
         """Takes over what `state_dict` returned: `taken` gives a kind, by name."""
         self.anchors.load_state_dict(taken, parameters)
-        self.by, self.set.changes = taken(_AHEAD), taken(_SET)
+        self.by, self.set.changes, self._set_to = taken(_AHEAD), taken(_SET), taken(_SET_TO)
         self.set.times = round(max(map(float, taken(_TIMES).values()), default=0))
+
+
+_Part = EllipsisType | slice
+"""Some rows of a tensor, or all of it."""
+
+
+def _parts(weight: Tensor) -> Iterator[_Part]:
+    """Rows that are compared at once."""
+    if weight.numel() <= _COMPARED or weight.dim() == 0:
+        yield ...
+        return
+    rows = max(1, _COMPARED * len(weight) // weight.numel())
+    for first in range(0, len(weight), rows):
+        yield slice(first, first + rows)

@@ -54,6 +54,10 @@ class Anchors:
         self._set_weights.forget()
         return found
 
+    def has_noted(self, name: str) -> bool:
+        """Whether a weight is known to have been noted where it is: not after resuming on other ranks."""
+        return name in self._values and name in self._set_weights.noted
+
     def of(self, name: str) -> Tensor:
         """The shared value of a weight that is ahead."""
         return self._values[name]

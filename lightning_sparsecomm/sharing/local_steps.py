@@ -119,8 +119,14 @@ class LocalStepsShare(GradientShare):
 
     def _enter(self) -> None:
         with self.wire.ledger.exchanging():
-            context, settings = self._context(self._turn), self._settings(self._turn)
+            context, settings = self._context(self._turn, self._quantity()), self._settings(self._turn)
             self.channel.prepare(self._gradients, context, self.wire, settings, sends=self._exchanges)
+
+    def _quantity(self) -> str:
+        """What ranks share, in messages: gradients since the last exchange."""
+        if not self._exchanges or not 0 <= self._last < self._turn.step - 1:
+            return "gradient"
+        return f"gradient of steps {self._last + 1} to {self._turn.step}"
 
     def exchange(self) -> None:
         if self._ending:
@@ -183,7 +189,7 @@ class LocalStepsShare(GradientShare):
         self._weights.look(self.parameters, self._signs)
         self._weights.anchors.restore(self.parameters)
         if self._alone:
-            self._own.amend(self.channel.residuals[-1], self.parameters)
+            self._own.amend(self.channel.residuals[-1], self.parameters, warns=self.wire.rank == 0)
             for (name, weight), rate in zip(self.parameters, learning_rates(self.optimizer, self.parameters)):
                 if weight.grad is not None:
                     self._weights.add(name, weight.grad, rate, self.channel.dtype)

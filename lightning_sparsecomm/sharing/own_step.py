@@ -1,6 +1,8 @@
 """A step that a rank makes by itself: what `.grad` shows of it, and what the optimizer finds there."""
 
+import warnings
 from collections.abc import Iterable, Sequence
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -13,6 +15,10 @@ from lightning_sparsecomm.sharing.gradients import NamedParameters
 def steps_as_torch(optimizer: Optimizer) -> bool:
     """Whether an optimizer's step is torch's own, so that nothing in it changes gradients."""
     return type(optimizer).step.__module__.startswith("torch.optim")
+
+
+# Optimizers of which users know that what changes these gradients counts in other ways.
+_WARNED: WeakSet[Optimizer] = WeakSet()
 
 
 class OwnStep:
@@ -44,8 +50,8 @@ class OwnStep:
                 weight.grad.copy_(part)
                 self._shown[index] = part
 
-    def amend(self, residual: ErrorFeedback, parameters: NamedParameters) -> None:
-        """What other code has changed in these gradients counts in the residual too."""
+    def amend(self, residual: ErrorFeedback, parameters: NamedParameters, warns: bool) -> None:
+        """What other code has changed in these gradients counts in the residual too; `warns` says so once."""
         shown, self._shown = self._shown, {}
         for index, part in shown.items():
             weight = parameters[index][1]
@@ -54,6 +60,15 @@ class OwnStep:
             now = torch.zeros_like(before) if weight.grad is None else weight.grad.detach()
             if not torch.equal(now, before):
                 residual.amend(index, now.to(part.dtype) - before.to(part.dtype))
+                if warns and self._optimizer not in _WARNED:
+                    _WARNED.add(self._optimizer)
+                    warnings.warn(
+                        f"other code has changed .grad of {parameters[index][0]!r} in a step between two exchanges,"
+                        " where it is what this rank steps along. What it adds counts once, but a factor counts twice:"
+                        " here, and in what the next exchange shares of this step. Use methods.default(every=1), or"
+                        " every=1 of another method; to clip, set the Trainer's gradient_clip_val.",
+                        stacklevel=2,
+                    )
 
     def hide(self, weights: Iterable[Tensor]) -> None:
         """From now on, `.grad` of those of these weights that have one is zero."""

@@ -36,7 +36,7 @@ class SetWeights:
     the exchange leaves these weights out, and the mean over ranks becomes their anchor. Residuals stay as they are.
 
     A change is found by 16 stretches of 64 elements of each weight; smaller weights are compared whole. One that leaves
-    all of these as they are counts as training.
+    all of these as they are counts as training. (`Ahead` compares all elements.)
 
     Attributes:
         found: What was set since the last exchange, by parameter name: a digest, or -1 where ranks had already trained.
@@ -62,7 +62,7 @@ class SetWeights:
         """Compares the weights with those noted; `trained` says whether ranks have trained since the last exchange."""
         for name, weight in parameters:
             noted, sample = self.noted.get(name), self._sample(name, weight)
-            if noted is not None and not _equal(sample, noted):
+            if noted is not None and not alike(sample, noted):
                 self.found[name] = SET_AMID if trained else _number_of(weight)
                 noted.copy_(sample)
 
@@ -158,8 +158,8 @@ def _sample(weight: Tensor) -> Tensor:
     return weight.as_strided((_STRETCHES, _LENGTH), (size // _STRETCHES, 1))
 
 
-def _equal(a: Tensor, b: Tensor) -> bool:
-    """Whether two samples are equal; NaN equals NaN."""
+def alike(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are equal; NaN equals NaN."""
     # What training has made NaN was not set, and the exchange refuses it.
     return torch.equal(a, b) or torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
 

@@ -56,5 +56,6 @@ def test_parameters_must_be_a_list_of_patterns(parameters: Any) -> None:
 def test_both_must_be_methods_for_all_optimizers(option: str) -> None:
     with pytest.raises(TypeError, match=rf"{option} must be a Method, such as methods.dgc\(\); got 'dgc'"):
         split(["a"], **{"method": dgc(), "rest": dgc(), option: "dgc"})  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=f"{option} must be one method for all optimizers"):
+    text = rf"{option} must be one method for all .*; got dgc with another .* Use methods.dgc\(\) for SGD"
+    with pytest.raises(ValueError, match=text):
         split(["a"], **{"method": dgc(), "rest": dgc(), option: default()})

@@ -17,6 +17,7 @@ from lightning_sparsecomm.codecs import SparseCodec, TopK
 from lightning_sparsecomm.exchange import DenseAllReduce, Gather, NonFiniteGradientError
 from lightning_sparsecomm.methods import default, dgc, federated_averaging, gradient_dropping, local_adam
 from lightning_sparsecomm.sharing import GradientSync, Method
+from lightning_sparsecomm.sharing.ahead import Ahead
 from lightning_sparsecomm.sharing.local_steps import LocalStepsShare
 from tests.sharing import test_late
 from tests.sharing.test_late import drawn
@@ -29,6 +30,9 @@ OPTIMIZERS: list[tuple[Callable[..., Method], Any, dict[str, Any]]] = [
     (local_adam, AdamW, {"weight_decay": 0.0}),
     (local_adam, Adam, {"maximize": True}),
 ]
+
+
+COUNTS_TWICE = r"changed \.grad of '(weight|bias)' in a step between two exchanges.* a factor counts twice"
 
 
 class Training(test_late.Training):
@@ -127,7 +131,7 @@ def test_a_gradient_that_is_not_finite_is_refused_by_the_next_exchange() -> None
     training.train(weight, bias)
     assert training.own().isfinite().all()
     training.train(*drawn(2))
-    with pytest.raises(NonFiniteGradientError, match="weight"):
+    with pytest.raises(NonFiniteGradientError, match=r"gradient of steps 1 to 3 that is not finite, .* 'weight'"):
         training.train(*drawn(3))
     # The run can go on without it.
     training.train(*drawn(4))
@@ -174,6 +178,57 @@ def test_what_other_code_sets_weights_to_becomes_theirs(
                     training.module.weight.copy_(drawn(99)[0])
         ends.append(training.own())
     torch.testing.assert_close(ends[1], ends[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(), (7,), (700, 600), (3, 400_000), (64, 40, 9, 9)])
+def test_each_element_that_other_code_sets_is_found(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    weight = torch.nn.Parameter(torch.randn(shape).to(dtype))
+    if weight.dim() == 4:
+        weight.data = weight.data.contiguous(memory_format=torch.channels_last)
+    ahead, named = Ahead(), [("weight", weight)]
+    ahead.add("weight", torch.randn(shape), 0.3, torch.float32)
+    ahead.leave(named, lambda: {"weight": -1})
+    shared = ahead.anchors.of("weight").clone()
+    ahead.look(named, lambda: {"weight": -1})
+    assert not ahead.set.changes
+    place = tuple(size // 2 + 1 if size > 2 else 1 for size in shape)
+    before = weight.detach().clone()
+    for value, looks in ((5.0, 2), (-3.0, 1)):
+        weight.data[place] = value
+        for _ in range(looks):
+            ahead.look(named, lambda: {"weight": -1})
+    assert int((ahead.set.changes["weight"] != 0).sum()) == 1
+    ahead.anchors.restore(named)
+    ahead.leave(named, lambda: {"weight": -1})
+    assert torch.equal(ahead.anchors.of("weight"), shared)
+    assert int((weight != before).sum()) == 1
+    assert float(weight.detach()[place]) == pytest.approx(-3.0, rel=1e-2)
+
+
+class Large(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(80, 60))
+        self.bias = torch.nn.Parameter(torch.zeros(80))
+
+
+@pytest.mark.filterwarnings("ignore:other code than the optimizer")
+@pytest.mark.usefixtures("wire")
+@pytest.mark.parametrize("every", [2, 4])
+def test_one_row_of_many_that_is_set_stays_set(every: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(test_late, "Layers", Large)
+    training = Training(local_adam(0.3, every=every, residual_in_weights=True), AdamW, weight_decay=0.0)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(5):
+        gradients = torch.randn(80, 60, generator=generator), torch.randn(80, generator=generator)
+        training.train(*gradients, rate=1e-3)
+        if step == 1:
+            with torch.no_grad():
+                training.module.weight[1] = 5.0
+    training.engine.settle()
+    assert (training.module.weight[1] - 5).abs().max() < 0.02
+    assert training.module.weight[0].abs().max() < 0.02
 
 
 @pytest.mark.usefixtures("wire")
@@ -257,7 +312,8 @@ def test_grad_shows_what_a_rank_steps_along_and_hooks_can_change_it(
             assert parameter.grad is not None
             parameter.grad *= 0.5
         along = torch.cat([each.grad.flatten() for each in training.module.parameters()])  # type: ignore[union-attr]
-        training.optimizer.step()
+        with pytest.warns(UserWarning, match=COUNTS_TWICE):
+            training.optimizer.step()
     assert along.abs().min() > 0
     after = torch.cat([each.grad.flatten() for each in training.module.parameters()])  # type: ignore[union-attr]
     assert torch.equal(after, along)
@@ -293,7 +349,8 @@ def test_what_hooks_leave_of_a_rank_s_own_step_is_what_it_shares(
     end, velocity = training.own(), torch.zeros(24)
     for step, part in enumerate((1.0, 0.5, 0.0, 1.0)):
         training.module.weight.grad, training.module.bias.grad = drawn(step)
-        with training.engine.stepping(training.optimizer):
+        says_so = pytest.warns(UserWarning, match=COUNTS_TWICE)
+        with says_so if step == 1 else contextlib.nullcontext(), training.engine.stepping(training.optimizer):
             training.engine.synchronize(training.optimizer)
             for parameter in training.module.parameters():
                 if part == 0:
