@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightning_sparsecomm.basis import Wire
 from lightning_sparsecomm.channel.saved import Saved
+from lightning_sparsecomm.kernels import kernels_for
 from lightning_sparsecomm.sharing.anchors import Anchors
 from lightning_sparsecomm.sharing.gradients import NamedParameters
 from lightning_sparsecomm.sharing.set_ahead import SetAhead
@@ -15,8 +16,8 @@ from lightning_sparsecomm.sharing.set_weights import alike
 
 _AHEAD, _SET, _SET_TO, _TIMES = "ahead", "set", "set to", "times set"
 
-# So many elements are compared at once: they stay in a processor's cache.
-_COMPARED = 2**17
+# So many elements of weights of other dtypes are compared at once, and take memory.
+_COMPARED = 2**20
 
 
 class Ahead:
@@ -104,6 +105,10 @@ class Ahead:
         """Whether a weight is where training, or the last look at it, has left it."""
         if name in self._set_to:
             return alike(weight, self._set_to[name])
+        three = weight, self.anchors.of(name), self.by.get(name, weight)
+        if name in self.by and name not in self.set.changes and _are_of_one_kind(three):
+            weight, shared, by = (each.view(-1) for each in three)
+            return kernels_for(weight.device, weight.dtype).is_ahead_by(weight, shared, by, sign)
         return all(alike(weight[part], self._left_at(name, sign, part)) for part in _parts(weight))
 
     def _left_at(self, name: str, sign: int, part: "_Part" = ...) -> Tensor:
@@ -134,6 +139,10 @@ class Ahead:
 
 _Part = EllipsisType | slice
 """Some rows of a tensor, or all of it."""
+
+
+def _are_of_one_kind(tensors: Sequence[Tensor]) -> bool:
+    return len({each.dtype for each in tensors}) == 1 and all(each.is_contiguous() for each in tensors)
 
 
 def _parts(weight: Tensor) -> Iterator[_Part]:

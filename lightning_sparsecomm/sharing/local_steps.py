@@ -93,9 +93,9 @@ class LocalStepsShare(GradientShare):
     def prepare(self, turn: Turn) -> None:
         self._turn = turn
         self._own.forget()
-        self._weights.look(self.parameters, self._signs)
         self._bind()
         if self._ending:
+            self._weights.look(self.parameters, self._signs)
             # A run that resumes with no step left has none yet.
             if self._finishes:
                 super().prepare(turn)
@@ -110,6 +110,9 @@ class LocalStepsShare(GradientShare):
         # After steps were set back, as if there had been none.
         since = turn.step - self._last if turn.step > self._last else every
         self._exchanges = self._last == _NEVER or exchanges_in(turn.step, every, since, often)
+        if self._exchanges:
+            # Otherwise `before_update` looks, before it sets weights to the anchors.
+            self._weights.look(self.parameters, self._signs)
         self._gradients = self._read()
         missing = self.channel.missing
         self._nonfinite = missing.nonfinite

@@ -58,6 +58,10 @@ class Cpu(Reference):
             return update.residual.new_empty(0, dtype=torch.int64)
         return self.reaching(update.residual, threshold, capacity)
 
+    def is_ahead_by(self, weight: Tensor, shared: Tensor, ahead: Tensor, sign: int) -> bool:
+        numbers = weight.numpy(), shared.numpy(), ahead.numpy()
+        return bool(_is_ahead_by(*numbers, numbers[2].dtype.type(sign)))
+
     def reaching(self, x: Tensor, threshold: float, capacity: int) -> Tensor | None:
         values = x.numpy()
         found = np.empty(min(capacity, values.size) + FLAGS_PER_WORD, np.int64)
@@ -201,3 +205,17 @@ def _update(
         if found.size:
             count = append_flagged(flags, words, v.size, start, found, count)
     return count, in_range
+
+
+@compiled
+def _is_ahead_by(weight: Floats, shared: Floats, ahead: Floats, sign: Scalar) -> bool:
+    """In stretches, so that loops have no branch."""
+    size, stretch = np.uint64(weight.size), np.uint64(4096)
+    for start in range(np.uint64(0), size, stretch):
+        others = 0
+        for i in range(start, min(start + stretch, size)):
+            left = shared[i] - sign * ahead[i]
+            others += (weight[i] != left) & ((weight[i] == weight[i]) | (left == left))
+        if others:
+            return False
+    return True

@@ -248,6 +248,11 @@ class Reference:
         lost = (energies == 0) & (torch.segment_reduce(x.abs(), "max", offsets=bounds, initial=0) > 0)
         return energies.masked_fill_(lost, torch.finfo(torch.float64).tiny)
 
+    def is_ahead_by(self, weight: Tensor, shared: Tensor, ahead: Tensor, sign: int) -> bool:
+        """Whether each element of `weight` is that of `shared` − sign · `ahead`, or both are NaN; `[n]` each."""
+        left = torch.sub(shared, ahead, alpha=sign)
+        return torch.equal(weight, left) or torch.allclose(weight, left, rtol=0, atol=0, equal_nan=True)
+
 
 def copied(moments: Moments) -> Moments:
     """The same moments in memory of their own."""

@@ -129,3 +129,25 @@ def test_probe(kind, size, dtype):
         for kernels in KERNELS:
             assert same_bits(kernels.probe(update, stride), after.residual[::stride].abs())
             assert same_update(update, start)
+
+
+@each_dtype
+@each_size
+@each_kernels
+@pytest.mark.parametrize("sign", [1, -1])
+def test_is_ahead_by(kernels, size, dtype, sign):
+    shared, ahead = torch.randn(size, dtype=dtype), torch.randn(size, dtype=dtype)
+    weight = shared.clone().sub_(ahead, alpha=sign)
+    assert kernels.is_ahead_by(weight, shared, ahead, sign)
+    for place in {0, size // 2, size - 1} if size else ():
+        for value in (5.0, float("nan"), float("inf")):
+            changed = weight.clone()
+            changed[place] = value
+            assert not kernels.is_ahead_by(changed, shared, ahead, sign)
+        bits = weight.clone()
+        bits[place] = torch.nextafter(bits[place], torch.tensor(9.0, dtype=dtype))
+        assert not kernels.is_ahead_by(bits, shared, ahead, sign)
+        # What training has made NaN was not set.
+        broken = shared.clone()
+        broken[place] = float("nan")
+        assert kernels.is_ahead_by(broken.clone().sub_(ahead, alpha=sign), broken, ahead, sign)
