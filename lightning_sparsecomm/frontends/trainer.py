@@ -57,8 +57,7 @@ class TrainerMixin(UnevenMixin, CheckpointingMixin, DDPStrategy):
     reporting_launcher: ClassVar[Any] = None
 
     announced: Sequence[str] = ()
-    # Whether ranks may join and leave amid a run.
-    come_and_go = False
+    come_and_go = False  # whether ranks may join and leave amid a run
     _unsettled = False
     _idle_since = 0.0
     _question: StopQuestion | None = None
@@ -76,7 +75,7 @@ class TrainerMixin(UnevenMixin, CheckpointingMixin, DDPStrategy):
         if trainer.gradient_clip_val is not None and not trainer.gradient_clip_val <= 0:
             self.engine.take_over_clipping(float(trainer.gradient_clip_val), trainer.gradient_clip_algorithm == "value")
         self._share_before_clipping()
-        self._look_at_clipping(type(trainer.lightning_module))
+        warn_of_late_clipping(self.engine.registry.optimizers, type(trainer.lightning_module), self.is_global_zero)
         self._add_callbacks(trainer)
         self._unsettled = True
         self.engine.wire.ledger.clock.profile = profile_of(vars(trainer)["profiler"], type(self).__name__)
@@ -112,13 +111,6 @@ class TrainerMixin(UnevenMixin, CheckpointingMixin, DDPStrategy):
             clip(optimizer, clip_val, gradient_clip_algorithm, **kwargs)  # type: ignore[arg-type]
 
         self.precision_plugin.clip_gradients = share_and_clip  # type: ignore[method-assign]
-
-    def _look_at_clipping(self, module: "type[pl.LightningModule]") -> None:
-        """Warns of a module that has its own way of clipping, where that comes too late."""
-        clipping = module.configure_gradient_clipping
-        if self.is_global_zero and not clipping.__module__.startswith(("pytorch_lightning.", "lightning.")):
-            methods = (tracked.method for tracked in self.engine.registry.optimizers)
-            warn_of_late_clipping(methods, clipping.__qualname__)
 
     def on_train_start(self) -> None:
         super().on_train_start()

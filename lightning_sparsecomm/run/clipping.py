@@ -4,6 +4,8 @@ import math
 import warnings
 from collections.abc import Iterable
 
+from torch import nn
+
 from lightning_sparsecomm.basis.parts import parts_in
 from lightning_sparsecomm.channel.clipping import ClipLocalNorm
 from lightning_sparsecomm.channel.inspection import norm_of
@@ -79,14 +81,17 @@ def check_clipping(tracked: TrackedOptimizer, max_norm: float, by_value: bool) -
     return True
 
 
-def warn_of_late_clipping(methods: Iterable[Method | None], by: str) -> None:
-    """Says that user code, named in `by`, clips too late where a method clips each rank's own gradient."""
-    if any(True for method in methods for _ in parts_in(method, ClipLocalNorm)):
+def warn_of_late_clipping(optimizers: Iterable[TrackedOptimizer], module: type[nn.Module], warns: bool) -> None:
+    """Warns of a LightningModule that clips in its own way: too late where each rank's own gradient is clipped."""
+    clipping = getattr(module, "configure_gradient_clipping")  # noqa: B009
+    if clipping.__module__.startswith(("pytorch_lightning.", "lightning.")):
+        return
+    if warns and any(True for tracked in optimizers for _ in parts_in(tracked.method, ClipLocalNorm)):
         warnings.warn(
-            f"{by} runs after gradients were shared, when .grad holds what the optimizer steps along: momentum with"
-            " dgc, Adam's direction with local_adam. Clipped there by a norm, training hardly moves. Set the Trainer's"
-            " gradient_clip_val instead, by which each rank's own gradient is clipped before it is shared, or use"
-            " methods.gradient_dropping(). If it does not clip, ignore this.",
+            f"{clipping.__qualname__} runs after gradients were shared, when .grad holds what the optimizer steps"
+            " along: momentum with dgc, Adam's direction with local_adam. Clipped there by a norm, training hardly"
+            " moves. Set the Trainer's gradient_clip_val instead, by which each rank's own gradient is clipped before"
+            " it is shared, or use methods.gradient_dropping(). If it does not clip, ignore this.",
             stacklevel=2,
         )
 

@@ -49,9 +49,8 @@ class LocalStepsShare(GradientShare):
 
     The first step exchanges, also amid a run. u is what enters the residual E: with momentum a velocity, with
     `LocalAdam` a direction; η is the learning rate. So in between, a rank trains ahead of the anchor by its own u
-    alone. Other code finds that in `.grad`; what it changes there counts in E too.
-    The anchors are equal on all ranks, and are the model that is validated and saved. What residuals hold after the
-    last step moves the weights then.
+    alone. Other code finds that in `.grad`; what it changes there counts in E too. The anchors are equal on all ranks,
+    and are the model that is validated and saved. What residuals hold after the last step moves the weights then.
 
     Where other code changes weights that are ahead, the next exchange takes over the mean of its changes. A rank that
     has such changes refuses that exchange, as if a gradient were not finite: so all know, and repeat it.
@@ -76,8 +75,7 @@ class LocalStepsShare(GradientShare):
         super().__init__(sync, optimizer, parameters, wire)
 
     def extend(self, parameters: NamedParameters) -> None:
-        names = {name for name, _ in parameters}
-        if self._weights.anchors.lack(names):
+        if self._weights.anchors.lack(names := {name for name, _ in parameters}):
             self._weights.keep(self.parameters, names)
         super().extend(parameters)
 
@@ -110,8 +108,7 @@ class LocalStepsShare(GradientShare):
         # After steps were set back, as if there had been none.
         since = turn.step - self._last if turn.step > self._last else every
         self._exchanges = self._last == _NEVER or exchanges_in(turn.step, every, since, often)
-        if self._exchanges:
-            # Otherwise `before_update` looks, before it sets weights to the anchors.
+        if self._exchanges:  # otherwise `before_update` looks, before it sets weights to the anchors
             self._weights.look(self.parameters, self._signs)
         self._gradients = self._read()
         missing = self.channel.missing
@@ -122,18 +119,11 @@ class LocalStepsShare(GradientShare):
 
     def _enter(self) -> None:
         with self.wire.ledger.exchanging():
-            context, settings = self._context(self._turn, self._quantity()), self._settings(self._turn)
+            context, settings = self._context(self._turn, _quantity(self._last, self._turn)), self._settings(self._turn)
             self.channel.prepare(self._gradients, context, self.wire, settings, sends=self._exchanges)
-
-    def _quantity(self) -> str:
-        """What ranks share, in messages: gradients since the last exchange."""
-        if not self._exchanges or not 0 <= self._last < self._turn.step - 1:
-            return "gradient"
-        return f"gradient of steps {self._last + 1} to {self._turn.step}"
 
     def exchange(self) -> None:
         if self._ending:
-            self._agree()
             self._finish()
             return
         try:
@@ -152,7 +142,8 @@ class LocalStepsShare(GradientShare):
             return self._weights.agree(self.parameters, self.wire)
 
     def _finish(self) -> None:
-        """Averages what waits, if anything does."""
+        """Averages what other code has changed, and what waits, if anything does."""
+        self._agree()
         if self._waiting is None:
             return
         super().exchange()
@@ -244,3 +235,8 @@ class LocalStepsShare(GradientShare):
         self._alone = bool(taken(_ALONE))
         self._last = max((int(step) for step in taken(LAST_EXCHANGE).values()), default=_NEVER)
         super().load_state_dict(saved)
+
+
+def _quantity(last: int, turn: Turn) -> str:
+    """What ranks share, in messages: gradients since the last exchange."""
+    return f"gradient of steps {last + 1} to {turn.step}" if 0 <= last < turn.step - 1 else "gradient"
