@@ -34,7 +34,7 @@ VALUES: dict[str, tuple[ValueCodec, float]] = {
 }
 """The codec of values, and its bits for each."""
 
-RANKS, BATCH, MOMENTUM, BETAS, EPSILON = 4, 32, 0.9, (0.9, 0.999), 1e-8
+MOMENTUM, BETAS, EPSILON = 0.9, (0.9, 0.999), 1e-8
 
 
 class Form(NamedTuple):
@@ -59,6 +59,8 @@ class Form(NamedTuple):
             has to send.
         residual_in_weights: Whether a rank trains ahead of the shared weights by its whole residual; otherwise by what
             it has stepped along since the last exchange.
+        bounded: Whether a rank trains ahead of the shared weights by less of Adam's directions than all where they are
+            mostly noise, as `Coherence.ahead` says.
         most: When more is sent, in as many bytes: never, "evenly"; three times the mean in the "first" or the "last"
             tenth of the steps, a warm-up or cool-down; or "later", at the end three times as much as at the beginning.
     """
@@ -74,6 +76,7 @@ class Form(NamedTuple):
     finish: bool = False
     every: int = 1
     residual_in_weights: bool = False
+    bounded: bool = True
     most: Literal["evenly", "first", "last", "later"] = "evenly"
 
     @property
@@ -128,7 +131,8 @@ def _local_steps(base: Form) -> dict[str, Form]:
     best = base._replace(every=2, residual_in_weights=True)
     when = {"warms up": "first", "cools down": "last", "rises": "later"}
     spread = {f"… every 2 steps, residual in weights, {name}": best._replace(most=most) for name, most in when.items()}
-    return alone | both | spread
+    unbounded = {"… every 2 steps, residual in weights, unbounded": best._replace(bounded=False)}
+    return alone | both | spread | unbounded
 
 
 def share_at(most: str, part: float) -> float:
@@ -167,16 +171,16 @@ class Simulation:
         link_bytes: Bytes that a rank puts on the link.
     """
 
-    def __init__(self, network: nn.Module, form: Form, bits: float, rate: float, steps: int) -> None:
-        self.rate, self.steps = rate, steps
-        bits *= form.every * (1 if form.summed else 2 / RANKS)
+    def __init__(self, network: nn.Module, form: Form, bits: float, rate: float, steps: int, ranks: int) -> None:
+        self.rate, self.steps, self.world_size = rate, steps, ranks
+        bits *= form.every * (1 if form.summed else 2 / ranks)
         self.bits = bits
         if form.values == "few bits":
             form = form._replace(values="two bits" if density_of("two bits", bits) > 0.6 else "one bit")
         self.form = form
         self.network = network
         self.weights = [parameter.detach() for parameter in network.parameters()]
-        self.ranks = [[Rank(weight) for weight in self.weights] for _ in range(RANKS)]
+        self.ranks = [[Rank(weight) for weight in self.weights] for _ in range(ranks)]
         self.shared = [Rank(weight) for weight in self.weights]
         self.link_bytes = 0.0
         self.coherences = [Coherence() for _ in self.weights]
@@ -194,8 +198,8 @@ class Simulation:
                 self._step_alone(index, own, rate, step)
             elif self.form.dense or (weight.dim() < 2 and self.form.every == 1):
                 element_bytes = 4 if self.form.dense else 1 + 4 / 64
-                self.link_bytes += 2 * (RANKS - 1) / RANKS * weight.numel() * element_bytes
-                weight -= rate * self._direction(self.shared[index], sum(own) / RANKS, step)
+                self.link_bytes += 2 * (self.world_size - 1) / self.world_size * weight.numel() * element_bytes
+                weight -= rate * self._direction(self.shared[index], _mean(own), step)
             else:
                 weight -= self._exchanged(index, own, rate, step, density)
 
@@ -206,7 +210,12 @@ class Simulation:
     def _step_alone(self, index: int, own: list[Tensor], rate: float, step: int) -> None:
         for rank, each in zip(self.ranks, self._brought(index, own, step)):
             rank[index].residual.add_(each, alpha=rate)
-            rank[index].ahead.add_(each, alpha=rate)
+            rank[index].ahead.add_(each, alpha=rate * self._ahead(index))
+
+    def _ahead(self, index: int) -> float:
+        """How much of its own steps a rank trains ahead by."""
+        bounded = self.form.bounded and self.form.optimizer == "local adam" and self.form.second == "coherence"
+        return self.coherences[index].ahead("", self.world_size) if bounded else 1.0
 
     def _direction(self, state: Rank, gradient: Tensor, step: int) -> Tensor:
         """What torch's optimizer steps along."""
@@ -225,7 +234,7 @@ class Simulation:
         whole = self.weights[index].dim() < 2
         count = total.numel() if whole else max(1, round(density * total.numel()))
         codec, value_bits = (None, 8 + 32 / 64) if whole else VALUES[form.values]
-        pieces = [_piece(rank, total.numel()) for rank in range(RANKS)]
+        pieces = [_piece(rank, total.numel(), self.world_size) for rank in range(self.world_size)]
         for rank, each, piece in zip(ranks, brought, pieces):
             rank.residual.add_(each, alpha=rate if scaled else 1.0)
             sent = _sent(rank.residual, count, codec)
@@ -234,16 +243,18 @@ class Simulation:
             rank.residual -= sent
             if form.mask:
                 rank.velocity[sent != 0] = 0
-            total += sent / RANKS
+            total += sent / self.world_size
         if form.summed:
             mean, total = total, _sent(total, count, codec)
             for rank, piece in zip(ranks, pieces):
-                rank.residual.view(-1)[piece] += RANKS * (mean - total).view(-1)[piece]
+                rank.residual.view(-1)[piece] += self.world_size * (mean - total).view(-1)[piece]
         for rank in ranks:
-            rank.ahead = rank.residual.clone() if form.residual_in_weights else torch.zeros_like(total)
+            rank.ahead = rank.residual * (self._ahead(index) if form.residual_in_weights else 0.0)
         # With everything sent, there are no positions.
         bits = total.numel() * (value_bits if count == total.numel() else _bits_at(count / total.numel(), value_bits))
-        self.link_bytes += (2 * (RANKS - 1) / RANKS if form.summed else RANKS - 1) * bits / 8
+        self.link_bytes += (
+            (2 * (self.world_size - 1) / self.world_size if form.summed else self.world_size - 1) * bits / 8
+        )
         if form.optimizer == "adam":
             return rate * self._direction(self.shared[index], total, step)
         return total if scaled else rate * total
@@ -256,27 +267,29 @@ class Simulation:
 
     def _local_directions(self, index: int, own: list[Tensor], step: int) -> list[Tensor]:
         ranks = [each[index] for each in self.ranks]
-        coherence = self.coherences[index].of("", RANKS) if self.form.second == "coherence" else 1.0
+        coherence = self.coherences[index].of("", self.world_size) if self.form.second == "coherence" else 1.0
         self._compare(index, own, step)
         for rank, gradient in zip(ranks, own):
             entering = gradient.square() * coherence
             if self.form.second == "product" and step:
                 signal = gradient * rank.first / (1 - BETAS[0] ** step)
-                entering = (signal + (entering - signal) / RANKS).clamp_(min=0).minimum(entering)
+                entering = (signal + (entering - signal) / self.world_size).clamp_(min=0).minimum(entering)
             rank.first.lerp_(gradient, 1 - BETAS[0])
             rank.second.lerp_(entering, 1 - BETAS[1])
         means = [rank.first / (1 - BETAS[0] ** (step + 1)) for rank in ranks]
         squares = [rank.second / (1 - BETAS[1] ** (step + 1)) for rank in ranks]
         noise = (1 - BETAS[0]) / (1 + BETAS[0])
         if self.form.second == "corrected":
-            squares = [_corrected(mean, square, noise) for mean, square in zip(means, squares)]
+            squares = [_corrected(mean, square, noise, self.world_size) for mean, square in zip(means, squares)]
         elif self.form.second == "mean":
-            squares = [sum(squares) / RANKS] * RANKS  # type: ignore[list-item]
+            squares = [_mean(squares)] * self.world_size
         elif self.form.second == "mean corrected":
-            squares = [_corrected(sum(means) / RANKS, sum(squares) / RANKS, noise / RANKS)] * RANKS
+            squares = [
+                _corrected(_mean(means), _mean(squares), noise / self.world_size, self.world_size)
+            ] * self.world_size
         elif self.form.second == "oracle":
-            shared = self.shared[index].second.lerp_((sum(own) / RANKS).square(), 1 - BETAS[1])  # type: ignore[union-attr]
-            squares = [shared / (1 - BETAS[1] ** (step + 1))] * RANKS
+            shared = self.shared[index].second.lerp_(_mean(own).square(), 1 - BETAS[1])
+            squares = [shared / (1 - BETAS[1] ** (step + 1))] * self.world_size
         return [mean / (square.sqrt() + EPSILON) for mean, square in zip(means, squares)]
 
     def _compare(self, index: int, own: list[Tensor], step: int) -> None:
@@ -284,9 +297,9 @@ class Simulation:
         (positions,) = coherence.positions(layout, step, torch.device("cpu"))
         some = torch.stack([gradient.take(positions) for gradient in own])
         total = torch.cat([some.sum(0), some.square().sum()[None]])
-        coherence.take([""], [True], total[None], RANKS)
+        coherence.take([""], [True], total[None], self.world_size)
         if self.form.second == "coherence":
-            self.link_bytes += 2 * (RANKS - 1) / RANKS * total.nbytes
+            self.link_bytes += 2 * (self.world_size - 1) / self.world_size * total.nbytes
 
     def _densities(self, density: float) -> list[float]:
         sizes = {index: weight.numel() for index, weight in enumerate(self.weights) if weight.dim() > 1}
@@ -301,13 +314,17 @@ class Simulation:
         return densities
 
 
-def _corrected(mean: Tensor, square: Tensor, noise: float) -> Tensor:
+def _mean(tensors: Sequence[Tensor]) -> Tensor:
+    return sum(tensors) / len(tensors)  # type: ignore[return-value]
+
+
+def _corrected(mean: Tensor, square: Tensor, noise: float, ranks: int) -> Tensor:
     signal = ((mean.square() - noise * square) / (1 - noise)).clamp_(min=0).minimum(square)
-    return (square - signal) / RANKS + signal
+    return (square - signal) / ranks + signal
 
 
-def _piece(rank: int, size: int) -> slice:
-    length = -(-size // RANKS)
+def _piece(rank: int, size: int, ranks: int) -> slice:
+    length = -(-size // ranks)
     return slice(rank * length, (rank + 1) * length)
 
 
@@ -326,23 +343,34 @@ def _entropy(p: float) -> float:
     return 0.0 if p in (0, 1) else -p * math.log2(p) - (1 - p) * math.log2(1 - p)
 
 
-def train(
-    form: Form, bits: float, task: Task, rate: float, steps: int, seed: int, data_dir: Path
-) -> tuple[float, float, float]:
+class Training(NamedTuple):
+    """What all forms have in common; the task's batches have so many samples for each rank."""
+
+    task: Task
+    data_dir: Path
+    bits: float
+    rate: float
+    steps: int
+    ranks: int
+    batch: int
+
+
+def train(form: Form, training: Training, seed: int) -> tuple[float, float, float]:
     """Accuracy in percent and loss on the held-out samples, and bytes on the link of a rank."""
     torch.manual_seed(seed)
-    data = task.read(data_dir, True)
+    task, ranks = training.task, training.ranks
+    data = task.read(training.data_dir, True)
     inputs, targets = data.train
-    simulation = Simulation(task.network(data.classes), form, bits, rate, steps)
+    simulation = Simulation(task.network(data.classes), form, training.bits, training.rate, training.steps, ranks)
     parameters = list(simulation.network.parameters())
     generator = torch.Generator().manual_seed(seed)
-    for step in range(steps):
+    for step in range(training.steps):
         gradients = []
-        for rank in range(RANKS):
+        for rank in range(ranks):
             if form.ahead:
                 shared = [weight.clone() for weight in simulation.weights]
                 torch._foreach_copy_(simulation.weights, simulation.own_weights(rank))
-            batch = torch.randint(0, len(inputs), (BATCH,), generator=generator)
+            batch = torch.randint(0, len(inputs), (training.batch,), generator=generator)
             loss = task.loss(simulation.network(inputs[batch]), targets[batch])
             gradients.append(torch.autograd.grad(loss, parameters))
             if form.ahead:
@@ -374,6 +402,8 @@ def main() -> None:
     parser.add_argument("--forms", nargs="+", help="only these, beside ddp")
     parser.add_argument("--steps", type=at_least(1), default=300)
     parser.add_argument("--bits", type=float, default=3.0, help="of each element of weights, in each half of a sum")
+    parser.add_argument("--ranks", type=at_least(2), default=4)
+    parser.add_argument("--batch", type=at_least(1), default=32, help="samples for each rank and step")
     parser.add_argument("--seeds", type=at_least(1), default=3)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -383,12 +413,12 @@ def main() -> None:
     if unknown:
         parser.error(f"--forms must be of {', '.join(map(repr, forms))}; got {', '.join(map(repr, unknown))}.")
     forms = {name: form for name, form in forms.items() if name == "ddp" or name in (options.forms or forms)}
+    task, size = TASKS[options.task], (options.steps, options.ranks, options.batch)
+    training = Training(task, options.data_dir, options.bits, rate, *size)
     results: dict[str, list[tuple[float, float, float]]] = {name: [] for name in forms}
     for seed in range(options.seeds):
         for name, form in forms.items():
-            results[name].append(
-                train(form, options.bits, TASKS[options.task], rate, options.steps, seed, options.data_dir)
-            )
+            results[name].append(train(form, training, seed))
             print(f"seed {seed}, {name}: {results[name][-1]}", file=sys.stderr, flush=True)
     print("| form | loss | from ddp | accuracy, % | from ddp | fewer bytes than ddp |\n|---|---:|---:|---:|---:|---:|")
     ddp_accuracies, ddp_losses = ([run[i] for run in results["ddp"]] for i in (0, 1))

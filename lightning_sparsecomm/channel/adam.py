@@ -80,6 +80,10 @@ class LocalAdam(AdamMoments):
             steps.append(_moments(first, second, step, rule, coherence))
         return replace(contribution, scale=scale, steps=steps)
 
+    def ahead(self, name: str, world_size: int) -> float:
+        """How much of its own directions a rank trains ahead by where it makes local steps, see `Coherence.ahead`."""
+        return self._coherence.ahead(name, world_size)
+
     def _sums(self, context: Round) -> bool:
         return context.world_size > 1 and self._coherence.is_due(context.step)
 

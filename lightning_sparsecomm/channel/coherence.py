@@ -1,5 +1,6 @@
 """How much of the gradients' squares ranks have in common, from a few elements of each tensor that they sum."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -19,6 +20,9 @@ _FADING = 0.9
 # Each of the first steps is sampled, and then every eighth: by then, what ranks have in common changes slowly, and
 # samples are a large part of the few bytes that long runs send.
 _FIRST_STEPS, _EVERY = 300, 8
+
+# A rank trains ahead by all of its directions down to this coherence, which 4 ranks never have less of.
+_LEAST_AHEAD = 1 / 4
 
 # Multiples of the golden ratio, modulo 1, spread evenly, and meet no stride of a tensor.
 _GOLDEN = 0.6180339887498949
@@ -72,6 +76,13 @@ class Coherence:
             return 1.0
         squared_mean, mean_square = map(float, self._sums[name])
         return min(1.0, max(1 / world_size, squared_mean / mean_square))
+
+    def ahead(self, name: str, world_size: int) -> float:
+        """How much of its own directions a rank trains ahead by: min(1, √(4c)).
+
+        Of noise, a rank's direction is longer than that of all, by up to √W; this limits it to 2, as 4 ranks have it.
+        """
+        return min(1.0, math.sqrt(self.of(name, world_size) / _LEAST_AHEAD))
 
     def state_dict(self) -> Mapping[str, Tensor]:
         """The sums, by name."""

@@ -58,7 +58,8 @@ class GradientSync(Sync):
             gradients, which the next exchange puts together.
         residual_in_weights: Whether a rank computes its gradients ahead of the shared weights by all that it has not
             sent yet, and not only by its steps since the last exchange. Those weights' mean over ranks is then where
-            ranks would be if everything were sent. Takes the memory of one more model with every=1.
+            ranks would be if everything were sent. Takes the memory of one more model with every=1. With `LocalAdam`
+            and more than 4 ranks, it is ahead by a part of that where gradients are mostly noise.
 
     Raises:
         ValueError: Unknown `local`; `sparse` with memories, a local mode, or an exchange of dense vectors only;

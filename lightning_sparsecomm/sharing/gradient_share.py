@@ -140,9 +140,18 @@ class GradientShare(Share):
         return total
 
     def _unsent(self) -> dict[str, Tensor]:
-        """The same by parameter name, of those that are trained."""
-        parts = zip(self.parameters, self.layout.views(self._waits()))
-        return {name: part for (name, weight), part in parts if weight.requires_grad}
+        """By name of a parameter that is trained, how far a rank trains ahead by what it has not sent."""
+        parts = zip(self.parameters, self.layout.views(self._waits()), self._ahead())
+        return {name: part.mul_(ahead) for (name, weight), part, ahead in parts if weight.requires_grad}
+
+    def _rates_ahead(self) -> list[float]:
+        """For each parameter, how far a rank trains ahead along what enters its residual."""
+        rates = learning_rates(self.optimizer, self.parameters)
+        return [rate * ahead for rate, ahead in zip(rates, self._ahead())]
+
+    def _ahead(self) -> list[float]:
+        adam, ranks = self._adam, self.wire.world_size
+        return [adam.ahead(name, ranks) if isinstance(adam, LocalAdam) else 1.0 for name, _ in self.parameters]
 
     def _forget_waiting(self) -> None:
         for residual in self.channel.residuals:

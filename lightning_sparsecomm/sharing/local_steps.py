@@ -17,7 +17,6 @@ from lightning_sparsecomm.sharing.gradient_share import LAST_EXCHANGE, GradientS
 from lightning_sparsecomm.sharing.gradients import NamedParameters
 from lightning_sparsecomm.sharing.own_step import OwnStep
 from lightning_sparsecomm.sharing.share import Turn
-from lightning_sparsecomm.sharing.takeover import learning_rates
 
 # Kinds of state besides those of the channel and of the weights.
 _PRESENT, _ALONE = "present", "alone"
@@ -42,15 +41,15 @@ class LocalStepsShare(GradientShare):
 
         each step:       E ← E + η·u;   w ← anchor;   a step of the optimizer without gradient, such as weight decay
         every H steps:   S, what is sent of E, is exchanged;   E ← E − S;   w ← w − mean of S;   anchor ← w;   A ← 0
-        in between:      anchor ← w;   A ← A + η·u;   w ← w − A
+        in between:      anchor ← w;   A ← A + θ·η·u;   w ← w − A
 
-    With `residual_in_weights`, an exchange leaves A ← E, which is what a rank has trained and not sent, and w ← w − A;
-    not at the end of an epoch, where w is what all share.
+    With `residual_in_weights`, an exchange leaves A ← θ·E, of what a rank has trained and not sent, and w ← w − A; not
+    at the end of an epoch, where w is what all share.
 
     The first step exchanges, also amid a run. u is what enters the residual E: with momentum a velocity, with
-    `LocalAdam` a direction; η is the learning rate. So in between, a rank trains ahead of the anchor by its own u
-    alone. Other code finds that in `.grad`; what it changes there counts in E too. The anchors are equal on all ranks,
-    and are the model that is validated and saved. What residuals hold after the last step moves the weights then.
+    `LocalAdam` a direction; η is the learning rate; θ is 1, or for directions `Coherence.ahead`. So in between, a rank
+    trains ahead of the anchor by its own u alone. Other code finds u in `.grad`; what it changes there counts in E too.
+    The anchors are equal on all ranks, and are the model that is validated and saved. What E holds at last moves them.
 
     Where other code changes weights that are ahead, the next exchange takes over the mean of its changes. A rank that
     has such changes refuses that exchange, as if a gradient were not finite: so all know, and repeat it.
@@ -184,7 +183,7 @@ class LocalStepsShare(GradientShare):
         self._weights.anchors.restore(self.parameters)
         if self._alone:
             self._own.amend(self.channel.residuals[-1], self.parameters, warns=self.wire.rank == 0)
-            for (name, weight), rate in zip(self.parameters, learning_rates(self.optimizer, self.parameters)):
+            for (name, weight), rate in zip(self.parameters, self._rates_ahead()):
                 if weight.grad is not None:
                     self._weights.add(name, weight.grad, rate, self.channel.dtype)
             self._own.hide(weight for _, weight in self.parameters)

@@ -37,6 +37,17 @@ def test_it_is_1_before_anything_was_summed_and_where_nobody_has_a_gradient() ->
     assert coherence.of("b", RANKS) == Coherence().of("a", RANKS) == 1.0
 
 
+@pytest.mark.parametrize(("ranks", "of_noise"), [(2, 1.0), (4, 1.0), (16, 0.5), (64, 0.25)])
+def test_of_noise_a_rank_trains_ahead_by_no_more_than_with_4_ranks(ranks: int, of_noise: float) -> None:
+    """A direction of noise is √W times as long as that of all ranks, and is cut to 2."""
+    coherence = Coherence()
+    assert coherence.ahead("a", ranks) == 1.0
+    for sums, expected in (([1.0 / ranks, 1.0], of_noise), ([0.5, 1.0], 1.0), ([0.16, 1.0], max(0.8, of_noise))):
+        coherence.load_state_dict({"a": torch.tensor(sums)})
+        assert coherence.ahead("a", ranks) == pytest.approx(expected)
+        assert coherence.ahead("b", ranks) == 1.0
+
+
 @pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
 def test_zeros_and_what_is_not_finite_change_nothing(value: float) -> None:
     coherence = measured(1.0, 1.0)

@@ -13,6 +13,7 @@ from torch.optim import SGD, Adam, AdamW, RMSprop
 
 from lightning_sparsecomm.basis import Stages
 from lightning_sparsecomm.channel import Channel, ErrorFeedback, Momentum, MomentumCorrection
+from lightning_sparsecomm.channel.coherence import Coherence
 from lightning_sparsecomm.codecs import SparseCodec, TopK
 from lightning_sparsecomm.exchange import DenseAllReduce, Gather, NonFiniteGradientError
 from lightning_sparsecomm.methods import default, dgc, federated_averaging, gradient_dropping, local_adam
@@ -75,6 +76,27 @@ def test_with_residuals_in_weights_a_rank_is_where_it_would_be_if_it_had_sent_al
     assert (sparse.shared() - dense.own()).abs().max() > 0.01
     sparse.engine.settle()
     torch.testing.assert_close(sparse.own(), dense.own(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.usefixtures("wire")
+@pytest.mark.parametrize("in_weights", [False, True])
+def test_a_rank_trains_ahead_by_a_part_of_what_is_mostly_noise_and_loses_nothing(
+    in_weights: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with many ranks, whose directions are far longer than that of all."""
+    monkeypatch.setattr(Coherence, "ahead", lambda *_: 0.25)
+    dense = trained(local_adam(density=1.0), AdamW, weight_decay=0.0)
+    training = Training(local_adam(density=0.2, every=2, residual_in_weights=in_weights), AdamW, weight_decay=0.0)
+    waits = []
+    for step, rate in enumerate(RATES):
+        training.train(*drawn(step), rate=rate)
+        waits.append(torch.cat([share._waits() for share in training.shares]))
+        ahead = training.shared() - training.own()
+        counted = waits[-1] if in_weights else waits[-1] - waits[-2] if step % 2 else 0 * waits[-1]
+        torch.testing.assert_close(ahead, 0.25 * counted, rtol=1e-4, atol=1e-5)
+    assert waits[-1].abs().max() > 0.01
+    training.engine.settle()
+    torch.testing.assert_close(training.own(), dense.own(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.usefixtures("wire")
