@@ -57,10 +57,9 @@ class Form(NamedTuple):
         finish: Whether everything is sent in the last step.
         every: Steps between two exchanges, which have so many times the bits; in between, each rank steps along what it
             has to send.
-        residual_in_weights: Whether a rank trains ahead of the shared weights by its whole residual; otherwise by what
-            it has stepped along since the last exchange.
-        bounded: Whether a rank trains ahead of the shared weights by less of Adam's directions than all where they are
-            mostly noise, as `Coherence.ahead` says.
+        residual_in_weights: Whether a rank trains ahead of the shared weights by its residual; otherwise by what it has
+            stepped along since the last exchange.
+        bounded: Whether Adam's directions count there only in part where they are mostly noise, see `Coherence.ahead`.
         most: When more is sent, in as many bytes: never, "evenly"; three times the mean in the "first" or the "last"
             tenth of the steps, a warm-up or cool-down; or "later", at the end three times as much as at the beginning.
     """

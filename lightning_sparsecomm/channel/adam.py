@@ -81,7 +81,7 @@ class LocalAdam(AdamMoments):
         return replace(contribution, scale=scale, steps=steps)
 
     def ahead(self, name: str, world_size: int) -> float:
-        """How much of its own directions a rank trains ahead by where it makes local steps, see `Coherence.ahead`."""
+        """What part of its own directions a rank trains ahead by where it makes local steps, see `Coherence.ahead`."""
         return self._coherence.ahead(name, world_size)
 
     def _sums(self, context: Round) -> bool:

@@ -21,8 +21,8 @@ _FADING = 0.9
 # samples are a large part of the few bytes that long runs send.
 _FIRST_STEPS, _EVERY = 300, 8
 
-# A rank trains ahead by all of its directions down to this coherence, which 4 ranks never have less of.
-_LEAST_AHEAD = 1 / 4
+# From this coherence on, a rank trains ahead by all of its directions. With up to 4 ranks it is never lower.
+_WHOLE_FROM = 1 / 4
 
 # Multiples of the golden ratio, modulo 1, spread evenly, and meet no stride of a tensor.
 _GOLDEN = 0.6180339887498949
@@ -78,11 +78,14 @@ class Coherence:
         return min(1.0, max(1 / world_size, squared_mean / mean_square))
 
     def ahead(self, name: str, world_size: int) -> float:
-        """How much of its own directions a rank trains ahead by: min(1, √(4c)).
+        """What part of its own directions a rank trains ahead by: min(1, √(4c)).
 
-        Of noise, a rank's direction is longer than that of all, by up to √W; this limits it to 2, as 4 ranks have it.
+        A rank's direction is up to 1/√c times as long as that of all, √W times for pure noise. This limits it to 2
+        times, which 4 ranks have.
         """
-        return min(1.0, math.sqrt(self.of(name, world_size) / _LEAST_AHEAD))
+        if world_size * _WHOLE_FROM <= 1:
+            return 1.0
+        return min(1.0, math.sqrt(self.of(name, world_size) / _WHOLE_FROM))
 
     def state_dict(self) -> Mapping[str, Tensor]:
         """The sums, by name."""

@@ -57,8 +57,9 @@ class local_adam(Method):
             no step waits for the network, unless that takes longer than a step computes. 0 waits.
         every: Optimizer steps between two exchanges, or a schedule of it; in between, each rank steps along its own
             directions, from the weights that all share.
-        residual_in_weights: Whether a rank computes its gradients ahead of the shared weights by all that it has not
-            sent yet, and not only by its steps since the last exchange; see `GradientSync`.
+        residual_in_weights: Whether a rank computes its gradients ahead of the shared weights by what it has not sent
+            yet, and not only by its steps since the last exchange. With more than 4 ranks, both by a part where
+            gradients are mostly noise; see `GradientSync`.
 
     Raises:
         ValueError: A density outside (0, 1], a clip that is not positive, an unknown scope, dtype, code or exchange, a

@@ -55,11 +55,12 @@ class GradientSync(Sync):
         delay: 1 exchanges during the next forward and backward pass, for which this rank's own gradient stands in for
             the mean; the next step uses the result. 0 waits for it.
         every: Optimizer steps between two exchanges, or a schedule of it. In between, a rank steps along its own
-            gradients, which the next exchange puts together.
+            gradients, which the next exchange puts together; with `LocalAdam` and more than 4 ranks, by a part of these
+            steps where gradients are mostly noise.
         residual_in_weights: Whether a rank computes its gradients ahead of the shared weights by all that it has not
             sent yet, and not only by its steps since the last exchange. Those weights' mean over ranks is then where
-            ranks would be if everything were sent. Takes the memory of one more model with every=1. With `LocalAdam`
-            and more than 4 ranks, it is ahead by a part of that where gradients are mostly noise.
+            ranks would be if everything were sent, but where the same part applies to what was not sent. Takes the
+            memory of one more model with every=1.
 
     Raises:
         ValueError: Unknown `local`; `sparse` with memories, a local mode, or an exchange of dense vectors only;

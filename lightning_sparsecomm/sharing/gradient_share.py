@@ -139,10 +139,11 @@ class GradientShare(Share):
             total += other
         return total
 
-    def _unsent(self) -> dict[str, Tensor]:
-        """By name of a parameter that is trained, how far a rank trains ahead by what it has not sent."""
+    def _ahead_by_residual(self) -> dict[str, Tensor]:
+        """By name of a trained parameter, the part of its residual that a rank trains ahead by."""
         parts = zip(self.parameters, self.layout.views(self._waits()), self._ahead())
-        return {name: part.mul_(ahead) for (name, weight), part, ahead in parts if weight.requires_grad}
+        trained = [(name, part, ahead) for (name, weight), part, ahead in parts if weight.requires_grad]
+        return {name: part if ahead == 1 else part.mul_(ahead) for name, part, ahead in trained}
 
     def _rates_ahead(self) -> list[float]:
         """For each parameter, how far a rank trains ahead along what enters its residual."""

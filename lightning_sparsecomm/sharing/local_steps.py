@@ -47,8 +47,8 @@ class LocalStepsShare(GradientShare):
     at the end of an epoch, where w is what all share.
 
     The first step exchanges, also amid a run. u is what enters the residual E: with momentum a velocity, with
-    `LocalAdam` a direction; η is the learning rate; θ is 1, or for directions `Coherence.ahead`. So in between, a rank
-    trains ahead of the anchor by its own u alone. Other code finds u in `.grad`; what it changes there counts in E too.
+    `LocalAdam` a direction; η is the learning rate; θ is 1, or for directions `Coherence.ahead`. So what a rank trains
+    ahead by is its own alone. Other code finds u in `.grad`, without θ; what it changes there counts in E too.
     The anchors are equal on all ranks, and are the model that is validated and saved. What E holds at last moves them.
 
     Where other code changes weights that are ahead, the next exchange takes over the mean of its changes. A rank that
@@ -172,7 +172,7 @@ class LocalStepsShare(GradientShare):
             self._write(exchanged)
             self._weights.rejoin(self.parameters, warns=self.wire.rank == 0)
             if self.sync.residual_in_weights and not self._rejoins:
-                self._weights.by = self._unsent()
+                self._weights.by = self._ahead_by_residual()
         else:
             moves = [self._present.get(name, True) and weight.requires_grad for name, weight in self.parameters]
             self._own.write(entering or [None] * len(names), self.parameters, moves)
