@@ -153,6 +153,37 @@ def test_adam_step_by_step(tmp_path: Path, every: int, ahead: bool) -> None:
     _check(ranks, _directions(every), every, ahead)
 
 
+def _among_six(rank: int) -> tuple[list[float], float, np.ndarray]:
+    """Trains by noise: the parts of its directions that count, how far it is ahead, and the weights at the end."""
+    module = Parameters()
+    engine = Engine(local_adam(0.2, every=2), Wire())
+    engine.registry.add_module(module)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, weight_decay=0.0, eps=EPSILON)
+    generator = np.random.default_rng(rank)
+    for _ in range(8):
+        _step(engine, optimizer, generator.standard_normal(sum(SIZES)).astype(np.float32))
+    parts = [part for share in engine.registry.optimizers[0].shares.values() for part in share._ahead()]
+    own = flat(parameter.detach() for parameter in module.parameters())
+    engine.replicas.view_shared()
+    ahead = float(np.abs(own - flat(parameter.detach() for parameter in module.parameters())).max())
+    engine.replicas.view_own()
+    engine.settle()
+    ends = flat(parameter.detach() for parameter in module.parameters())
+    engine.close()
+    return parts, ahead, ends
+
+
+def test_more_than_four_ranks_are_ahead_by_equal_parts_of_their_noise(tmp_path: Path) -> None:
+    ranks = run_ranks(tmp_path, 6, _among_six)
+    parts, _, ends = ranks[0]
+    # √(4/6) of pure noise, for a tensor of which enough is sampled.
+    assert min(parts) == pytest.approx((4 / 6) ** 0.5, abs=0.01)
+    for each in ranks:
+        assert each[0] == parts
+        assert each[1] > 0
+        assert each[2].tobytes() == ends.tobytes()
+
+
 def _with_gaps(rank: int, method: Any, gaps: str, length: int) -> tuple[list[bytes], np.ndarray]:
     """The shared weights after each step, and those that training ends with; a tensor lacks some gradients."""
     module = Parameters()
