@@ -59,6 +59,7 @@ class Form(NamedTuple):
             has to send.
         residual_in_weights: Whether a rank trains ahead of the shared weights by its residual; otherwise by what it has
             stepped along since the last exchange.
+        late: Whether what a step shares moves the weights in the next one. Meanwhile, a rank trains ahead by its own.
         bounded: Whether Adam's directions count there only in part where they are mostly noise, see `Coherence.ahead`.
         most: When more is sent, in as many bytes: never, "evenly"; three times the mean in the "first" or the "last"
             tenth of the steps, a warm-up or cool-down; or "later", at the end three times as much as at the beginning.
@@ -75,13 +76,14 @@ class Form(NamedTuple):
     finish: bool = False
     every: int = 1
     residual_in_weights: bool = False
+    late: bool = False
     bounded: bool = True
     most: Literal["evenly", "first", "last", "later"] = "evenly"
 
     @property
     def ahead(self) -> bool:
         """Whether each rank has weights of its own."""
-        return self.every > 1 or self.residual_in_weights
+        return self.every > 1 or self.residual_in_weights or self.late
 
 
 def forms_of(optimizer: str) -> dict[str, Form]:
@@ -130,8 +132,12 @@ def _local_steps(base: Form) -> dict[str, Form]:
     best = base._replace(every=2, residual_in_weights=True)
     when = {"warms up": "first", "cools down": "last", "rises": "later"}
     spread = {f"… every 2 steps, residual in weights, {name}": best._replace(most=most) for name, most in when.items()}
-    unbounded = {"… every 2 steps, residual in weights, unbounded": best._replace(bounded=False)}
-    return alone | both | spread | unbounded
+    late = base._replace(late=True)
+    unbounded = {
+        "… every 2 steps, residual in weights, unbounded": best._replace(bounded=False),
+        "… that finishes, a step late, unbounded": late._replace(bounded=False),
+    }
+    return alone | both | spread | {"… that finishes, a step late": late} | unbounded
 
 
 def share_at(most: str, part: float) -> float:
@@ -183,6 +189,8 @@ class Simulation:
         self.shared = [Rank(weight) for weight in self.weights]
         self.link_bytes = 0.0
         self.coherences = [Coherence() for _ in self.weights]
+        # What the last step has shared, where it is used a step late.
+        self.arrived = [torch.zeros_like(weight) for weight in self.weights]
 
     def step(self, step: int, gradients: Sequence[Sequence[Tensor]]) -> None:
         """One optimizer step, given each rank's gradients."""
@@ -200,7 +208,11 @@ class Simulation:
                 self.link_bytes += 2 * (self.world_size - 1) / self.world_size * weight.numel() * element_bytes
                 weight -= rate * self._direction(self.shared[index], _mean(own), step)
             else:
-                weight -= self._exchanged(index, own, rate, step, density)
+                change = self._exchanged(index, own, rate, step, density)
+                if self.form.late:
+                    # What arrives in the last step is used as training ends.
+                    change, self.arrived[index] = self.arrived[index] + change * everything, change
+                weight -= change
 
     def own_weights(self, rank: int) -> list[Tensor]:
         """The weights by which a rank computes its gradient."""
@@ -247,8 +259,10 @@ class Simulation:
             mean, total = total, _sent(total, count, codec)
             for rank, piece in zip(ranks, pieces):
                 rank.residual.view(-1)[piece] += self.world_size * (mean - total).view(-1)[piece]
-        for rank in ranks:
+        for rank, each in zip(ranks, brought):
             rank.ahead = rank.residual * (self._ahead(index) if form.residual_in_weights else 0.0)
+            if form.late:
+                rank.ahead = each * rate * self._ahead(index)
         # With everything sent, there are no positions.
         bits = total.numel() * (value_bits if count == total.numel() else _bits_at(count / total.numel(), value_bits))
         self.link_bytes += (
@@ -296,7 +310,7 @@ class Simulation:
         (positions,) = coherence.positions(layout, step, torch.device("cpu"))
         some = torch.stack([gradient.take(positions) for gradient in own])
         total = torch.cat([some.sum(0), some.square().sum()[None]])
-        coherence.take([""], [True], total[None], self.world_size)
+        coherence.take([""], [True], total[None], self.world_size, step)
         if self.form.second == "coherence":
             self.link_bytes += 2 * (self.world_size - 1) / self.world_size * total.nbytes
 

@@ -1,7 +1,5 @@
 """Trains Lightning models over slow networks: `Trainer(strategy="sparsecomm")` instead of `"ddp"`."""
 
-import importlib
-import sys
 from typing import TYPE_CHECKING
 
 from lightning_sparsecomm import versions
@@ -62,28 +60,5 @@ def __getattr__(name: str) -> object:
     known = *__all__, *strategies
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}.{did_you_mean(name, known)}")
 
-
-# Modules that had another name before the package had rooms.
-for _former, _module in {
-    "agreement": "run.agreement",
-    "averaging": "sharing",
-    "callbacks": "frontends.callbacks",
-    "codecs.blocks": "codecs.selectors.blocks",
-    "codecs.chunks": "codecs.selectors.chunks",
-    "codecs.one_sided": "codecs.selectors.one_sided",
-    "delta_sync": "sharing",
-    "layout": "basis",
-    "local_mode": "sharing.local_mode",
-    "memory": "channel",
-    "method": "sharing",
-    "metrics": "frontends.metrics",
-    "rounds": "basis",
-    "schedules": "basis",
-    "sync": "sharing",
-    "wire": "basis",
-}.items():
-    _whole = f"{__name__}.{_former}"
-    sys.modules[_whole] = importlib.import_module(f"{__name__}.{_module}")
-    setattr(sys.modules[_whole.rpartition(".")[0]], _whole.rpartition(".")[2], sys.modules[_whole])
 
 registration.register_strategies()

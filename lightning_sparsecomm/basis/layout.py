@@ -195,6 +195,11 @@ def add_to_(total: Tensor, vector: SparseVector | Tensor, factor: float = 1) -> 
     return total.add_(vector.to(total.dtype), alpha=factor)
 
 
+def values_of(vector: SparseVector | Tensor) -> Tensor:
+    """The elements that a vector holds."""
+    return vector.values if isinstance(vector, SparseVector) else vector
+
+
 def count_of(vector: SparseVector | Tensor) -> int:
     """How many elements a vector holds."""
     return vector.indices.numel() if isinstance(vector, SparseVector) else vector.numel()

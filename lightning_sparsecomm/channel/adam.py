@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_sparsecomm.basis.layout import Layout
 from lightning_sparsecomm.basis.rounds import Round
-from lightning_sparsecomm.channel.adam_moments import FIRST, SECOND, AdamMoments, weights_for
+from lightning_sparsecomm.channel.adam_moments import FIRST, SECOND, AdamMoments, moments_at
 from lightning_sparsecomm.channel.coherence import SAMPLED, Coherence
 from lightning_sparsecomm.channel.contribution import AdamRule, Contribution
 from lightning_sparsecomm.exchange.base import Exchanged
@@ -31,7 +31,7 @@ class LocalAdam(AdamMoments):
 
     Under ddp, Adam's second moment is that of the mean gradient, whose noise is averaged over ranks. No rank knows it,
     and a rank's own squares are larger. c, the `Coherence`, is the ratio of the two, by tensor: ranks measure it in
-    each of the first 300 steps, and then in every eighth, from 8 to 32 elements of each tensor, for the next ones. It
+    each of the first 300 steps, and then in one of eight, from 8 to 32 elements of each tensor, for the next ones. It
     is 1 in the first step.
 
     Of a replica whose gradients have a weight in the mean, m takes in weighted ones, as m of the mean does; v takes in
@@ -77,7 +77,7 @@ class LocalAdam(AdamMoments):
                 continue
             step = self._next[name] = self._begin(name, rule, first, second) + 1
             coherence = self._coherence.of(name, context.world_size) / self._weight**2
-            steps.append(_moments(first, second, step, rule, coherence))
+            steps.append(moments_at(step, rule, first, second, coherence))
         return replace(contribution, scale=scale, steps=steps)
 
     def ahead(self, name: str, world_size: int) -> float:
@@ -119,7 +119,7 @@ class LocalAdam(AdamMoments):
     def commit(self, exchanged: Exchanged, context: Round) -> Exchanged:
         self._count(exchanged.present)
         if self._total is not None:
-            self._coherence.take(self._names, exchanged.present, self._total, context.world_size)
+            self._coherence.take(self._names, exchanged.present, self._total, context.world_size, context.step)
         self._sample, self._total = None, None
         return exchanged
 
@@ -132,19 +132,3 @@ class LocalAdam(AdamMoments):
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         super().load_state_dict(state)
         self._coherence.load_state_dict(state.get(_COHERENCE, {}))
-
-
-def _moments(first: Tensor, second: Tensor, step: int, rule: AdamRule, coherence: float) -> Moments:
-    fading, fading_squares = rule.fading, rule.fading_squares
-    return Moments(
-        first,
-        second,
-        fading,
-        fading_squares,
-        1 / (1 - fading**step),
-        1 / (1 - fading_squares**step),
-        rule.epsilon,
-        coherence,
-        rule.decay,
-        weights_for(rule, first),
-    )

@@ -10,6 +10,7 @@ from lightning_sparsecomm.basis.layout import Layout
 from lightning_sparsecomm.basis.rounds import Round
 from lightning_sparsecomm.channel.contribution import AdamRule, Contribution
 from lightning_sparsecomm.channel.memory import Memory
+from lightning_sparsecomm.kernels import Moments
 
 FIRST, SECOND = "exp_avg", "exp_avg_sq"
 _STEP = "step"
@@ -103,6 +104,22 @@ class AdamMoments(Memory):
         here = {name for name, any_rank in zip(self._names, present) if any_rank}
         self._steps |= {name: step for name, step in self._next.items() if name in here}
         self._next = {}
+
+
+def moments_at(step: int, rule: AdamRule, first: Tensor, second: Tensor, coherence: float = 1.0) -> Moments:
+    """Adam's moments `[n]` of a tensor, as its step takes them, counted from 1."""
+    return Moments(
+        first,
+        second,
+        beta1=rule.beta1,
+        beta2=rule.beta2,
+        unbias=1 / (1 - rule.beta1**step),
+        unbias_squares=1 / (1 - rule.beta2**step),
+        epsilon=rule.epsilon,
+        coherence=coherence,
+        decay=rule.decay,
+        weights=weights_for(rule, first),
+    )
 
 
 def weights_for(rule: AdamRule, like: Tensor) -> Tensor | None:

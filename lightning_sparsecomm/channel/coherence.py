@@ -17,9 +17,10 @@ _LEAST_SAMPLED = 8
 # How much of earlier sums stays: together they count as ten sampled steps.
 _FADING = 0.9
 
-# Each of the first steps is sampled, and then every eighth: by then, what ranks have in common changes slowly, and
+# Each of the first steps is sampled, and then one of eight: by then, what ranks have in common changes slowly, and
 # samples are a large part of the few bytes that long runs send.
 _FIRST_STEPS, _EVERY = 300, 8
+_NEVER = -_EVERY
 
 # From this coherence on, a rank trains ahead by all of its directions. With up to 4 ranks it is never lower.
 _WHOLE_FROM = 1 / 4
@@ -32,18 +33,18 @@ class Coherence:
     """For each tensor, the squared mean over ranks of its gradients by their mean square: 1/W for noise, 1 for signal.
 
     Ranks sum up to 32 elements of each gradient, others each time, and their squares: in the first 300 steps, and then
-    in every eighth. Ratios are those of sums that fade by 0.9 each time; they are limited to [1/W, 1], and equal on all
-    ranks.
+    in the first step of every eight that exchanges. Ratios are those of sums that fade by 0.9 each time; they are
+    limited to [1/W, 1], and equal on all ranks.
     """
 
     def __init__(self) -> None:
-        # By name, the faded sums of squared means, and of mean squares: `[2]`.
+        # By name, the faded sums of squared means, and of mean squares, and the last step that added to them: `[3]`.
         self._sums: dict[str, Tensor] = {}
 
-    @staticmethod
-    def is_due(step: int) -> bool:
-        """Whether ranks sum elements in this step."""
-        return step < _FIRST_STEPS or step % _EVERY == 0
+    def is_due(self, step: int) -> bool:
+        """Whether ranks sum elements in this step, if it exchanges."""
+        last = max((int(sums[2]) for sums in self._sums.values()), default=_NEVER)
+        return step < _FIRST_STEPS or step // _EVERY != last // _EVERY
 
     def positions(self, layout: Layout, step: int, device: torch.device) -> Tensor:
         """Which elements are summed in a step: `[segments, 32]` int64, equal on all ranks."""
@@ -57,8 +58,8 @@ class Coherence:
         counts = (sizes // SAMPLED).clamp_(_LEAST_SAMPLED, SAMPLED)
         return torch.cat([torch.arange(SAMPLED, device=device) < counts, torch.ones_like(counts, dtype=torch.bool)], 1)
 
-    def take(self, names: Sequence[str], present: Sequence[bool], total: Tensor, world_size: int) -> None:
-        """Takes in what ranks have summed: `[segments, 33]`, elements and then the sum of their squares.
+    def take(self, names: Sequence[str], present: Sequence[bool], total: Tensor, world_size: int, step: int) -> None:
+        """Takes in what ranks have summed in a step: `[segments, 33]`, elements and then the sum of their squares.
 
         Elements that are not summed are 0.
         Tensors of which no rank is `present` with a gradient are left alone.
@@ -68,13 +69,14 @@ class Coherence:
         for name, here, sums in zip(names, present, found):
             # Gradients may be zero, and their squares too large for float32.
             if here and sums[1] > 0 and bool(sums.isfinite().all()):
-                self._sums[name] = sums + _FADING * self._sums.get(name, 0.0)
+                faded = _FADING * self._sums[name][:2] if name in self._sums else 0.0
+                self._sums[name] = torch.cat([sums + faded, sums.new_tensor([step])])
 
     def of(self, name: str, world_size: int) -> float:
         """The ratio of a tensor; 1 before anything was summed."""
         if name not in self._sums:
             return 1.0
-        squared_mean, mean_square = map(float, self._sums[name])
+        squared_mean, mean_square = map(float, self._sums[name][:2])
         return min(1.0, max(1 / world_size, squared_mean / mean_square))
 
     def ahead(self, name: str, world_size: int) -> float:
@@ -88,9 +90,11 @@ class Coherence:
         return min(1.0, math.sqrt(self.of(name, world_size) / _WHOLE_FROM))
 
     def state_dict(self) -> Mapping[str, Tensor]:
-        """The sums, by name."""
+        """The sums, and when they were last added to, by name."""
         return self._sums
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Takes over what `state_dict` returned."""
-        self._sums |= {name: sums.to("cpu", torch.float64, copy=True) for name, sums in state.items()}
+        """Takes over what `state_dict` returned. Earlier versions saved the two sums alone."""
+        for name, sums in state.items():
+            unknown = sums.new_full((3 - sums.numel(),), _NEVER)
+            self._sums[name] = torch.cat([sums, unknown]).to("cpu", torch.float64)

@@ -40,8 +40,8 @@ class AdamRule(NamedTuple):
     """One parameter's settings in this step, as torch.optim.Adam and AdamW define them.
 
     Attributes:
-        fading: β1, the factor on the first moment.
-        fading_squares: β2, the factor on the second moment.
+        beta1: β1, the factor on the first moment.
+        beta2: β2, the factor on the second moment.
         epsilon: Added to the root of the second moment.
         sign: −1 where the optimizer maximizes, else 1.
         decay: L2 decay: this part of the weights is added to the gradient. 0 where decay is decoupled, as in AdamW.
@@ -50,8 +50,8 @@ class AdamRule(NamedTuple):
             empty where there is none.
     """
 
-    fading: float = 0.9
-    fading_squares: float = 0.999
+    beta1: float = 0.9
+    beta2: float = 0.999
     epsilon: float = 1e-8
     sign: float = 1.0
     decay: float = 0.0

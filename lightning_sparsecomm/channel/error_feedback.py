@@ -97,7 +97,7 @@ class ErrorFeedback(Memory):
                 if (part is None or not here) and keep != 1:
                     view.mul_(keep)
             if any(applied != 1 for applied in self._applied):
-                sent = times(sent, self._applied, context.layout)
+                sent = scaled_by_segment(sent, self._applied, context.layout)
                 self._take_out_unapplied(taken_in, exchanged.present)
         self._taken_in = None
         residual.subtract_(sent)
@@ -137,7 +137,7 @@ class ErrorFeedback(Memory):
         Where no learning rate is known, it counts as 0.
         """
         rates = [self._units[each.name].rate if each.name in self._units else 0.0 for each in layout.segments]
-        waiting = times(self.held["residual"].flat, rates, layout)
+        waiting = scaled_by_segment(self.held["residual"].flat, rates, layout)
         assert isinstance(waiting, Tensor)
         return waiting
 
@@ -168,7 +168,7 @@ def _entering(part: Tensor, step: Step | Moments | None, scale: float) -> Tensor
     return velocity if step.lookahead is None else velocity * step.lookahead + part.to(velocity.dtype) * scale
 
 
-def times(vector: SparseVector | Tensor, factors: Sequence[float], layout: Layout) -> SparseVector | Tensor:
+def scaled_by_segment(vector: SparseVector | Tensor, factors: Sequence[float], layout: Layout) -> SparseVector | Tensor:
     """The vector, each segment times its factor; in other memory."""
     if isinstance(vector, SparseVector):
         counts = torch.tensor(layout.counts(vector.indices), device=vector.values.device)

@@ -26,8 +26,9 @@ class MissingGradients:
 
     Attributes:
         carries: Whether any of the memories carries something; if not, nothing is filled in.
-        nonfinite: The name of a segment whose gradient was not finite in a round in which nothing was sent, and which
-            the next exchange refuses; None for none.
+        nonfinite: The name of a segment whose gradient was not finite in a round in which nothing was sent; None for
+            none. The next exchange refuses it, and so tells all ranks. Local steps name a weight here that other code
+            has set, for the same refusal: then ranks agree on such weights, and repeat the exchange without it.
     """
 
     def __init__(self, memories: Sequence[Memory]) -> None:

@@ -12,10 +12,10 @@ from lightning_sparsecomm.basis.arguments import is_number
 from lightning_sparsecomm.basis.layout import Layout, SparseVector
 from lightning_sparsecomm.basis.rounds import Round
 from lightning_sparsecomm.basis.schedules import Every, PartOfRun, check_every
-from lightning_sparsecomm.channel.adam_moments import FIRST, SECOND, AdamMoments, weights_for
+from lightning_sparsecomm.channel.adam_moments import FIRST, SECOND, AdamMoments, moments_at, weights_for
 from lightning_sparsecomm.channel.contribution import AdamRule, Contribution, Step
 from lightning_sparsecomm.exchange.base import Exchanged
-from lightning_sparsecomm.kernels import Moments, Update, kernels_for
+from lightning_sparsecomm.kernels import Update, kernels_for
 from lightning_sparsecomm.kernels.updates.moments import root
 
 _FROZEN = "frozen"
@@ -95,7 +95,7 @@ class SharedAdam(AdamMoments):
             self._next[name] = made + 1
             if sends_moments and self._is_late(name, made):
                 self._before[name] = first.clone()
-            steps.append(Step(first, rule.fading, 1 - rule.fading, None))
+            steps.append(Step(first, rule.beta1, 1 - rule.beta1, None))
         scaled = replace(contribution, scale=contribution.scale * sign)
         return replace(scaled, steps=steps) if sends_moments else scaled
 
@@ -139,14 +139,9 @@ class SharedAdam(AdamMoments):
         step = self._next[name]
         if self._frozen.pop(name, False):
             # The first steps have become more, in a run that was resumed.
-            second.mul_(1 - rule.fading_squares ** (step - 1))
+            second.mul_(1 - rule.beta2 ** (step - 1))
             self._scales.pop(name, None)
-        unbias, unbias_squares = 1 / (1 - rule.fading**step), 1 / (1 - rule.fading_squares**step)
-        moments = Moments(
-            first, second, rule.fading, rule.fading_squares, unbias, unbias_squares, rule.epsilon, 1.0, rule.decay
-        )
-        moments = moments._replace(weights=weights_for(rule, first))
-        return Update(into, mean.contiguous(), moments=moments)
+        return Update(into, mean.contiguous(), moments=moments_at(step, rule, first, second))
 
     def _by_moments(self, name: str, rule: AdamRule, mean: Tensor, into: Tensor, first: Tensor, second: Tensor) -> None:
         """Takes over the mean of the ranks' first moments; x follows from it."""
@@ -154,18 +149,18 @@ class SharedAdam(AdamMoments):
         first.copy_(mean)
         weights = weights_for(rule, first)
         if weights is not None:
-            first.add_(weights * (rule.decay * (1 - rule.fading)))
-        torch.mul(first, 1 / (1 - rule.fading**step), out=into)
+            first.add_(weights * (rule.decay * (1 - rule.beta1)))
+        torch.mul(first, 1 / (1 - rule.beta1**step), out=into)
         late = self._is_late(name, step - 1)
         if name not in self._frozen:
             self._frozen[name] = not late
             if not late:
                 # Without bias from now on: no later step changes it.
-                second.div_(1 - rule.fading_squares ** (step - 1))
+                second.div_(1 - rule.beta2 ** (step - 1))
         if late:
-            gradient = self._before[name].mul_(-rule.fading).add_(first).div_(1 - rule.fading)
-            second.mul_(rule.fading_squares).add_(gradient.square_().mul_(1 - rule.fading_squares))
-            into.div_(root(second / (1 - rule.fading_squares**step)).add_(rule.epsilon))
+            gradient = self._before[name].mul_(-rule.beta1).add_(first).div_(1 - rule.beta1)
+            second.mul_(rule.beta2).add_(gradient.square_().mul_(1 - rule.beta2))
+            into.div_(root(second / (1 - rule.beta2**step)).add_(rule.epsilon))
             return
         if name not in self._scales:
             self._scales[name] = _scale(second, self.floor)

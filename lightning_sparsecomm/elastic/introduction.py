@@ -87,7 +87,7 @@ def offer_of(
         step_seconds: Seconds that a step takes here.
         stale: Whether its gradients are of other weights than those that it shares.
     """
-    units, gradients = units_of(tracked), turn.moment == "gradients"
+    units, gradients = units_of(tracked), turn.kind == "gradients"
     settings = settings_of(tracked.optimizer) if gradients else ()
     trained, since, samples = int(not stale), 0, 0 if stale else tracked.samples.next
     if not gradients:
@@ -96,7 +96,7 @@ def offer_of(
         since = max((unit.steps for unit in weights if unit.trained > unit.steps), default=0)
         samples = tracked.samples.behind(trained)
     return Offer(
-        *(tracked.number, wanted, turn.moment, turn.step, turn.epoch, turn.length, trained, step_seconds, settings),
+        *(tracked.number, wanted, turn.kind, turn.step, turn.epoch, turn.length, trained, step_seconds, settings),
         *(since, _known(samples), _known(tracked.samples.behind(since)), turn.step + 1 >= length),
     )
 

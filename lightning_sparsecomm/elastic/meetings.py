@@ -114,7 +114,7 @@ class Meetings(Outcomes):
                 done.append(plan.offer)
             if self.leads and plan.joining:
                 self._joining.waiting = plan.joining
-                if plan.offer is None or plan.offer.moment != "gradients":
+                if plan.offer is None or plan.offer.kind != "gradients":
                     self._send_waiting(1)
             return False, done
 
@@ -165,7 +165,7 @@ class Meetings(Outcomes):
 
     def _receive(self, plan: Plan) -> None:
         """Gets the state from the replica that leads, once that has exchanged."""
-        counted = self._current is None or self._current[1].moment != "weights"
+        counted = self._current is None or self._current[1].kind != "weights"
         number = None if self._current is None or counted else self._current[0].number
         state = self._joining.receive(self._quorum, plan.leader, number)
         self.state, self.round, self._ending.run = state["state"], state["round"], state["run"]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lightning_sparsecomm.elastic.deal import Need
-from lightning_sparsecomm.sharing.share import Moment
+from lightning_sparsecomm.sharing.share import TurnKind
 
 # Replicas whose steps differ by less make equally many: it may be chance.
 _ALIKE = 0.9
@@ -21,7 +21,7 @@ class Offer(NamedTuple):
     Attributes:
         optimizer: Number of the optimizer.
         units: Numbers of its shares, or of their fragments; none where buffers alone are averaged.
-        moment: When it takes place, as in `Turn`.
+        kind: When it takes place, as in `Turn`.
         step: Optimizer steps finished before the one it belongs to.
         epoch: Epochs finished, including a fraction.
         length: Optimizer steps of the whole run; infinite where unknown.
@@ -38,7 +38,7 @@ class Offer(NamedTuple):
 
     optimizer: int
     units: Sequence[int]
-    moment: Moment
+    kind: TurnKind
     step: int
     epoch: float
     length: float
@@ -186,17 +186,17 @@ def _leading(offers: Mapping[int, Offer]) -> tuple[Offer | None, list[int]]:
     one counts of a replica that has come as far as any: its learning rate does for all.
     """
     first = next(iter(offers.values()), None)
-    if first is None or all(offer.moment != "gradients" for offer in offers.values()):
+    if first is None or all(offer.kind != "gradients" for offer in offers.values()):
         return first, []
-    kinds = [(offer.moment, offer.optimizer) for offer in offers.values()]
+    kinds = [(offer.kind, offer.optimizer) for offer in offers.values()]
     usual = max(kinds, key=lambda kind: (kinds.count(kind), kind[0] == "gradients"))
-    alike = {rank: offer for rank, offer in offers.items() if (offer.moment, offer.optimizer) == usual}
+    alike = {rank: offer for rank, offer in offers.items() if (offer.kind, offer.optimizer) == usual}
     chosen = max(alike.values(), key=lambda offer: (offer.trained, offer.epoch))
     return chosen, [rank for rank in offers if rank not in alike]
 
 
 def _by_gradients(offer: Offer | None) -> bool:
-    return offer is not None and offer.moment == "gradients"
+    return offer is not None and offer.kind == "gradients"
 
 
 def _differing(members: Sequence[Member], ranks: Sequence[int]) -> list[int]:

@@ -102,7 +102,7 @@ class Rounds:
             plan: Of this meeting.
             offer: What to exchange.
             names: Of those that exchange.
-            turn: This replica's own, whose moment, step, epoch and length the offer replaces.
+            turn: This replica's own, whose kind, step, epoch and length the offer replaces.
             weight: The factor of this replica's change in the mean.
             called_off: What an exchange in flight ends with before it begins; for a replay.
 
@@ -111,7 +111,7 @@ class Rounds:
         """
         tracked = self._registry.optimizers[offer.optimizer]
         follow_settings(tracked.optimizer, offer.settings)
-        turn = replace(turn, moment=offer.moment, step=offer.step, epoch=offer.epoch, length=offer.length)
+        turn = replace(turn, kind=offer.kind, step=offer.step, epoch=offer.epoch, length=offer.length)
         units = [unit for number, unit in enumerate(units_of(tracked)) if number in offer.units]
         self._channels = [(unit.channel, unit.channel.prepared) for unit in units]
         try:
@@ -120,7 +120,7 @@ class Rounds:
             raise LostPeerError(f"replicas could not connect for round {plan.round + 1}") from error
         state = successor(plan.state, names, self._quorum.number)
         with self._wire.among(group, plan.exchanging, self._quorum.rank), torch.no_grad():
-            if turn.moment == "weights" and any(isinstance(unit, StreamedShare) for unit in units):
+            if turn.kind == "weights" and any(isinstance(unit, StreamedShare) for unit in units):
                 return self._depart(Made(state, offer, names, units, dict), tracked, turn, weight, called_off)
             try:
                 for unit in units:

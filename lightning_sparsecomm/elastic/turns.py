@@ -54,7 +54,7 @@ class ElasticTurns(Meetings):
         while wanted := [number for number, unit in enumerate(units_of(tracked)) if unit.due(turn)]:
             with self._within(tracked, turn):
                 joined, done = self._meet(self._offer(tracked, turn, wanted, stale=stale))
-            if any((each.moment, each.optimizer) == (turn.moment, tracked.number) for each in done):
+            if any((each.kind, each.optimizer) == (turn.kind, tracked.number) for each in done):
                 return
             if joined and self._over:  # This step is part of the state.
                 return tracked.drop_gradients()
@@ -64,7 +64,7 @@ class ElasticTurns(Meetings):
     def take(self, tracked: TrackedOptimizer, due: Sequence[Share], turn: Turn) -> None:
         """Lands what is in flight if it is time, and meets others until all that is due is exchanged or in flight."""
         units = units_of(tracked)
-        if turn.moment == "weights":
+        if turn.kind == "weights":
             tracked.samples.step(keep=trained_since(units))
         with self._within(tracked, turn):
             if self._lands(tracked, turn):
@@ -98,7 +98,7 @@ class ElasticTurns(Meetings):
         if flight is None:
             return False
         flying = under_way_in(tracked)
-        if turn.moment == "end" or self._lands_early(flying):
+        if turn.kind == "end" or self._lands_early(flying):
             return True
         return any(unit.steps >= unit.delay for unit in flying) or any(
             unit.due(turn) for unit in units_of(tracked) if unit not in flying

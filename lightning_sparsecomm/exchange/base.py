@@ -137,7 +137,8 @@ class PlainExchange(Exchange):
 
         Returns:
             `shared`, bit-equal on all ranks, and `sent`, this rank's part of it as receivers decode it. Each is `[n]`,
-            in the dtype of `x.values`, or a `SparseVector`. What is sent for a segment without a gradient is ignored.
+            in the dtype of `x.values`, or a `SparseVector`. What is sent for a segment without a gradient
+            counts only where `x.carries` and another rank has one.
         """
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_sparsecomm.basis import SparseVector
 from lightning_sparsecomm.basis.arguments import check_booleans
-from lightning_sparsecomm.basis.layout import add_to_, mean
+from lightning_sparsecomm.basis.layout import add_to_, mean, values_of
 from lightning_sparsecomm.codecs import Compressor
 from lightning_sparsecomm.exchange.gather import Gather
 
@@ -46,17 +46,17 @@ class GatherContributions(Gather):
     ) -> tuple[SparseVector | Tensor, SparseVector | Tensor]:
         sent = list(vectors)
         if self.clip_to_median:
-            norms = [float(torch.linalg.vector_norm(_values(each).double())) for each in sent]
+            norms = [float(torch.linalg.vector_norm(values_of(each).double())) for each in sent]
             # torch's median of an even number is the lower one.
             largest = float(torch.tensor(norms, dtype=torch.float64).median())
             sent = [_scaled(each, largest / norm) if norm > largest else each for each, norm in zip(sent, norms)]
         if not self.of_senders:
             return mean(iter(sent), dtype), sent[own]
-        total = torch.zeros(_size(sent[0]), dtype=dtype, device=_values(sent[0]).device)
+        total = torch.zeros(_size(sent[0]), dtype=dtype, device=values_of(sent[0]).device)
         senders = torch.zeros_like(total)
         for each in sent:
             add_to_(total, each)
-            values = _values(each)
+            values = values_of(each)
             add_to_(
                 senders,
                 each._replace(values=torch.ones_like(values))
@@ -70,10 +70,6 @@ class GatherContributions(Gather):
             f"GatherContributions({self.compressor!r}, of_senders={self.of_senders},"
             f" clip_to_median={self.clip_to_median})"
         )
-
-
-def _values(vector: SparseVector | Tensor) -> Tensor:
-    return vector.values if isinstance(vector, SparseVector) else vector
 
 
 def _size(vector: SparseVector | Tensor) -> int:

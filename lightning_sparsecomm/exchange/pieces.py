@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_sparsecomm.basis import Layout, SparseVector
 from lightning_sparsecomm.basis.allocation import empty, zeros
-from lightning_sparsecomm.basis.layout import count_of
+from lightning_sparsecomm.basis.layout import count_of, values_of
 
 
 class Pieces:
@@ -74,7 +74,7 @@ class Pieces:
                     continue
                 piece = sparse.pop()
             if whole is None:
-                whole = zeros(self.whole.size, _values(sparse[0] if sparse else piece))
+                whole = zeros(self.whole.size, values_of(sparse[0] if sparse else piece))
                 for earlier, each in enumerate(sparse):
                     self._write(whole, earlier, each)
                 sparse.clear()
@@ -123,10 +123,6 @@ class Pieces:
         first = (counts.view(-1).cumsum(0) - counts.view(-1)).view_as(counts)
         order = _ranges(first.t().reshape(-1), counts.t().reshape(-1))
         return SparseVector(indices[order], values[order], self.whole.size)
-
-
-def _values(piece: SparseVector | Tensor) -> Tensor:
-    return piece.values if isinstance(piece, SparseVector) else piece
 
 
 _Placed = tuple[Tensor, Tensor, Tensor]

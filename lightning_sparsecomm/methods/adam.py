@@ -20,8 +20,8 @@ class local_adam(Method):
     along its own directions (with one of the last three options), they have moments and a residual too.
 
     Bytes per step and rank: 6 for each element sent (2 of position, 4 of value; 4 with float16), 4 for each element of
-    the tensors that are sent whole, and 32 of headers; 36 to 132 for each other tensor, in every eighth step after the
-    first 300.
+    the tensors that are sent whole, and 32 of headers; 36 to 132 for each other tensor, in each of the first 300 steps
+    and in one of eight later.
 
     Source: Tang et al. 2021, 1-bit Adam, which sends what local moments say, after steps of dense Adam; its second
     moment is frozen then. Here each rank keeps its own from the first step on, corrected for what the mean over ranks

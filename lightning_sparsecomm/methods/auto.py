@@ -75,16 +75,13 @@ def check_switchable(method: Method) -> None:
     Raises:
         ValueError: Replicas drift with the method, or it averages them.
     """
-    chain = [method]
-    while (fallback := chain[-1].fallback) is not None:
-        chain.append(fallback)
-    kept = all(_keeps_together(sync) for each in chain for sync in each.syncs)
-    if not kept or any(each.averaging is not None for each in chain):
+    kept = all(_keeps_together(sync) for each in method.chain for sync in each.syncs)
+    if not kept or any(each.averaging is not None for each in method.chain):
         raise ValueError(
             "candidates must share gradients, in each step or with `every`: without a delay, a local mode, or exchanges"
             f" of weights. Use a method with these by itself, as SparseCommStrategy(method=...); got {method!r}."
         )
-    if not all(_delivers(sync) for each in chain for sync in each.syncs):
+    if not all(_delivers(sync) for each in method.chain for sync in each.syncs):
         raise ValueError(
             "candidates whose residual holds what momentum or moments have made of gradients must deliver it to the"
             f" weights when a run goes on with another method: follow_rate=True and finish=True; got {method!r}."

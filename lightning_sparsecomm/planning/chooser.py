@@ -12,10 +12,11 @@ from lightning_sparsecomm.planning.outlook import Outlook
 from lightning_sparsecomm.planning.probe import agreed
 from lightning_sparsecomm.planning.quantities import as_time
 from lightning_sparsecomm.planning.record import Record, reason
-from lightning_sparsecomm.planning.usable import forms_for, usable, without_buckets
+from lightning_sparsecomm.planning.usable import usable, without_buckets
 from lightning_sparsecomm.planning.watch import DriftWatch, StepTimes
 from lightning_sparsecomm.run.contents import State
 from lightning_sparsecomm.run.engine import Engine
+from lightning_sparsecomm.run.following import form_for
 from lightning_sparsecomm.run.optimizers import TrackedOptimizer
 from lightning_sparsecomm.run.switching import adopt, switch
 from lightning_sparsecomm.sharing.method import Method
@@ -76,7 +77,7 @@ class AutoChooser:
 
     def follow(self, length: float) -> None:
         """Takes the methods in their forms for the run's length, before the first step; equal on all ranks."""
-        forms = forms_for(self._given, length, self._engine)
+        forms = {name: form_for(self._engine.registry, each, length) for name, each in self._given.items()}
         if forms != self._given:
             self.choices, self.record.followed = {name: forms[name] for name in self.choices}, length
 

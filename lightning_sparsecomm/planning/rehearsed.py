@@ -24,7 +24,6 @@ from lightning_sparsecomm.planning.model_layout import ddp_buckets
 from lightning_sparsecomm.planning.stand_ins import HALVED, Halved, extrapolated, features
 from lightning_sparsecomm.run.choice import method_for
 from lightning_sparsecomm.run.engine import Engine
-from lightning_sparsecomm.run.registry import chain_of
 from lightning_sparsecomm.run.rehearsal import alike, own_randomness
 from lightning_sparsecomm.sharing.bucket import BucketSync
 from lightning_sparsecomm.sharing.delta import DeltaSync
@@ -147,7 +146,7 @@ def _play(
     method: Method, kinds: Kinds, ranks: int, length: float, fraction: float, halved: Halved, timed: bool
 ) -> tuple[Rehearsed, Shapes]:
     """A step on stand-ins that are so much smaller, and their shapes."""
-    chain = chain_of(method)
+    chain = method.chain
     chosen = [method_for(optimizer, chain, named) for optimizer, named in kinds]
     every = every_late(chosen, length)
     stage = _Stage(method, kinds, ranks, length, fraction, halved, _STEPS if timed else 1)

@@ -8,8 +8,7 @@ from lightning_sparsecomm.planning.rehearsed import Kinds, Rehearsed, rehearse
 from lightning_sparsecomm.run.choice import method_for
 from lightning_sparsecomm.run.clipping import check_trainers_clipping
 from lightning_sparsecomm.run.engine import Engine
-from lightning_sparsecomm.run.following import can_step_alone, form_for
-from lightning_sparsecomm.run.registry import chain_of
+from lightning_sparsecomm.run.following import can_step_alone
 from lightning_sparsecomm.sharing.bucket import BucketSync
 from lightning_sparsecomm.sharing.method import Method
 
@@ -22,7 +21,7 @@ def usable(choices: Mapping[str, Method], engine: Engine) -> dict[str, Method]:
         if registry.ignored and not isinstance(method.syncs[0], BucketSync):
             # Their optimizer's momentum cannot be taken over.
             continue
-        chain = chain_of(method)
+        chain = method.chain
         try:
             held = ((tracked.optimizer, registry.held_by(tracked.optimizer)) for tracked in registry.optimizers)
             chosen = [method_for(optimizer, chain, named) for optimizer, named in held]
@@ -34,11 +33,6 @@ def usable(choices: Mapping[str, Method], engine: Engine) -> dict[str, Method]:
         if can_step_alone(registry) or not any(sync.anchored for each in chosen for sync in each.syncs):
             found[name] = method
     return found
-
-
-def forms_for(choices: Mapping[str, Method], length: float, engine: Engine) -> dict[str, Method]:
-    """The methods in their forms for the run's length, see `form_for`."""
-    return {name: form_for(engine.registry, method, length) for name, method in choices.items()}
 
 
 def without_buckets(choices: Mapping[str, Method]) -> dict[str, Method]:

@@ -14,7 +14,6 @@ from lightning_sparsecomm.planning.exchanges import every_late
 from lightning_sparsecomm.run.choice import method_for
 from lightning_sparsecomm.run.engine import Engine
 from lightning_sparsecomm.run.length import likely_length
-from lightning_sparsecomm.run.registry import chain_of
 from lightning_sparsecomm.sharing.method import Method
 
 # Medians are of steps for so long, as whatever else the machine does disturbs short ones more.
@@ -32,8 +31,9 @@ _WAIT_DRIFT, _MUCH = 2.0, 0.15
 # Medians of means over several steps are of at least so many.
 _FEWEST_MEANS = 3
 
-# Steps between two looks; twice as many after each look that changed nothing.
-_PATIENCE = 40
+# Steps between a choice and the next look; twice as many after each, so that looks stay rare where a network changes
+# all the time.
+_PATIENCE = 20
 
 
 class StepTimes:
@@ -67,7 +67,7 @@ class StepTimes:
 
     def trial_steps(self, method: Method, seconds: float) -> int:
         """How many steps a trial of a method takes, if one takes so long."""
-        registry, chain = self._engine.registry, chain_of(method)
+        registry, chain = self._engine.registry, method.chain
         optimizers = [tracked.optimizer for tracked in registry.optimizers]
         every = every_late([method_for(each, chain, registry.held_by(each)) for each in optimizers], self._length)
         return every * (math.ceil(_SKIPPED / every) + means_of(steps_for(seconds, _FEWEST, _MOST), every))
@@ -81,7 +81,7 @@ class StepTimes:
         """Marks the begin of a step, unless it has begun: validation and saving in between do not count."""
         if self._since is None:
             self._since = time.perf_counter()
-            self._communicated = self._exchanging()
+            self._communicated, self._waiting = self._exchanging(), self._clock["wait"]
 
     def end(self) -> bool:
         """Marks the end of a step. Without `begin`, a step begins where the last one has ended.
@@ -155,7 +155,7 @@ class DriftWatch:
         self._recent: deque[tuple[float, float]] = deque(maxlen=_WIDEST)
         self._flags = torch.zeros(1)
         self._wait: Callable[[], None] | None = None
-        self._steps, self._patience = 0, _PATIENCE // 2
+        self._steps, self._patience = 0, _PATIENCE / 2
 
     def begin(self, seconds: float) -> None:
         """Begins to watch, after a choice: a step takes so many seconds, equally on all ranks."""
@@ -184,7 +184,7 @@ class DriftWatch:
             self._step = step
         if math.isnan(self._waited):
             self._waited = wait
-        away = self._steps >= self._patience // 2 and self._is_away(step, wait)
+        away = self._steps >= self._patience and self._is_away(step, wait)
         self._flags = torch.tensor([float(away)], device=device)
         self._wait = self._wire.all_reduce_later_(self._flags, PROBING)
         return False

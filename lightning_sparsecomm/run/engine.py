@@ -27,7 +27,7 @@ from lightning_sparsecomm.run.turn import Turns
 from lightning_sparsecomm.sharing.bucket import BucketHook, BucketSync
 from lightning_sparsecomm.sharing.gradients import make_nonfinite_
 from lightning_sparsecomm.sharing.method import Method
-from lightning_sparsecomm.sharing.share import Moment, Turn
+from lightning_sparsecomm.sharing.share import Turn, TurnKind
 
 
 class Engine:
@@ -123,7 +123,7 @@ class Engine:
             return
         self.guards.warn_of_changes(tracked)
         self.registry.admit(tracked)
-        tracked.torn = False
+        tracked.failed_after_sharing = False
         tracked.max_norm = self.max_norm if max_norm is None else max_norm
         self.wire.step = tracked.steps
         with self.guards.exchange():
@@ -136,7 +136,7 @@ class Engine:
         note_shared(tracked, self.guards)
         # Another optimizer may hold the gradients that were just written to.
         for each in self.registry.optimizers:
-            each.written = []
+            each.versions_after_backward = []
 
     def unscale_(self, optimizer: Optimizer) -> bool:
         """Replaces the loss scaler's `unscale_`. It shares gradients too, since code that unscales them will use them.
@@ -186,7 +186,7 @@ class Engine:
             yield
             stepped_shared = tracked.shared
         except BaseException:
-            tracked.torn = tracked.shared
+            tracked.failed_after_sharing = tracked.shared
             raise
         finally:
             self.guards.depth -= 1
@@ -263,10 +263,10 @@ class Engine:
         self.registry.admit(tracked)
         return tracked
 
-    def _turn(self, tracked: TrackedOptimizer, moment: Moment, step: int) -> Turn:
+    def _turn(self, tracked: TrackedOptimizer, kind: TurnKind, step: int) -> Turn:
         length = likely_length(self.length, self.may_end_sooner)
         norm, max_norm = tracked.norm, tracked.max_norm
-        return Turn(moment, step, self.epoch, self.seed, self.warmup, norm, max_norm, length, self.ends_epoch)
+        return Turn(kind, step, self.epoch, self.seed, self.warmup, norm, max_norm, length, self.ends_epoch)
 
     def _after_step(self, tracked: TrackedOptimizer) -> None:
         for share in tracked.shares.values():
@@ -284,10 +284,10 @@ class Engine:
         if self.chooser is not None:
             self.chooser.after_step(tracked)
 
-    def exchange_weights(self, tracked: TrackedOptimizer, moment: Moment, step: int) -> None:
+    def exchange_weights(self, tracked: TrackedOptimizer, kind: TurnKind, step: int) -> None:
         """A turn of those shares of an optimizer that have weights to exchange, or to apply at the end."""
         self.wire.step = step
-        turn = self._turn(tracked, moment, step)
+        turn = self._turn(tracked, kind, step)
         try:
             with torch.no_grad():
                 due = [share for share in tracked.shares.values() if share.due(turn)]

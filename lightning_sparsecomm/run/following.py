@@ -4,7 +4,7 @@ from lightning_sparsecomm.run.choice import method_for
 from lightning_sparsecomm.run.chooser import Chooser
 from lightning_sparsecomm.run.contents import State
 from lightning_sparsecomm.run.optimizers import parameters_of
-from lightning_sparsecomm.run.registry import Registry, chain_of
+from lightning_sparsecomm.run.registry import Registry
 from lightning_sparsecomm.sharing.method import Method
 from lightning_sparsecomm.sharing.own_step import steps_as_torch
 
@@ -62,7 +62,7 @@ def adopt(registry: Registry, method: Method) -> None:
     Raises:
         TypeError, ValueError: The method is not defined for an optimizer; then nothing has changed.
     """
-    methods = chain_of(method)
+    methods = method.chain
     for tracked in registry.optimizers:
         # What cannot be used is refused before anything changes.
         method_for(tracked.optimizer, methods, registry.held_by(tracked.optimizer))

@@ -97,11 +97,12 @@ class Guards:
                 )
             tracked.unshare()
         for tracked in optimizers if at_step else []:
-            tracked.written = [version for _, version in versions_of(tracked)]
+            tracked.versions_after_backward = [version for _, version in versions_of(tracked)]
 
     def warn_of_changes(self, tracked: TrackedOptimizer) -> None:
         """Warns if gradients were changed since the last backward pass. Call it before they are shared."""
-        changed = tracked.written and tracked.written != [version for _, version in versions_of(tracked)]
+        before = tracked.versions_after_backward
+        changed = before and before != [version for _, version in versions_of(tracked)]
         if changed and tracked.shares_gradients:
             warnings.warn(
                 f"the gradients of {tracked.name} were changed between backward and step, before they were shared: each"

@@ -68,9 +68,9 @@ class NodeTurns(Turns):
 
     def take(self, tracked: TrackedOptimizer, due: Sequence[Share], turn: Turn) -> None:
         self._nodes.look()
-        if turn.moment == "end" and tracked.parameters:
+        if turn.kind == "end" and tracked.parameters:
             # First what is in flight: if the last exchange fails, ranks of a node go back to the same weights.
-            landing = replace(turn, moment="land")
+            landing = replace(turn, kind="land")
             self._take_weights(tracked, [share for share in tracked.shares.values() if share.due(landing)], landing)
             # A rank may have nothing that waits, where others of its node have.
             self._take_weights(tracked, due, turn, [piece for sync, piece in tracked.parts if sync.shares_gradients])

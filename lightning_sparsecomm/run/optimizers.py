@@ -34,13 +34,13 @@ class TrackedOptimizer:
         steps: Optimizer steps finished.
         samples: Training samples behind the last of them, for replicas that come and go.
         shared: Whether the next step's gradients are shared already.
-        torn: Whether an error has ended the last step after its gradients were shared.
+        failed_after_sharing: Whether an error has ended the last step after its gradients were shared.
         skips: Whether the next step is skipped, because the loss scaler found a gradient that is not finite.
         norm: Norm of this rank's gradient before clipping; NaN if nothing needs it, infinite if the step is skipped.
         max_norm: The clipping threshold that applied when gradients were shared; None for none.
         owed: By identity, what the next shared gradient of a parameter is increased by, after a switch of methods.
-        written: Version counters of the gradients after the last backward pass.
-        given: The gradients as they were shared before the step, or clipped then, with their version counters.
+        versions_after_backward: Version counters of the gradients after the last backward pass.
+        gradients_when_shared: As they were shared before the step, or clipped then, with their version counters.
         clipped_norm: The norm from which these were clipped; None if they were not.
         clipped_before: Whether that was before these gradients were saved, and the next clipping is to be left out.
         resumed: What the next step's exchange gave, from a checkpoint that was saved between the two.
@@ -59,13 +59,13 @@ class TrackedOptimizer:
     steps: int = 0
     samples: SampleCounts = field(default_factory=SampleCounts)
     shared: bool = False
-    torn: bool = False
+    failed_after_sharing: bool = False
     skips: bool = False
     norm: float = math.nan
     max_norm: float | None = None
     owed: dict[int, Tensor] = field(default_factory=dict)
-    written: list[int] = field(default_factory=list)
-    given: list[tuple[Tensor | None, int]] = field(default_factory=list)
+    versions_after_backward: list[int] = field(default_factory=list)
+    gradients_when_shared: list[tuple[Tensor | None, int]] = field(default_factory=list)
     clipped_norm: Tensor | None = None
     clipped_before: bool = False
     resumed: dict[str, Any] | None = None
@@ -94,7 +94,8 @@ class TrackedOptimizer:
 
     def unshare(self) -> None:
         """Notes that the next step's gradients are not shared yet, or no longer."""
-        self.shared, self.given, self.clipped_norm, self.clipped_before = False, [], None, False
+        self.shared, self.gradients_when_shared = False, []
+        self.clipped_norm, self.clipped_before = None, False
 
     def end_step(self) -> None:
         """Notes that the optimizer's step is over, also where an error has ended it."""

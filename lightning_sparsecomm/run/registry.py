@@ -44,7 +44,7 @@ class Registry:
     """
 
     def __init__(self, method: Method, wire: Wire, hook: BucketHook | None) -> None:
-        self.methods = chain_of(method)
+        self.methods = method.chain
         self.modules: list[nn.Module] = []
         self.known: dict[int, tuple[str, Parameter]] = {}
         self.ignored: set[int] = set()
@@ -233,14 +233,6 @@ def _start(sync: Sync, optimizer: Optimizer, parameters: NamedParameters, wire: 
     if nodes is not None and isinstance(sync, DeltaSync):
         return sync.start(optimizer, parameters, wire, nodes.own)
     return sync.start(optimizer, parameters, wire)
-
-
-def chain_of(method: Method) -> list[Method]:
-    """A method and its fallbacks."""
-    methods = [method]
-    while (fallback := methods[-1].fallback) is not None:
-        methods.append(fallback)
-    return methods
 
 
 def ignored_by_ddp(module: nn.Module) -> set[str]:

@@ -12,6 +12,7 @@ from lightning_sparsecomm.run.registry import Registry, ignored_by_ddp
 from lightning_sparsecomm.run.shared_tensors import SharedTensors
 from lightning_sparsecomm.sharing.averaging import Averaging, average_
 from lightning_sparsecomm.sharing.gradients import NamedParameters
+from lightning_sparsecomm.sharing.moments import state_on_all_ranks
 from lightning_sparsecomm.sharing.sync import Sync
 
 
@@ -68,10 +69,7 @@ class Replicas:
             return
         tensors = [parameter.detach() for _, parameter in tracked.parameters] + self._buffers(tracked)
         if averaging.optimizer_state:
-            for _, parameter in tracked.parameters:
-                state = tracked.optimizer.state.get(parameter, {})
-                # Step counts have no dimension and are equal on all ranks.
-                tensors += [state[key] for key in sorted(state) if isinstance(state[key], Tensor) and state[key].dim()]
+            tensors += state_on_all_ranks(tracked.optimizer, tracked.parameters, self._wire)
         with torch.no_grad():
             average_(tensors, self._wire)
 

@@ -15,7 +15,7 @@ from lightning_sparsecomm.sharing.gradients import NamedParameters, has_sparse_g
 def note_shared(tracked: TrackedOptimizer, guards: Guards) -> None:
     """Notes the gradients as they were shared, unless the step has begun, in which nothing can be saved."""
     if not guards.depth:
-        tracked.given = versions_of(tracked)
+        tracked.gradients_when_shared = versions_of(tracked)
 
 
 @contextmanager
@@ -24,7 +24,7 @@ def clipping(tracked: TrackedOptimizer) -> Iterator[None]:
     first = is_unchanged(tracked) and tracked.clipped_norm is None
     yield
     if first:
-        tracked.given = versions_of(tracked)
+        tracked.gradients_when_shared = versions_of(tracked)
 
 
 def clipped_before(tracked: TrackedOptimizer) -> Tensor | None:
@@ -36,12 +36,12 @@ def clipped_before(tracked: TrackedOptimizer) -> Tensor | None:
 
 def is_unchanged(tracked: TrackedOptimizer) -> bool:
     """Whether the gradients are as `note_shared` found them."""
-    return bool(tracked.given) and unchanged(tracked.given, versions_of(tracked))
+    return bool(tracked.gradients_when_shared) and unchanged(tracked.gradients_when_shared, versions_of(tracked))
 
 
 def is_ahead(tracked: TrackedOptimizer) -> bool:
     """Whether memories have forgotten what they sent, and the weights have not moved by it."""
-    return (tracked.shared or tracked.torn) and tracked.exchanges_gradients and not tracked.skips
+    return (tracked.shared or tracked.failed_after_sharing) and tracked.exchanges_gradients and not tracked.skips
 
 
 def saved_gradients(tracked: TrackedOptimizer) -> State | None:

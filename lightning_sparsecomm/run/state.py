@@ -101,7 +101,7 @@ class RunState:
             "far": self._wire.far,
             # Memories have forgotten what was sent, and the weights have not moved by it.
             "torn": any(
-                is_ahead(tracked) and (tracked.torn or saved_gradients(tracked) is None)
+                is_ahead(tracked) and (tracked.failed_after_sharing or saved_gradients(tracked) is None)
                 for tracked in self._registry.optimizers
             )
             or any(share.torn for tracked in self._registry.optimizers for share in tracked.shares.values()),

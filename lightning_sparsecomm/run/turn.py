@@ -45,7 +45,7 @@ class Turns:
     def average_buffers(self, tracked: TrackedOptimizer, due: Sequence[Share], turn: Turn) -> None:
         """Averages buffers after a turn in which weights of their syncs were exchanged. A collective then."""
         closing = [sync for sync, share in tracked.shares.items() if share in due and share.closes_round]
-        if turn.moment == "weights" and any(sync.buffers == "average" for sync in closing):
+        if turn.kind == "weights" and any(sync.buffers == "average" for sync in closing):
             # Of several optimizers, the first that exchanges weights averages the buffers.
             self._registry.leading = self._registry.leading or tracked
             if self._registry.leading is tracked:

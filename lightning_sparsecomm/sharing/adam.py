@@ -23,11 +23,11 @@ def adam_rules(optimizer: Optimizer, parameters: NamedParameters) -> list[AdamRu
     """
     rules: dict[int, AdamRule] = {}
     for group in optimizer.param_groups:
-        fading, fading_squares = (float(beta) for beta in group["betas"])
-        if not (0 <= fading < 1 and 0 <= fading_squares < 1):
+        beta1, beta2 = (float(beta) for beta in group["betas"])
+        if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
             raise ValueError(
                 f"betas of {type(optimizer).__name__} must be in [0, 1), or moments forget nothing; got"
-                f" {(fading, fading_squares)!r}. Use (0.9, 0.999), for example."
+                f" {(beta1, beta2)!r}. Use (0.9, 0.999), for example."
             )
         if group.get("amsgrad"):
             raise ValueError("amsgrad must be False with local moments, which are kept without it; got True.")
@@ -36,7 +36,7 @@ def adam_rules(optimizer: Optimizer, parameters: NamedParameters) -> list[AdamRu
         for parameter in group["params"]:
             weights = parameter.detach() if decay else None
             begun = optimizer.state.get(parameter, {})
-            rule = AdamRule(fading, fading_squares, float(group["eps"]), sign, decay, weights, begun)
+            rule = AdamRule(beta1, beta2, float(group["eps"]), sign, decay, weights, begun)
             rules[id(parameter)] = rule
     return [rules[id(parameter)] for _, parameter in parameters]
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparsecomm.basis import Layout, SparseVector
-from lightning_sparsecomm.channel.error_feedback import times
+from lightning_sparsecomm.channel.error_feedback import scaled_by_segment
 from lightning_sparsecomm.channel.saved import Saved
 from lightning_sparsecomm.exchange import Exchanged
 
@@ -102,7 +102,7 @@ class Arrived(NamedTuple):
         if not left and all(new == old for old, new in pairs):
             return self.exchanged
         factors = [old / new if usable(new, old) else 0.0 for old, new in pairs]
-        shared = times(self.exchanged.shared, factors, self.layout)
+        shared = scaled_by_segment(self.exchanged.shared, factors, self.layout)
         if not left and all(factor or not old for factor, (old, _) in zip(factors, pairs)):
             return self.exchanged._replace(shared=shared)
         shared, present = dense(shared).clone(), list(self.exchanged.present)
@@ -117,7 +117,9 @@ class Arrived(NamedTuple):
 
     def changes(self) -> dict[str, Tensor]:
         """What is shared, in units of weights, by name."""
-        return dict(zip(self.names, self.layout.views(dense(times(self.exchanged.shared, self.rates, self.layout)))))
+        return dict(
+            zip(self.names, self.layout.views(dense(scaled_by_segment(self.exchanged.shared, self.rates, self.layout))))
+        )
 
     def state_dict(self) -> Saved:
         """What is shared, where any rank had a gradient, and the rates, by kind and name."""

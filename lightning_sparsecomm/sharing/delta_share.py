@@ -83,12 +83,12 @@ class DeltaShare(PartShare):
         return self.steps
 
     def due(self, turn: Turn) -> bool:
-        if turn.moment == "weights":
+        if turn.kind == "weights":
             every, count = every_at(self.sync.every, turn.step, turn.epoch), self.sync.fragments
             if count == 1:
                 return self.steps >= max(1, round(every * self.pace))
             return self.steps > 0 and is_due(turn.step, every, self._fragment, count)
-        return turn.moment == "end" and self._differs
+        return turn.kind == "end" and self._differs
 
     def before_step(self) -> None:
         self._bind()
@@ -115,7 +115,7 @@ class DeltaShare(PartShare):
 
     def prepare(self, turn: Turn) -> None:
         self._bind()
-        self._last = turn.moment == "end"
+        self._last = turn.kind == "end"
         if not self.parameters:
             return
         with self.wire.ledger.exchanging():
@@ -130,7 +130,7 @@ class DeltaShare(PartShare):
                 self._set_weights.warn(left_out)
             changes = self._starts.changes(self.parameters, left_out)
             context = self._context(turn, "weight update")
-            self.channel.prepare(times(changes, self.weight), context, self.wire.under(UPDATES))
+            self.channel.prepare(scaled(changes, self.weight), context, self.wire.under(UPDATES))
 
     def exchange(self) -> None:
         if not self.parameters:
@@ -241,6 +241,6 @@ class DeltaShare(PartShare):
         return new
 
 
-def times(changes: Sequence[Tensor | None], weight: float) -> Sequence[Tensor | None]:
+def scaled(changes: Sequence[Tensor | None], weight: float) -> Sequence[Tensor | None]:
     """The changes times a factor. Not in place: `take_back` needs them as they were."""
     return changes if weight == 1 else [None if change is None else change * weight for change in changes]

@@ -58,15 +58,15 @@ class GradientSync(Sync):
             gradients, which the next exchange puts together; with `LocalAdam` and more than 4 ranks, by a part of these
             steps where gradients are mostly noise.
         residual_in_weights: Whether a rank computes its gradients ahead of the shared weights by all that it has not
-            sent yet, and not only by its steps since the last exchange. Those weights' mean over ranks is then where
-            ranks would be if everything were sent, but where the same part applies to what was not sent. Takes the
-            memory of one more model with every=1.
+            sent yet, and not only by its steps since the last exchange. The mean of those weights over ranks is then
+            where ranks would be if everything were sent; with `LocalAdam` and more than 4 ranks about there, since a
+            part of the residual may not count. Takes the memory of one more model with every=1.
 
     Raises:
         ValueError: Unknown `local`; `sparse` with memories, a local mode, or an exchange of dense vectors only;
-            `delay` other than 0 and 1, `every` below 1, a delay with one of the last two, or one of the three with
-            sparse gradients, a local mode, masked momentum, or no residual; `residual_in_weights` with a residual that
-            does not follow the learning rate.
+            `delay` other than 0 and 1; `every` below 1; `delay=1` together with `every` or `residual_in_weights`; any
+            of these three with sparse gradients, a local mode, masked momentum, momentum after the exchange, or no
+            residual; `residual_in_weights` with a residual that does not follow the learning rate.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class GradientSync(Sync):
                 " methods.dense() or methods.federated_averaging(), or a first-order optimizer."
             )
         objection = self.channel.objection(optimizer)
-        if objection is None and (option := self._steps_alone) and not self._steps_by(optimizer):
+        if objection is None and (option := self._steps_alone) and not self._can_step_alone(optimizer):
             return (
                 f"with {option}, a step must be the learning rate times what is shared, and that of"
                 f" {type(optimizer).__name__} depends on its own momentum or moments. Use methods.dgc({option}) for"
@@ -169,17 +169,20 @@ class GradientSync(Sync):
             )
         return objection
 
-    def _steps_by(self, optimizer: Optimizer) -> bool:
-        """Whether a step is the learning rate times what is shared."""
+    def _can_step_alone(self, optimizer: Optimizer) -> bool:
+        """Whether a step is the learning rate times what is shared, and nothing else."""
         if any(isinstance(memory, (MomentumCorrection, LocalAdam)) for memory in self.channel.memories):
             return True
         return isinstance(optimizer, SGD) and not any(group["momentum"] for group in optimizer.param_groups)
 
+    def follows_rate(self, optimizer: Optimizer) -> bool:
+        """Whether residuals are in units of the learning rate, by which an optimizer multiplies what is shared."""
+        multiplies = isinstance(optimizer, SGD) or any(isinstance(each, LocalAdam) for each in self.channel.memories)
+        return multiplies and any(each.follow_rate for each in self.channel.residuals)
+
     def finishes(self, optimizer: Optimizer) -> bool:
         """Whether what waits after an optimizer's last step is exchanged, once, and moves the weights."""
-        proportional = isinstance(optimizer, SGD) or any(isinstance(each, LocalAdam) for each in self.channel.memories)
-        follows = proportional and any(each.follow_rate for each in self.channel.residuals)
-        return self.finish and follows and (self.anchored or not self.drifts)
+        return self.finish and self.follows_rate(optimizer) and (self.anchored or not self.drifts)
 
     def check(self, parameters: NamedParameters) -> None:
         objection = self.channel.exchange.objection(Layout.of(parameters))

@@ -5,7 +5,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
 from lightning_sparsecomm.basis import Wire
 from lightning_sparsecomm.basis.parts import parts_in
@@ -34,6 +34,8 @@ class SharesGradients(Protocol):
     takes_sparse: bool | None
     drifts: bool
 
+    def follows_rate(self, optimizer: Optimizer) -> bool: ...
+
     def finishes(self, optimizer: Optimizer) -> bool: ...
 
 
@@ -56,9 +58,7 @@ class GradientShare(Share):
         self.channel.exchange.check_ranks(wire.world_size)
         self._applies_momentum = any(isinstance(memory, Velocity) for memory in self.channel.memories)
         self._adam = next(parts_in(self.channel, AdamMoments), None)  # type: ignore[type-abstract]
-        # Whether a step is the learning rate times what is shared.
-        self._proportional = isinstance(optimizer, SGD) or isinstance(self._adam, LocalAdam)
-        self._follows_rate = self._proportional and any(each.follow_rate for each in self.channel.residuals)
+        self._follows_rate = sync.follows_rate(optimizer)
         self._gradients: list[Tensor | None] = []
         # What waits at the end, then its mean over ranks; None in all other turns.
         self._waiting: Tensor | None = None
@@ -66,7 +66,7 @@ class GradientShare(Share):
         super().__init__(optimizer, parameters, wire)
 
     def due(self, turn: Turn) -> bool:
-        return turn.moment == "gradients" or (turn.moment == "end" and self.unfinished)
+        return turn.kind == "gradients" or (turn.kind == "end" and self.unfinished)
 
     def skip(self) -> None:
         # ddp sends gradients before it finds that they are not finite.
@@ -75,7 +75,7 @@ class GradientShare(Share):
 
     def prepare(self, turn: Turn) -> None:
         self._bind()
-        if turn.moment == "end":
+        if turn.kind == "end":
             self._waiting = self._waits()
             return
         settings = self._settings(turn)
@@ -117,10 +117,6 @@ class GradientShare(Share):
         self.channel.abort()
         self._gradients = []
         self._waiting = None
-
-    def take_back(self) -> None:
-        """As `abort`: until `commit`, nothing but memories has changed."""
-        self.abort()
 
     def hand_back(self) -> dict[int, Tensor]:
         if self._bound is None:

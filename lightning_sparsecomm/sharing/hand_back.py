@@ -55,8 +55,8 @@ def _moments(optimizer: Optimizer, parameters: NamedParameters, memory: LocalAda
     seconds = averaged([moments[name][2] for name, _ in named], wire)
     for (name, parameter), rule, first, second in zip(named, adam_rules(optimizer, named), firsts, seconds):
         steps = moments[name][0]
-        if rule.fading:
-            _of_mean_(first, second, steps, (rule.fading, rule.fading_squares), wire.world_size)
+        if rule.beta1:
+            _of_mean_(first, second, steps, (rule.beta1, rule.beta2), wire.world_size)
         state: dict[str, Any] = optimizer.state[parameter]
         # The optimizer's state so far is a view of what the memory holds.
         state["exp_avg"] = first.to(parameter.dtype).view(parameter.shape)
@@ -70,19 +70,19 @@ def _shared_moments(
     named = [(name, parameter) for name, parameter in parameters if name in moments]
     for (name, parameter), rule in zip(named, adam_rules(optimizer, named)):
         _, first, second = moments[name]
-        if rule.fading and id(parameter) in waiting:
+        if rule.beta1 and id(parameter) in waiting:
             # As if it had entered the moment before that faded for the next step.
-            first = first.add(waiting[id(parameter)].view(first.shape), alpha=1 / rule.fading)
+            first = first.add(waiting[id(parameter)].view(first.shape), alpha=1 / rule.beta1)
         state: dict[str, Any] = optimizer.state[parameter]
         state["exp_avg"] = first.to(parameter.dtype, copy=True).view(parameter.shape)
         state["exp_avg_sq"] = second.to(parameter.dtype, copy=True).view(parameter.shape)
 
 
-def _of_mean_(first: Tensor, second: Tensor, steps: int, fading: tuple[float, float], ranks: int) -> None:
+def _of_mean_(first: Tensor, second: Tensor, steps: int, betas: tuple[float, float], ranks: int) -> None:
     """The second moment of the mean gradient, in place, from the means of both local moments."""
-    unbiased, unbiased_square = 1 - fading[0] ** steps, 1 - fading[1] ** steps
+    unbiased, unbiased_square = 1 - betas[0] ** steps, 1 - betas[1] ** steps
     # Variance of the averaged first moment, for noise of variance 1 on each rank.
-    noise = (1 - fading[0]) / (1 + fading[0]) / ranks
+    noise = (1 - betas[0]) / (1 + betas[0]) / ranks
     whole = second / unbiased_square
     mean = ((first / unbiased).square_().sub_(whole, alpha=noise) / (1 - noise)).clamp_(min=0)
     mean = torch.minimum(mean, whole)

@@ -23,11 +23,12 @@ class LateShare(InFlightShare[None], GradientShare):
     """A `GradientShare` whose exchange starts in one step, and which the next step uses.
 
         step t:   the exchange of the gradient of t starts;   w ← anchor − η · what that of t − 1 has shared
-                  anchor ← w;   w ← w − η · this rank's own gradient of t
+                  anchor ← w;   w ← w − θ · η · this rank's own gradient of t
 
     So the next forward and backward pass, during which the exchange takes place, find weights to which this rank's own
     gradient stands in for the mean. Without that, training at a rate that suits ddp may diverge, since all weights lag
-    a step behind. Gradients here are what enters the residual: with momentum a velocity, with `LocalAdam` a direction.
+    a step behind. Gradients here are what enters the residual: with momentum a velocity, with `LocalAdam` a direction;
+    θ is 1, or for directions `Coherence.ahead`.
 
     The anchors are equal on all ranks, and are the model that is validated and saved. Selection, coding and collectives
     run in the stream's thread; who needs the memories meanwhile, such as a save, waits for it. What was shared counts
@@ -48,8 +49,9 @@ class LateShare(InFlightShare[None], GradientShare):
         # By name, the gradients that an exchange reads, and those that the one before it has read: memory for `.grad`.
         self._spent: dict[str, Tensor] = {}
         self._read_now: dict[str, Tensor] = {}
-        # What weights will be ahead of the anchors by when the next step has been made, by name.
+        # What weights will be ahead of the anchors by when the next step has been made, by name, and at which rates.
         self._own: dict[str, Tensor] = {}
+        self._own_rates: dict[str, float] = {}
         self._ending = False
         super().__init__(sync, optimizer, parameters, wire)
 
@@ -65,13 +67,13 @@ class LateShare(InFlightShare[None], GradientShare):
         super().extend(parameters)
 
     def due(self, turn: Turn) -> bool:
-        if turn.moment == "end":
+        if turn.kind == "end":
             return self.unfinished or self._anchors.apart or self._arrived is not None or bool(self._left)
         return super().due(turn)
 
     def prepare(self, turn: Turn) -> None:
         self._finish()
-        self._ending = turn.moment == "end"
+        self._ending = turn.kind == "end"
         if self._ending:
             # A run that resumes with no step left has none yet.
             self._bind()
@@ -85,6 +87,8 @@ class LateShare(InFlightShare[None], GradientShare):
         self._spent = self._read_now
         self._read_now = {name: gradient for name, gradient in zip(names, gradients) if gradient is not None}
         self._rates = tuple(learning_rates(self.optimizer, self.parameters))
+        # Now, as no exchange is in flight, which measures what they follow.
+        self._own_rates = dict(zip(names, self._rates_ahead()))
         with self.wire.ledger.exchanging():
             self.channel.prepare(gradients, self._context(turn), wire, self._settings(turn))
             entering = zip(names, self.channel.residuals[-1].entering())
@@ -115,9 +119,10 @@ class LateShare(InFlightShare[None], GradientShare):
         with self.wire.ledger.exchanging(), torch.no_grad():
             signs = self._signs()
             self._anchors.take(self.parameters)
-            for (name, weight), rate in zip(self.parameters, self._rates):
+            for name, weight in self.parameters:
                 if name in self._own:
-                    weight.detach().sub_(self._own[name].to(weight.dtype), alpha=rate * signs[name])
+                    own = self._own[name].to(weight.dtype)
+                    weight.detach().sub_(own, alpha=self._own_rates[name] * signs[name])
             self._own = {}
             self._anchors.note(self.parameters)
 
@@ -142,8 +147,7 @@ class LateShare(InFlightShare[None], GradientShare):
             ours |= self._arrived.state_dict()
         if self._own:
             # A save between the exchange and the optimizer's step.
-            rates = zip((name for name, _ in self.parameters), map(number, self._rates))
-            ours |= {"own": self._own, "own rate": dict(rates)}
+            ours |= {"own": self._own, "own rate": {name: number(rate) for name, rate in self._own_rates.items()}}
         kinds = {f"late, {kind}": parts for kind, parts in ours.items() if parts}
         return super().state_dict() | add_prefix(type(self.sync).__name__, kinds)
 
@@ -157,8 +161,8 @@ class LateShare(InFlightShare[None], GradientShare):
         self._arrived = Arrived.loaded(taken("shared"), taken("present"), taken("rate"))
         self._left.load_state_dict(taken("left"), taken("rate of what is left"))
         self._anchors.load_state_dict(taken, self.parameters)
-        self._own, rates = taken("own"), taken("own rate")
-        self._rates = tuple(float(rates[name]) for name in weights if name in rates)
+        self._own = taken("own")
+        self._own_rates = {name: float(rate) for name, rate in taken("own rate").items()}
         super().load_state_dict(saved)
 
     def _finish(self) -> None:

@@ -80,10 +80,10 @@ class LocalStepsShare(GradientShare):
 
     @property
     def _ending(self) -> bool:
-        return self._turn.moment == "end"
+        return self._turn.kind == "end"
 
     def due(self, turn: Turn) -> bool:
-        if turn.moment == "end":
+        if turn.kind == "end":
             return self.unfinished or self._weights.anchors.apart
         return super().due(turn)
 

@@ -107,6 +107,11 @@ class Method(Part):
         method.fallback = fallback
         return method
 
+    @property
+    def chain(self) -> list["Method"]:
+        """The method and its fallbacks."""
+        return [self, *([] if self.fallback is None else self.fallback.chain)]
+
     def for_length(self, steps: float) -> "Method":
         """The method of a run of so many optimizer steps, infinite where unknown; itself unless it depends on that."""
         return self if self.by_length is None else self.by_length(steps)

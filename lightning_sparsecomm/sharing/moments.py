@@ -1,6 +1,7 @@
 """The optimizer's own state, averaged over ranks that train by themselves."""
 
 import inspect
+import zlib
 from collections.abc import Mapping
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_sparsecomm.basis import Wire
+from lightning_sparsecomm.basis import PARAMETERS, Wire
 from lightning_sparsecomm.basis.arguments import check_whole_number
 from lightning_sparsecomm.sharing.averaging import average_
 from lightning_sparsecomm.sharing.gradients import NamedParameters
@@ -52,6 +53,28 @@ def _kinds_of(optimizer: Optimizer) -> list[str] | None:
     like.grad = torch.zeros_like(like)
     other.step(lambda: 0.0)
     return [kind for kind, state in other.state[like].items() if isinstance(state, Tensor) and state.dim()]
+
+
+def state_on_all_ranks(optimizer: Optimizer, parameters: NamedParameters, wire: Wire) -> list[Tensor]:
+    """The floating-point state of those parameters for which all ranks hold state of the same kinds and shapes.
+
+    A rank that never had a gradient for a parameter mostly holds none. Step counts have no dimension, are equal on all
+    ranks and are left out. A collective: 8 bytes for each parameter.
+    """
+    if not parameters:
+        return []
+    held = [_state_of(optimizer, weight) for _, weight in parameters]
+    described = [zlib.crc32(repr([(kind, *state.shape) for kind, state in each.items()]).encode()) for each in held]
+    mine = torch.tensor(described, dtype=torch.int64, device=parameters[0][1].device)
+    of_ranks = wire.all_gather(mine, PARAMETERS)
+    alike = (of_ranks == of_ranks[0]).all(0).tolist()
+    return [state for each, here in zip(held, alike) if here for state in each.values()]
+
+
+def _state_of(optimizer: Optimizer, weight: Tensor) -> dict[str, Tensor]:
+    state = optimizer.state.get(weight, {})
+    tensors = {kind: state[kind] for kind in sorted(state) if isinstance(state[kind], Tensor)}
+    return {kind: each for kind, each in tensors.items() if each.dim() and each.is_floating_point()}
 
 
 class Moments:

@@ -15,7 +15,7 @@ from lightning_sparsecomm.channel.saved import Saved
 from lightning_sparsecomm.exchange import Exchanged
 from lightning_sparsecomm.sharing.gradients import NamedParameters, wide_dtype
 
-Moment = Literal["gradients", "weights", "land", "end"]
+TurnKind = Literal["gradients", "weights", "land", "end"]
 """When a turn takes place: before an optimizer step, after it, or after the last one. "land" uses what is in flight."""
 
 
@@ -24,7 +24,7 @@ class Turn:
     """One turn of an optimizer's shares: all exchange together, or none does.
 
     Attributes:
-        moment: When it takes place.
+        kind: When it takes place.
         step: Optimizer steps finished before the step it belongs to.
         epoch: Epochs finished, including a fraction.
         seed: The run's seed, equal on all ranks.
@@ -35,7 +35,7 @@ class Turn:
         ends_epoch: Whether an epoch ends with it, so that ranks should share their weights then; equal on all ranks.
     """
 
-    moment: Moment
+    kind: TurnKind
     step: int
     epoch: float = 0.0
     seed: int = 0
@@ -198,8 +198,15 @@ class Share(ABC):
         self.wire.ledger.sent_elements += self.channel.exchange.elements(exchanged)
 
     def _context(self, turn: Turn, quantity: str = "gradient") -> Round:
-        rank, world_size = self.wire.rank, self.wire.world_size
-        dtype = wide_dtype(self.parameters)
         return Round(
-            self.layout, turn.step, turn.epoch, turn.seed, rank, world_size, turn.warmup, quantity, turn.length, dtype
+            self.layout,
+            step=turn.step,
+            epoch=turn.epoch,
+            seed=turn.seed,
+            rank=self.wire.rank,
+            world_size=self.wire.world_size,
+            warmup=turn.warmup,
+            quantity=quantity,
+            length=turn.length,
+            dtype=wide_dtype(self.parameters),
         )

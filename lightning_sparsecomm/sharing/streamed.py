@@ -11,7 +11,7 @@ from lightning_sparsecomm.basis import UPDATES, Wire
 from lightning_sparsecomm.basis.arguments import check_whole_number, is_number
 from lightning_sparsecomm.basis.stream import Stream
 from lightning_sparsecomm.channel.saved import Saved, add_prefix, pop_named, strip_prefix
-from lightning_sparsecomm.sharing.delta_share import Delayed, DeltaShare, times
+from lightning_sparsecomm.sharing.delta_share import Delayed, DeltaShare, scaled
 from lightning_sparsecomm.sharing.flown import Arrived, by_name, fly, load_arrived, saved_arrived
 from lightning_sparsecomm.sharing.flown import Mix as Mix
 from lightning_sparsecomm.sharing.gradients import NamedParameters
@@ -98,18 +98,18 @@ class StreamedShare(InFlightShare[dict[str, Tensor]], DeltaShare):
         return self.steps + (self._steps_before if self._flight is not None else 0)
 
     def due(self, turn: Turn) -> bool:
-        if turn.moment == "end":
+        if turn.kind == "end":
             return self._apart
         if self.under_way:
-            return turn.moment == "land" or (turn.moment == "weights" and turn.step >= self._arrives)
-        return (self._again and turn.moment == "weights") or super().due(turn)
+            return turn.kind == "land" or (turn.kind == "weights" and turn.step >= self._arrives)
+        return (self._again and turn.kind == "weights") or super().due(turn)
 
     def after_step(self) -> None:
         self._apart = True
         super().after_step()
 
     def prepare(self, turn: Turn) -> None:
-        self._turn = "end" if turn.moment == "end" else "land" if self.under_way else "start"
+        self._turn = "end" if turn.kind == "end" else "land" if self.under_way else "start"
         if self._turn == "end":
             self._finish()
             self._apply()
@@ -212,7 +212,7 @@ class StreamedShare(InFlightShare[dict[str, Tensor]], DeltaShare):
             self._began = weights if self._mix == "keep" else {}
             # What is set from now on belongs to the next exchange.
             self._noticed = self._set_weights.take()
-            sent, context = times(changes, self.weight), self._context(turn, "weight update")
+            sent, context = scaled(changes, self.weight), self._context(turn, "weight update")
             work = partial(fly, self.channel, sent, weights, self._noticed, context)
             self._flight = self.stream.start(work, beside)
 

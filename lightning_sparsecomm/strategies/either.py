@@ -2,8 +2,9 @@
 
 import itertools
 import weakref
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from lightning_sparsecomm.frontends.mixin import SynchronizingMixin
 from lightning_sparsecomm.frontends.packages import FABRICS, TRAINERS
@@ -94,6 +95,8 @@ class SparseCommStrategy(_Strategy):
         seed: Seed of the method's own randomness; equal on all ranks.
         check_replicas_every: Optimizer steps between two comparisons of the ranks' weights; None compares at the end.
         uneven_inputs: Whether a Trainer's ranks may have different numbers of batches in an epoch.
+        nodes: Which ranks are joined by something fast: "auto" for those of a machine, or their ranks, such as
+            [[0, 1], [2, 3]]. They average whole gradients, and the method works between nodes. None treats all alike.
         **kwargs: Options of DDPStrategy and of DistributedDataParallel.
 
     Raises:
@@ -106,10 +109,12 @@ class SparseCommStrategy(_Strategy):
         seed: int = 0,
         check_replicas_every: int | None = CHECK_REPLICAS_EVERY,
         uneven_inputs: bool = False,
+        nodes: Literal["auto"] | Sequence[Sequence[int]] | None = None,
         **kwargs: Any,
     ) -> None:
         arguments = {"method": method, "seed": seed, "check_replicas_every": check_replicas_every, **kwargs}
-        self._register(arguments | ({"uneven_inputs": uneven_inputs} if uneven_inputs else {}))
+        arguments |= {"uneven_inputs": uneven_inputs} if uneven_inputs else {}
+        self._register(arguments | ({"nodes": nodes} if nodes is not None else {}))
 
 
 class ElasticSparseCommStrategy(_Strategy):

@@ -1,5 +1,7 @@
 """What ranks measure of their gradients: 1 where they agree, 1/W where they are noise."""
 
+from collections.abc import Iterable
+
 import pytest
 import torch
 from torch import Tensor
@@ -22,7 +24,8 @@ def measured(signal: float, noise: float) -> Coherence:
     for step in range(STEPS):
         common = signal * torch.randn(350, generator=generator)
         gradients = common + noise * torch.randn(RANKS, 350, generator=generator)
-        coherence.take(["a", "b"], [True, False], total_of(gradients, coherence.positions(LAYOUT, step, CPU)), RANKS)
+        total = total_of(gradients, coherence.positions(LAYOUT, step, CPU))
+        coherence.take(["a", "b"], [True, False], total, RANKS, step)
     return coherence
 
 
@@ -43,7 +46,7 @@ def test_of_noise_a_rank_trains_ahead_by_no_more_than_with_4_ranks(ranks: int, o
     coherence = Coherence()
     assert coherence.ahead("a", ranks) == 1.0
     for sums, expected in (([1.0 / ranks, 1.0], of_noise), ([0.5, 1.0], 1.0), ([0.16, 1.0], max(0.8, of_noise))):
-        coherence.load_state_dict({"a": torch.tensor(sums)})
+        coherence.load_state_dict({"a": torch.tensor(sums)})  # as versions before the third number saved them
         assert coherence.ahead("a", ranks) == pytest.approx(expected)
         assert coherence.ahead("b", ranks) == 1.0
 
@@ -52,7 +55,7 @@ def test_of_noise_a_rank_trains_ahead_by_no_more_than_with_4_ranks(ranks: int, o
 def test_zeros_and_what_is_not_finite_change_nothing(value: float) -> None:
     coherence = measured(1.0, 1.0)
     before = coherence.of("a", RANKS)
-    coherence.take(["a"], [True], torch.full((1, SAMPLED + 1), value), RANKS)
+    coherence.take(["a"], [True], torch.full((1, SAMPLED + 1), value), RANKS, STEPS)
     assert coherence.of("a", RANKS) == before
 
 
@@ -71,7 +74,35 @@ def test_less_is_summed_of_small_tensors() -> None:
     assert counts.tolist() == [32, 12, 8, 8]
 
 
+def steps_due(coherence: Coherence, steps: Iterable[int]) -> list[int]:
+    """In which of these steps, which exchange, ranks sum elements."""
+    due = []
+    for step in steps:
+        if coherence.is_due(step):
+            due.append(step)
+            coherence.take(["a"], [True], torch.ones(1, SAMPLED + 1), RANKS, step)
+    return due
+
+
+@pytest.mark.parametrize(
+    ("exchanges", "due"),
+    [
+        (range(298, 320), [298, 299, 304, 312]),
+        # Every second one, but for ends of epochs of 4 steps.
+        (range(299, 330, 4), [299, 307, 315, 323]),
+        # Steps are set back.
+        ([312, 313, 305, 306], [312, 305]),
+    ],
+)
+def test_after_the_first_steps_ranks_sum_in_the_first_exchange_of_eight_steps(
+    exchanges: Iterable[int], due: list[int]
+) -> None:
+    assert steps_due(Coherence(), exchanges) == due
+
+
 def test_it_is_saved() -> None:
     coherence, loaded = measured(1.0, 1.0), Coherence()
+    assert steps_due(coherence, [400, 401]) == [400]
     loaded.load_state_dict(dict(coherence.state_dict()))
     assert loaded.of("a", RANKS) == coherence.of("a", RANKS)
+    assert steps_due(loaded, [402, 403, 408]) == [408]

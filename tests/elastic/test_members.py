@@ -159,7 +159,7 @@ def test_changes_count_by_the_samples_behind_them() -> None:
 
 
 def test_gradients_count_by_the_samples_of_the_step() -> None:
-    offer = OFFER._replace(moment="gradients", trained=1)
+    offer = OFFER._replace(kind="gradients", trained=1)
     counts: list[tuple[int, int | None]] = [(0, 0), (1, 8), (1, 24)]
     members = [member("a", offer=offer._replace(trained=each, samples=samples)) for each, samples in counts]
     assert weights_of(members, plan_of(members, 1)) == {0: 0.0, 1: 0.75, 2: 2.25}
@@ -223,22 +223,22 @@ def test_offers_tell_the_end() -> None:
 
 def test_gradients_are_exchanged_by_those_that_have_made_the_step_before() -> None:
     """One that commits only now has its own step to make: it stays out, and falls behind."""
-    offer = OFFER._replace(moment="gradients", trained=1)
+    offer = OFFER._replace(kind="gradients", trained=1)
     late = member("a", "s", 3, pending="t", offer=offer)
     plan = plan_of([late, member("b", "t", 4, offer=offer), member("c", "t", 4, offer=offer)], 1)
     assert (plan.healthy, plan.exchanging, plan.joining, plan.leader) == ([0, 1, 2], [1, 2], [], 1)
 
 
 def test_gradients_of_another_optimizer_are_of_no_use() -> None:
-    first, second = (OFFER._replace(moment="gradients", optimizer=number, trained=1) for number in (0, 1))
+    first, second = (OFFER._replace(kind="gradients", optimizer=number, trained=1) for number in (0, 1))
     plan = plan_of([member("a", offer=first), member("b", offer=second), member("c", offer=second)], 1)
     assert (plan.offer, plan.exchanging, plan.joining) == (second, [1, 2], [0])
 
 
 def test_the_settings_of_one_that_has_come_as_far_as_any_count() -> None:
-    away = OFFER._replace(moment="gradients", trained=0, epoch=0.9, settings=({"lr": 3.0},))
-    behind = OFFER._replace(moment="gradients", trained=1, epoch=0.2, settings=({"lr": 2.0},))
-    leading = OFFER._replace(moment="gradients", trained=1, epoch=0.5, settings=({"lr": 1.0},))
+    away = OFFER._replace(kind="gradients", trained=0, epoch=0.9, settings=({"lr": 3.0},))
+    behind = OFFER._replace(kind="gradients", trained=1, epoch=0.2, settings=({"lr": 2.0},))
+    leading = OFFER._replace(kind="gradients", trained=1, epoch=0.5, settings=({"lr": 1.0},))
     members = [member("a", offer=away), member("b", offer=behind), member("c", offer=leading)]
     plan = plan_of(members, 1)
     assert plan.offer == leading
@@ -253,18 +253,18 @@ def test_weights_that_differ_are_replaced_by_those_of_most() -> None:
 
 
 def test_one_that_stops_early_does_not_take_the_meeting_over() -> None:
-    ending, training = OFFER._replace(moment="end"), OFFER._replace(moment="gradients", trained=1)
+    ending, training = OFFER._replace(kind="end"), OFFER._replace(kind="gradients", trained=1)
     plan = plan_of([member("a", offer=ending), member("b", offer=training)], 1)
     assert (plan.offer, plan.exchanging, plan.joining) == (training, [1], [0])
 
 
 def test_one_with_a_step_to_make_stays_out_of_the_last_exchange() -> None:
-    ending, training = OFFER._replace(moment="end"), OFFER._replace(moment="gradients", trained=1)
+    ending, training = OFFER._replace(kind="end"), OFFER._replace(kind="gradients", trained=1)
     late = member("a", "s", 3, pending="t", offer=training)
     plan = plan_of([late, member("b", "t", 4, offer=ending), member("c", "t", 4, offer=ending)], 1)
     assert (plan.offer, plan.exchanging, plan.joining) == (ending, [1, 2], [])
 
 
 def test_gradients_of_old_weights_alone_count_for_nothing() -> None:
-    members = [member("a", offer=OFFER._replace(moment="gradients", trained=0))]
+    members = [member("a", offer=OFFER._replace(kind="gradients", trained=0))]
     assert weights_of(members, plan_of(members, 1)) == {0: 0.0}

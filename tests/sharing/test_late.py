@@ -13,6 +13,7 @@ from torch.optim import SGD, Adam, AdamW, RMSprop
 from lightning_sparsecomm.basis import Round, Vector, Wire
 from lightning_sparsecomm.basis.stream import Stream
 from lightning_sparsecomm.channel import Channel, ErrorFeedback, LocalAdam, Momentum, MomentumCorrection
+from lightning_sparsecomm.channel.coherence import Coherence
 from lightning_sparsecomm.codecs import SparseCodec, TopK
 from lightning_sparsecomm.exchange import BlockReduce, DenseAllReduce, Exchanged, Gather, NonFiniteGradientError
 from lightning_sparsecomm.methods import dgc, local_adam
@@ -113,6 +114,26 @@ def test_an_optimizer_whose_step_calls_its_parent_s_trains_alike() -> None:
                     training.optimizer.step(_fail)
         ends.append((training.own(), training.shared()))
     assert all(torch.equal(*each) for each in zip(*ends))
+
+
+@pytest.mark.usefixtures("wire")
+def test_a_rank_trains_ahead_by_a_part_of_what_is_mostly_noise_and_loses_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As with many ranks, whose directions are far longer than that of all."""
+    aheads, ends = [], []
+    for part in (1.0, 0.25):
+        monkeypatch.setattr(Coherence, "ahead", lambda *_, part=part: part)
+        training = Training(local_adam(density=0.2, delay=1), AdamW, weight_decay=0.0)
+        for step, rate in enumerate((0.1, 0.2, 0.05, 0.3)):
+            training.train(*drawn(step), rate=rate)
+            aheads.append(training.shared() - training.own())
+        training.engine.settle()
+        ends.append(training.own())
+    for whole, some in zip(aheads[:4], aheads[4:]):
+        assert whole.abs().max() > 0.01
+        torch.testing.assert_close(some, 0.25 * whole, rtol=1e-4, atol=1e-6)
+    assert torch.equal(*ends)
 
 
 def _fail() -> float:

@@ -20,7 +20,7 @@ class Idle(Share):
         super().__init__(optimizer, parameters, wire)
 
     def due(self, turn: Turn) -> bool:
-        return turn.moment == "gradients"
+        return turn.kind == "gradients"
 
     def prepare(self, turn: Turn) -> None:
         self.context = self._context(turn, "thing")

@@ -28,9 +28,9 @@ class _Numbers(NamedTuple):
 
     keep: Scalar
     scale: Scalar
-    fading: Scalar
+    beta1: Scalar
     entering: Scalar
-    fading_squares: Scalar
+    beta2: Scalar
     entering_squares: Scalar
     unbias: Scalar
     unbias_squares: Scalar
@@ -65,7 +65,7 @@ def add_direction_(
     weights = g if moments.weights is None else moments.weights.numpy()
     vectors = _Vectors(r, moments.first.numpy(), moments.second.numpy(), g, weights)
     numbers = (
-        *(keep, scale, moments.fading, 1 - moments.fading, moments.fading_squares, 1 - moments.fading_squares),
+        *(keep, scale, moments.beta1, 1 - moments.beta1, moments.beta2, 1 - moments.beta2),
         *(moments.unbias, moments.unbias_squares, moments.epsilon, moments.coherence, moments.decay, LIMIT),
     )
     typed = _Numbers._make(map(r.dtype.type, numbers))
@@ -83,8 +83,8 @@ def _piece(vectors: _Vectors, numbers: _Numbers, decays: bool, checked: bool) ->
         g = numbers.scale * (zero if excluded else gradient[i])
         if decays:
             g = g + weights[i] * numbers.decay
-        m = numbers.fading * first[i] + g * numbers.entering
-        v = numbers.fading_squares * second[i] + ((g * g) * numbers.coherence) * numbers.entering_squares
+        m = numbers.beta1 * first[i] + g * numbers.entering
+        v = numbers.beta2 * second[i] + ((g * g) * numbers.coherence) * numbers.entering_squares
         first[i] = m
         second[i] = v
         root = np.sqrt(v * numbers.unbias_squares) + numbers.epsilon

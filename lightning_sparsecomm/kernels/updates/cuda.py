@@ -107,8 +107,8 @@ def _row(update: Update) -> list[float]:
     factors = [update.momentum, update.gain, update.lookahead or 0.0]
     if moments is not None:
         tensors[2:] = moments.first, moments.second, moments.weights
-        fading, squares = moments.fading, moments.fading_squares
-        factors = [fading, 1 - fading, squares, 1 - squares, moments.unbias, moments.unbias_squares]
+        beta1, squares = moments.beta1, moments.beta2
+        factors = [beta1, 1 - beta1, squares, 1 - squares, moments.unbias, moments.unbias_squares]
         factors += [moments.epsilon, moments.coherence, moments.decay]
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
     whole = np.array([*addresses, update.residual.numel()]).view(np.float64)

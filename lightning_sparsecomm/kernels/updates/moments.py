@@ -17,17 +17,17 @@ class Moments(NamedTuple):
     Kernels round each operation separately, in this order:
 
         g ← g + decay·weights                                (only with weights)
-        m ← fading·m + (1 − fading)·g
-        v ← fading_squares·v + (1 − fading_squares)·(coherence·(g·g))
+        m ← beta1·m + (1 − beta1)·g
+        v ← beta2·v + (1 − beta2)·(coherence·(g·g))
         x ← (unbias·m) / (√(unbias_squares·v) + epsilon)
 
     Attributes:
         first: m, `[n]` float32 or float64, contiguous; changed in place.
         second: v, like m; changed in place.
-        fading: Factor on m.
-        fading_squares: Factor on v.
-        unbias: 1 / (1 − fading^t) in step t, counted from 1.
-        unbias_squares: 1 / (1 − fading_squares^t).
+        beta1: Factor on m.
+        beta2: Factor on v.
+        unbias: 1 / (1 − beta1^t) in step t, counted from 1.
+        unbias_squares: 1 / (1 − beta2^t).
         epsilon: Added to the root.
         coherence: The squared mean over ranks of the gradients by their mean square; 1 for Adam on this rank alone.
         decay: Factor on the weights that are added to the gradient.
@@ -36,8 +36,8 @@ class Moments(NamedTuple):
 
     first: Tensor
     second: Tensor
-    fading: float = 0.9
-    fading_squares: float = 0.999
+    beta1: float = 0.9
+    beta2: float = 0.999
     unbias: float = 1.0
     unbias_squares: float = 1.0
     epsilon: float = 1e-8
@@ -60,19 +60,19 @@ class Moments(NamedTuple):
 def advance_(moments: Moments, gradient: Tensor) -> None:
     """Takes a gradient of the same elements into both moments, in place."""
     gradient = _decayed(moments, gradient)
-    moments.first.mul_(moments.fading).add_(gradient * (1 - moments.fading))
-    moments.second.mul_(moments.fading_squares).add_(_entering(moments, gradient))
+    moments.first.mul_(moments.beta1).add_(gradient * (1 - moments.beta1))
+    moments.second.mul_(moments.beta2).add_(_entering(moments, gradient))
 
 
 def retreat_(moments: Moments, gradient: Tensor) -> None:
     """Undoes `advance_`, to round-off of what the moments are now. With a factor of 0, a moment becomes 0."""
     gradient = _decayed(moments, gradient)
-    if moments.fading:
-        moments.first.sub_(gradient * (1 - moments.fading)).div_(moments.fading)
+    if moments.beta1:
+        moments.first.sub_(gradient * (1 - moments.beta1)).div_(moments.beta1)
     else:
         moments.first.zero_()
-    if moments.fading_squares:
-        moments.second.sub_(_entering(moments, gradient)).div_(moments.fading_squares)
+    if moments.beta2:
+        moments.second.sub_(_entering(moments, gradient)).div_(moments.beta2)
         # Round-off must not make a second moment negative.
         moments.second.clamp_(min=0)
     else:
@@ -87,7 +87,7 @@ def direction(moments: Moments) -> Tensor:
 
 def _entering(moments: Moments, gradient: Tensor) -> Tensor:
     """What enters the second moment."""
-    return (gradient * gradient).mul_(moments.coherence).mul_(1 - moments.fading_squares)
+    return (gradient * gradient).mul_(moments.coherence).mul_(1 - moments.beta2)
 
 
 def root(x: Tensor) -> Tensor:

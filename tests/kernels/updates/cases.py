@@ -20,8 +20,8 @@ KINDS = {
         "keep": 0.9,
         "scale": -1 / 3,
         "moments": {
-            "fading": 0.7,
-            "fading_squares": 0.9,
+            "beta1": 0.7,
+            "beta2": 0.9,
             "unbias": 1 / 0.6,
             "unbias_squares": 1 / 0.3,
             "epsilon": 0.1,
