@@ -24,6 +24,8 @@ CHARACTERS = 32
 
 HELD_OUT_WINDOWS, HELD_OUT_SAMPLES, TRAINING_SAMPLES, INPUTS = 2_000, 10_000, 50_000, 64
 
+USERS, ITEMS = 20_000, 5_000
+
 NOISE = 0.3
 """Of images to denoise: its standard deviation, where that of their pixels is 1."""
 
@@ -123,6 +125,23 @@ class CharacterLSTM(nn.Module):
         return scores
 
 
+class Recommender(nn.Module):
+    """Tables of 20,000 users and 5,000 items, 8 numbers each, and two linear layers, 200,161 parameters."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.users, self.items = nn.Embedding(USERS, 8), nn.Embedding(ITEMS, 8)
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+        for table in (self.users, self.items):
+            nn.init.normal_(table.weight, std=0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Ratings `[batch]`, given users and items `[batch, 2]`."""
+        product = self.users(x[:, 0]) * self.items(x[:, 1])
+        ratings: Tensor = product.sum(1) + self.layers(product)[:, 0]
+        return ratings
+
+
 @cache
 def fashion(data_dir: Path, tune: bool) -> Data:
     """Fashion-MNIST, standardized."""
@@ -186,6 +205,22 @@ def taught(data_dir: Path, tune: bool) -> Data:
     return Data(parts[0], parts[1 if tune else 2], 10)
 
 
+@cache
+def rated(data_dir: Path, tune: bool) -> Data:
+    """Users and items, the n-th by popularity as often as n^-0.9, with a rating: a random bilinear form, and noise."""
+    generator = torch.Generator().manual_seed(0)
+    samples, pairs = 120_000 + 2 * HELD_OUT_SAMPLES, []
+    for count in (USERS, ITEMS):
+        popularity = torch.arange(1, count + 1).double() ** -0.9
+        chosen = torch.multinomial(popularity, samples, replacement=True, generator=generator)
+        pairs.append((chosen, torch.randn(count, 8, generator=generator)[chosen]))
+    (users, tastes), (items, traits) = pairs
+    ratings = (tastes * traits).sum(1) / 8**0.5 + 0.5 * torch.randn(samples, generator=generator)
+    inputs, ends = torch.stack([users, items], 1), (120_000, 120_000 + HELD_OUT_SAMPLES)
+    parts = list(zip(inputs.tensor_split(ends), ratings.tensor_split(ends)))
+    return Data(parts[0], parts[1 if tune else 2], 1)
+
+
 def entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     """The mean cross-entropy of classes, in nats."""
     return cross_entropy(outputs.flatten(0, -2), targets.flatten())
@@ -225,6 +260,7 @@ TASKS = {
     "gpt": Task(CharacterGPT, text),
     "digits": Task(digit_convolution, digits),
     "autoencoder": Task(autoencoder, noisy, mse_loss, explained),
+    "recommender": Task(Recommender, rated, mse_loss, explained),
 }
 
 TRIED = {
@@ -234,6 +270,7 @@ TRIED = {
         "lstm": (0.3, 1.0, 3.0, 6.0),
         "gpt": (0.1, 0.3, 1.0),
         "autoencoder": (0.01, 0.03, 0.1, 0.3),
+        "recommender": (0.3, 1.0, 3.0, 10.0),
     },
     "adamw": {
         "batch norm": (2e-3, 4e-3, 8e-3, 1.6e-2),
@@ -241,6 +278,7 @@ TRIED = {
         "lstm": (5e-3, 1e-2, 2e-2, 4e-2),
         "gpt": (2.5e-3, 5e-3, 1e-2, 2e-2, 4e-2),
         "autoencoder": (2e-3, 4e-3, 8e-3, 1.6e-2),
+        "recommender": (5e-3, 1e-2, 2e-2, 4e-2, 8e-2),
     },
 }
 """Learning rates that `--tune` tries with ddp."""
@@ -254,6 +292,7 @@ RATES = {
         "lstm": 3.0,
         "gpt": 0.3,
         "autoencoder": 0.03,
+        "recommender": 3.0,
     },
     "adamw": {
         "convolution": 8e-3,
@@ -263,6 +302,7 @@ RATES = {
         "lstm": 2e-2,
         "gpt": 2e-2,
         "autoencoder": 8e-3,
+        "recommender": 2e-2,
     },
 }
 """What trains ddp. Those of convolution and digits were chosen before, likewise; what was tried is not recorded."""

@@ -260,8 +260,8 @@ def warmed(
     density: Density,
     warmup_steps: int | None,
     warmup_epochs: int | None,
-    shape: Literal["exponential", "inverse_time"],
     otherwise: int = 0,
+    shape: Literal["exponential", "inverse_time"] = "exponential",
 ) -> Density:
     """`density` with a warm-up before it, of so many steps or epochs; of `otherwise` steps where neither is given.
 

@@ -1,7 +1,6 @@
 """A gather whose ranks' contributions do not all count alike."""
 
 from collections.abc import Iterator
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -34,7 +33,7 @@ class GatherContributions(Gather):
         TypeError: A switch is neither True nor False.
     """
 
-    may_reduce: ClassVar[bool] = False
+    may_reduce: bool = False
 
     def __init__(self, compressor: Compressor, of_senders: bool = False, clip_to_median: bool = False) -> None:
         check_booleans(of_senders=of_senders, clip_to_median=clip_to_median)

@@ -45,7 +45,7 @@ class Gather(Exchange):
         compressor: Turns the vector into bytes.
     """
 
-    may_reduce: ClassVar[bool] = True
+    may_reduce: bool = True
     """Whether what was selected may be all-reduced: not where more than its mean is needed."""
 
     takes_sparse: ClassVar[bool] = False

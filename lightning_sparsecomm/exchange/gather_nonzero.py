@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparsecomm.basis import Round, SparseVector, Vector
-from lightning_sparsecomm.codecs import Compressor, Float32, Float64, IndexCoding, Runs
+from lightning_sparsecomm.codecs import Compressor, Float32, Float64, IndexCoding, Runs, ValueCodec
 from lightning_sparsecomm.codecs.sparse import decode_sparse, encode_sparse
 from lightning_sparsecomm.exchange.base import SparseExchange
 from lightning_sparsecomm.exchange.gather import Gather
@@ -15,9 +15,9 @@ from lightning_sparsecomm.kernels import kernels_for
 
 
 class NonZero(Compressor):
-    """Sends the elements that are not zero, or those that a sparse gradient holds, whole. Exact.
+    """Sends the elements that are not zero, or those that a sparse gradient holds. Exact by default.
 
-    A payload has 16 bytes, the positions in a code, and 4 for each element (8 in float64).
+    A payload has 16 bytes, the positions in a code, and 4 for each element (8 in float64), or what `values` says.
 
     >>> context = Round(Layout([("table", (4, 2))]))
     >>> payload = NonZero().encode(Vector(torch.tensor([0.0, 0, 1, 2, 0, 0, 0, 0])), context)
@@ -26,17 +26,18 @@ class NonZero(Compressor):
 
     Args:
         indices: Encodes positions; the default has 8 bytes for each run of elements, such as a row.
+        values: Encodes values; None keeps them exact.
     """
 
-    def __init__(self, indices: IndexCoding = Runs()) -> None:  # noqa: B008
-        self.indices = indices
+    def __init__(self, indices: IndexCoding = Runs(), values: ValueCodec | None = None) -> None:  # noqa: B008
+        self.indices, self.values = indices, values
 
     def encode(self, x: Vector, context: Round) -> Tensor:
         indices, values = x.indices, x.values
         if indices is None:
             indices = values.nonzero().view(-1)
             values = values[indices]
-        codec = Float64() if context.dtype == torch.float64 else Float32()
+        codec = self.values or (Float64() if context.dtype == torch.float64 else Float32())
         return encode_sparse(SparseVector(indices, values, context.layout.size), context.layout, codec, self.indices)
 
     def decode(self, payload: Tensor, size: int) -> SparseVector:
@@ -44,22 +45,26 @@ class NonZero(Compressor):
 
 
 class GatherNonZero(Gather, SparseExchange):
-    """The exact mean of vectors that are mostly zero: each rank sends all ranks what is not. Unbiased.
+    """The mean of vectors that are mostly zero: each rank sends all ranks what is not. Exact by default, and unbiased.
 
-    Bytes handed over: 24 and the headers, 8 for each run of elements, and 4 for each element. They go to all others, so
-    that the link has W − 1 times as many.
+    Bytes handed over: 24 and the headers, 8 for each run of elements, and 4 for each element, or what `values` says.
+    They go to all others, so that the link has W − 1 times as many.
 
     Source: how torch's DDP shares sparse gradients, and Parallax (Kim et al. 2019) without its parameter servers.
 
     >>> GatherNonZero()
     GatherNonZero()
+
+    Args:
+        values: Encodes values, such as `BFloat16()`; None keeps them exact. What is rounded off is lost.
+        may_reduce: Whether an all-reduce of everything takes its place where that costs less. Not for sparse gradients.
     """
 
-    may_reduce: ClassVar[bool] = False
     takes_sparse: ClassVar[bool] = True
 
-    def __init__(self) -> None:
-        super().__init__(NonZero())
+    def __init__(self, values: ValueCodec | None = None, may_reduce: bool = False) -> None:
+        super().__init__(NonZero(values=values))
+        self.values, self.may_reduce = values, may_reduce
 
     def combined(
         self, vectors: Iterator[SparseVector | Tensor], own: int, dtype: torch.dtype
@@ -71,4 +76,5 @@ class GatherNonZero(Gather, SparseExchange):
         return SparseVector(indices, sums.div_(len(sent)), held[0].size), sent[own]
 
     def __repr__(self) -> str:
-        return "GatherNonZero()"
+        options = [] if self.values is None else [repr(self.values)]
+        return f"GatherNonZero({', '.join(options + ['may_reduce=True'] * self.may_reduce)})"

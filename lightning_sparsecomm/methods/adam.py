@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
-from lightning_sparsecomm.basis.arguments import renamed
 from lightning_sparsecomm.basis.schedules import Density, Every, warmed
-from lightning_sparsecomm.channel import Channel, ClipLocalNorm, ErrorFeedback, LocalAdam
+from lightning_sparsecomm.channel import Channel, ErrorFeedback, LocalAdam
+from lightning_sparsecomm.methods.corrected import Steps, clipping_at
 from lightning_sparsecomm.methods.dropping import ExchangeName, PositionName, ScopeName, ValueName, sparse
-from lightning_sparsecomm.methods.weights import RestBits, rest
+from lightning_sparsecomm.methods.weights import RestBits, rest, with_rows
 from lightning_sparsecomm.sharing import GradientSync, Method
 
 
@@ -60,6 +60,8 @@ class local_adam(Method):
         residual_in_weights: Whether a rank computes its gradients ahead of the shared weights by what it has not sent
             yet, and not only by its steps since the last exchange. With more than 4 ranks, both by a part where
             gradients are mostly noise; see `GradientSync`.
+        few_rows: Whether tables of embeddings whose gradients have few rows are exchanged row by row, in bfloat16 and
+            in each step, so that the optimizer sees there what it sees with ddp. Ranks find them in the first step.
 
     Raises:
         ValueError: A density outside (0, 1], a clip that is not positive, an unknown scope, dtype, code or exchange, a
@@ -81,12 +83,12 @@ class local_adam(Method):
         delay: int = 0,
         every: Every = 1,
         residual_in_weights: bool = False,
+        few_rows: bool = False,
     ) -> None:
-        how = sparse(warmed(density, warmup_steps, warmup_epochs, "exponential"), scope, values, positions, exchange)
-        with renamed(max_norm="clip"):
-            before, after = ClipLocalNorm(clip), ClipLocalNorm(clip)
+        how = sparse(warmed(density, warmup_steps, warmup_epochs), scope, values, positions, exchange)
+        before, after = clipping_at(clip), clipping_at(clip)
         whole = [after, LocalAdam(), ErrorFeedback()]
         weights = GradientSync(Channel(how, [before, LocalAdam(), ErrorFeedback()]), exclude=exclude, min_dimensions=2)
-        own = delay or every != 1 or residual_in_weights
-        others = rest(rest_bits, *([whole, whole] if own else [[after], [after, ErrorFeedback()]]))
-        super().__init__([sync.at(delay, every, residual_in_weights) for sync in (weights, others)])
+        steps: Steps = delay, every, residual_in_weights
+        others = rest(rest_bits, *([[after], [after, ErrorFeedback()]] if steps == (0, 1, False) else [whole, whole]))
+        super().__init__(with_rows([sync.at(*steps) for sync in (weights, others)], few_rows, [after]))

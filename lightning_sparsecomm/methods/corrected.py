@@ -6,8 +6,17 @@ from lightning_sparsecomm.basis.arguments import check_booleans, renamed
 from lightning_sparsecomm.basis.schedules import Every
 from lightning_sparsecomm.channel import Channel, ClipLocalNorm, ErrorFeedback, Momentum, MomentumCorrection
 from lightning_sparsecomm.exchange import Exchange
-from lightning_sparsecomm.methods.weights import RestBits, rest
+from lightning_sparsecomm.methods.weights import RestBits, rest, with_rows
 from lightning_sparsecomm.sharing import GradientSync
+
+Steps = tuple[int, Every, bool]
+"""`delay`, `every` and `residual_in_weights` of `GradientSync`."""
+
+
+def clipping_at(clip: float | None) -> ClipLocalNorm:
+    """Clips each rank's own gradient; raises `ValueError` for a `clip` that is not positive."""
+    with renamed(max_norm="clip"):
+        return ClipLocalNorm(clip)
 
 
 def corrected(
@@ -18,14 +27,12 @@ def corrected(
     exclude: Sequence[str],
     follow_rate: bool,
     rest_bits: RestBits = 32,
-    delay: int = 0,
-    every: Every = 1,
-    residual_in_weights: bool = False,
+    steps: Steps = (0, 1, False),
+    few_rows: bool = False,
 ) -> list[GradientSync]:
     """Sends weights through `exchange`, after momentum and residual; sends all else whole, before momentum."""
     check_booleans(momentum_correction=correction, follow_rate=follow_rate)
-    with renamed(max_norm="clip"):
-        clipping = ClipLocalNorm(clip)
+    clipping = clipping_at(clip)
     before = [MomentumCorrection(masking)] if correction else []
     # Of what is sent whole, nothing is masked.
     unmasked = [MomentumCorrection(False)] if correction else []
@@ -37,6 +44,7 @@ def corrected(
     syncs = [
         GradientSync(weights, exclude=exclude, min_dimensions=2, mask_momentum=masks_own),
         # For steps of a rank's own, momentum must be before the exchange.
-        rest(rest_bits, rounded if delay or every != 1 or residual_in_weights else [clipping, *after], rounded),
+        rest(rest_bits, rounded if steps != (0, 1, False) else [clipping, *after], rounded),
     ]
-    return [sync.at(delay, every, residual_in_weights) for sync in syncs]
+    syncs = [sync.at(*steps) for sync in syncs]
+    return with_rows(syncs, few_rows, [clipping, *after])

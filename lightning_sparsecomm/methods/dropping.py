@@ -27,7 +27,7 @@ from lightning_sparsecomm.codecs import (
 )
 from lightning_sparsecomm.exchange import CompressedAllReduce, DenseAllReduce, Exchange, Gather, OkTopK, Sparse
 from lightning_sparsecomm.methods.corrected import corrected
-from lightning_sparsecomm.methods.weights import RestBits
+from lightning_sparsecomm.methods.weights import RestBits, with_rows
 from lightning_sparsecomm.sharing import Averaging, GradientSync, Method
 from lightning_sparsecomm.sharing.local_mode import LOCAL_MODES, LocalName
 
@@ -78,6 +78,9 @@ class gradient_dropping(Method):
             sent.
         follow_rate: Whether the residual follows SGD's learning rate, so that a gradient counts as much as in the step
             that computed it, and what still waits after the last step is applied. The paper's does not.
+        exchange: As for `dgc`.
+        few_rows: Whether tables of embeddings whose gradients have few rows are exchanged row by row, in bfloat16, so
+            that the optimizer sees there what it sees with ddp. Ranks find them in the first step.
 
     Raises:
         ValueError: A density outside (0, 1], an unknown scope, dtype, code or local mode, `average_every` below 1, or
@@ -100,14 +103,15 @@ class gradient_dropping(Method):
         momentum_masking: bool = False,
         follow_rate: bool = True,
         positions: PositionName = "fast",
+        exchange: ExchangeName = "auto",
+        few_rows: bool = False,
     ) -> None:
-        check_booleans(error_feedback=error_feedback, momentum_masking=momentum_masking, follow_rate=follow_rate)
+        _check(momentum_masking, exchange, error_feedback=error_feedback, follow_rate=follow_rate)
         mode, averaging = _local(local, average_every, average_buffers, average_optimizer_state)
         memories = [ErrorFeedback(follow_rate=follow_rate)] if error_feedback and local != "error" else []
-        how = sparse(warmed(density, warmup_steps, None, "inverse_time"), scope, values, positions)
+        how = sparse(warmed(density, warmup_steps, None, shape="inverse_time"), scope, values, positions, exchange)
         sync = GradientSync(Channel(how, memories), exclude=exclude, local=mode, mask_momentum=momentum_masking)
-        others = [GradientSync(Channel(DenseAllReduce()), parameters=exclude)] if exclude else []
-        super().__init__([sync, *others], averaging)
+        super().__init__(with_rows([sync, *_whole(exclude)], few_rows), averaging)
 
 
 class dgc(Method):
@@ -162,6 +166,8 @@ class dgc(Method):
             velocities, from the weights that all share.
         residual_in_weights: Whether a rank computes its gradients ahead of the shared weights by all that it has not
             sent yet, and not only by its steps since the last exchange; see `GradientSync`.
+        few_rows: Whether tables of embeddings whose gradients have few rows are exchanged row by row, in bfloat16 and
+            in each step, so that the optimizer sees there what it sees with ddp. Ranks find them in the first step.
 
     Raises:
         ValueError: A density outside (0, 1], a clip that is not positive, an unknown scope, dtype, code or exchange,
@@ -188,11 +194,11 @@ class dgc(Method):
         delay: int = 0,
         every: Every = 1,
         residual_in_weights: bool = False,
+        few_rows: bool = False,
     ) -> None:
-        _check_masking(momentum_masking, exchange)
-        density = warmed(density, warmup_steps, warmup_epochs, "exponential", 1000)
-        how = sparse(density, scope, values, positions, exchange)
-        others = exclude, follow_rate, rest_bits, delay, every, residual_in_weights
+        _check(momentum_masking, exchange)
+        how = sparse(warmed(density, warmup_steps, warmup_epochs, 1000), scope, values, positions, exchange)
+        others = exclude, follow_rate, rest_bits, (delay, every, residual_in_weights), few_rows
         super().__init__(corrected(how, clip, momentum_correction, momentum_masking, *others))
 
 
@@ -221,9 +227,14 @@ def _local(
     return "partial" if local == "error" else local, averaging if local != "none" else None
 
 
-def _check_masking(momentum_masking: bool, exchange: ExchangeName) -> None:
-    """Raises `ValueError` where ranks would mask momentum that they have not sent."""
-    check_booleans(momentum_masking=momentum_masking)
+def _whole(exclude: Sequence[str]) -> list[GradientSync]:
+    """What sends the parameters of these names whole, if there are any."""
+    return [GradientSync(Channel(DenseAllReduce()), parameters=exclude)] if exclude else []
+
+
+def _check(momentum_masking: bool, exchange: ExchangeName, **switches: bool) -> None:
+    """Raises `TypeError` for a switch, or `ValueError` where ranks would mask momentum that they have not sent."""
+    check_booleans(momentum_masking=momentum_masking, **switches)
     if momentum_masking and exchange in ("all_reduce", "ok_topk"):
         raise ValueError(
             f"momentum_masking must be False with exchange={exchange!r}, with which a rank answers for all that it"

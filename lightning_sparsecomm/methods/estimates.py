@@ -67,7 +67,7 @@ class ef21(Method):
         positions: PositionName = "fast",
     ) -> None:
         check_booleans(momentum_correction=momentum_correction)
-        how = sparse(warmed(density, warmup_steps, None, "exponential"), scope, values, positions)
+        how = sparse(warmed(density, warmup_steps, None), scope, values, positions)
         others = _estimating(how, exclude, clip)
         if not momentum_correction:
             super().__init__(others)

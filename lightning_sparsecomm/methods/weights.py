@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 from typing import Literal
 
+from lightning_sparsecomm.basis.arguments import check_booleans
 from lightning_sparsecomm.channel import Channel, ErrorFeedback, Memory
-from lightning_sparsecomm.exchange import DenseAllReduce, Exchange, QuantizedAllReduce
+from lightning_sparsecomm.codecs import BFloat16
+from lightning_sparsecomm.exchange import DenseAllReduce, Exchange, GatherNonZero, QuantizedAllReduce
 from lightning_sparsecomm.sharing import GradientSync
 
 RestBits = Literal[32, 8, 4]
@@ -26,6 +28,23 @@ def rest(bits: RestBits, exact: Sequence[Memory], rounded: Sequence[Memory]) -> 
     if bits == 32:
         return GradientSync(Channel(DenseAllReduce(), exact), rest=True)
     return GradientSync(Channel(QuantizedAllReduce(bits, 64), rounded), rest=True)
+
+
+def with_rows(syncs: Sequence[GradientSync], few_rows: bool, memories: Sequence[Memory] = ()) -> list[GradientSync]:
+    """These syncs and, with `few_rows`, one for tables whose gradients have few rows, which the others leave to it.
+
+    It sends these rows in bfloat16 in each step, and the optimizer sees their mean, as with ddp.
+
+    Args:
+        syncs: For all other parameters.
+        few_rows: Whether to add it.
+        memories: Its own: such as keep nothing from being sent.
+    """
+    check_booleans(few_rows=few_rows)
+    if not few_rows:
+        return list(syncs)
+    rows = GradientSync(Channel(GatherNonZero(BFloat16(), may_reduce=True), memories), few_rows=True)
+    return [*(sync.without_few_rows() for sync in syncs), rows]
 
 
 def weights_by(

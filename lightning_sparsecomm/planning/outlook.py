@@ -34,6 +34,8 @@ class Outlook:
         self.link: MeasuredLink | None = None
         self.seconds_spent = 0.0
         self._engine, self._seconds = engine, seconds
+        # Before the first step, which alone tells, for methods that are chosen later.
+        engine.registry.few_rows.wanted = True
         self._costs: dict[str, Rehearsed] = {}
         self._trained = 0
 

@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 
 from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.run.choice import directed, method_for, takeover_for
+from lightning_sparsecomm.run.few_rows import FewRows
 from lightning_sparsecomm.run.nodes import Nodes
 from lightning_sparsecomm.run.optimizers import TrackedOptimizer, parameters_of
 from lightning_sparsecomm.run.refusals import (
@@ -24,7 +25,7 @@ from lightning_sparsecomm.run.refusals import (
 from lightning_sparsecomm.sharing.adam import AdamTakeover
 from lightning_sparsecomm.sharing.bucket import BucketHook, BucketSync
 from lightning_sparsecomm.sharing.delta import DeltaSync
-from lightning_sparsecomm.sharing.gradients import NamedParameters, note_sparse_gradient
+from lightning_sparsecomm.sharing.gradients import NamedParameters
 from lightning_sparsecomm.sharing.method import Method
 from lightning_sparsecomm.sharing.share import Share
 from lightning_sparsecomm.sharing.sync import Sync
@@ -41,6 +42,7 @@ class Registry:
         nodes: Who is on a node with this rank, where methods work between nodes; None where all ranks are alike.
         fixed: Whether the method stays as it was given, whatever the run's length.
         followed: The length for which the method was taken, see `follow`; None for none.
+        few_rows: Finds tables whose gradients have few rows.
     """
 
     def __init__(self, method: Method, wire: Wire, hook: BucketHook | None) -> None:
@@ -53,6 +55,7 @@ class Registry:
         self.nodes: Nodes | None = None
         self.fixed = False
         self.followed: float | None = None
+        self.few_rows = FewRows(wire)
         self._wire = wire
         self._hook = hook
 
@@ -148,6 +151,8 @@ class Registry:
         if not new <= self.known.keys():
             self._scan()
             refuse_strangers([p for p in parameters if id(p) in new - self.known.keys() - self.ignored])
+        if not self.fixed:
+            self.few_rows.judge([p for p in parameters if id(p) in new], self.syncs, self.in_buckets)
         self.add_members(tracked, new)
 
     def take_from(self, tracked: TrackedOptimizer, members: Collection[int]) -> None:
@@ -219,8 +224,7 @@ class Registry:
             prefix = f"module_{index}." if index else ""
             left_out = ignored_by_ddp(module)
             for part in module.modules():
-                if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse:
-                    note_sparse_gradient(part.weight)
+                self.few_rows.scan(part)
             for name, parameter in module.named_parameters():
                 if name in left_out:
                     self.ignored.add(id(parameter))

@@ -14,6 +14,7 @@ from lightning_sparsecomm.channel.shared_adam import SharedAdam
 from lightning_sparsecomm.exchange import Exchange
 from lightning_sparsecomm.run.chooser import Chooser
 from lightning_sparsecomm.run.contents import State, scaled
+from lightning_sparsecomm.run.few_rows import FewRows
 from lightning_sparsecomm.run.following import follow_saved
 from lightning_sparsecomm.run.inside import hand_out
 from lightning_sparsecomm.run.optimizers import TrackedOptimizer, parameters_of
@@ -192,8 +193,8 @@ class RunState:
             held[_OWED] = {
                 name: tracked.owed[id(parameter)] for name, parameter in named if id(parameter) in tracked.owed
             }
-        counted = tracked.samples.state_dict()
-        own = {"samples": counted} if counted else {}
+        own = {"samples": tracked.samples.state_dict(), "few_rows": FewRows.state_dict(named)}
+        own = {kind: found for kind, found in own.items() if found}
         return {"steps": tracked.steps, "members": [name for name, _ in named], "held": held, **own}
 
     def _of_optimizer(self, tracked: TrackedOptimizer) -> Saved:
@@ -208,8 +209,8 @@ class RunState:
         members, held = set(saved["members"]), saved["held"]
         tracked.steps = saved["steps"]
         tracked.samples.load_state_dict(saved.get("samples", ()))
-        known = self._registry.held_by(tracked.optimizer)
-        named = {name: parameter for name, parameter in known if name in members}
+        named = {name: each for name, each in self._registry.held_by(tracked.optimizer) if name in members}
+        FewRows.load_state_dict(list(named.items()), saved.get("few_rows", ()))
         if not named:
             return [f"all of optimizer {tracked.number}"] if members else []
         self._registry.add_members(tracked, {id(parameter) for parameter in named.values()})

@@ -50,6 +50,8 @@ class GradientSync(Sync):
             wherever the shared gradient holds something that was sent; with local gradients, what this rank sent.
         sparse: Whether it takes exactly the matching parameters whose gradients are sparse tensors (layers with
             `sparse=True`), which stay sparse for the optimizer. Otherwise it takes exactly the others.
+        few_rows: Whether it takes exactly the tables of embeddings whose gradients have few rows that are not zero, as
+            ranks find together in the first step; False leaves these to another sync, None takes both kinds.
         finish: Whether what residuals still hold after the last step is exchanged whole, once, and moves the weights as
             SGD would. Without effect where the residual does not follow the learning rate, or where replicas drift.
         delay: 1 exchanges during the next forward and backward pass, for which this rank's own gradient stands in for
@@ -83,9 +85,12 @@ class GradientSync(Sync):
         delay: int = 0,
         every: Every = 1,
         residual_in_weights: bool = False,
+        few_rows: bool | None = None,
     ) -> None:
         super().__init__(parameters, exclude, min_dimensions, rest)
         check_booleans(mask_momentum=mask_momentum, sparse=sparse, finish=finish)
+        if few_rows is not None:
+            check_booleans(few_rows=few_rows)
         if not isinstance(channel, Channel):
             raise TypeError(f"channel must be a Channel; got {channel!r}. Use Channel(DenseAllReduce()), for example.")
         check_one_of(
@@ -103,6 +108,7 @@ class GradientSync(Sync):
                 f" local={local!r} and mask_momentum={mask_momentum!r}. Use a channel without them."
             )
         self.takes_sparse: bool | None = sparse
+        self.takes_few_rows = few_rows
         self.channel = channel
         self.local = local
         self.mask_momentum = mask_momentum
@@ -214,6 +220,7 @@ class GradientSync(Sync):
         options = f", local={self.local!r}" if self.local != "none" else ""
         options += ", mask_momentum=True" if self.mask_momentum else ""
         options += ", sparse=True" if self.takes_sparse else ""
+        options += "" if self.takes_few_rows is None else f", few_rows={self.takes_few_rows}"
         options += "" if self.finish else ", finish=False"
         options += f", delay={self.delay}" if self.delay else ""
         options += f", every={self.every!r}" if self.every != 1 else ""

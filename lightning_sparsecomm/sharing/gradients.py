@@ -14,7 +14,7 @@ from lightning_sparsecomm.sharing.local_mode import LocalMode
 
 NamedParameters = Sequence[tuple[str, Parameter]]
 
-_SPARSE = "_sparsecomm_sparse_gradient"
+_SPARSE, _FEW_ROWS = "_sparsecomm_sparse_gradient", "_sparsecomm_few_rows"
 
 
 def note_sparse_gradient(parameter: Tensor) -> None:
@@ -25,6 +25,16 @@ def note_sparse_gradient(parameter: Tensor) -> None:
 def has_sparse_gradient(parameter: Parameter) -> bool:
     """Whether `note_sparse_gradient` was called for it."""
     return getattr(parameter, _SPARSE, False)
+
+
+def note_few_rows(parameter: Tensor, few: bool) -> None:
+    """Notes whether few rows of this table's gradient are not zero; equal on all ranks."""
+    setattr(parameter, _FEW_ROWS, few)
+
+
+def has_few_rows(parameter: Parameter) -> bool:
+    """What `note_few_rows` has noted last; False without it."""
+    return getattr(parameter, _FEW_ROWS, False)
 
 
 def wide_dtype(parameters: NamedParameters) -> torch.dtype:

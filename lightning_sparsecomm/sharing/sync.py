@@ -4,7 +4,7 @@ import copy
 import fnmatch
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, TypeVar
 
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -13,10 +13,12 @@ from lightning_sparsecomm.basis import Wire
 from lightning_sparsecomm.basis.arguments import check_booleans, check_whole_number
 from lightning_sparsecomm.basis.parts import Part
 from lightning_sparsecomm.channel import ClipLocalNorm, Momentum
-from lightning_sparsecomm.sharing.gradients import NamedParameters, has_sparse_gradient
+from lightning_sparsecomm.sharing.gradients import NamedParameters, has_few_rows, has_sparse_gradient
 from lightning_sparsecomm.sharing.share import Share
 
 Buffers = Literal["average", "own", "broadcast"]
+
+S = TypeVar("S", bound="Sync")
 
 
 class Sync(Part, ABC):
@@ -40,6 +42,9 @@ class Sync(Part, ABC):
 
     takes_sparse: bool | None = False
     """Whether it takes the parameters whose gradients are sparse tensors, and no others; None takes both kinds."""
+
+    takes_few_rows: bool | None = None
+    """Whether it takes the tables whose gradients have few rows (`note_few_rows`), and no others; None takes both."""
 
     drifts: bool = False
     """Whether replicas drift apart between exchanges."""
@@ -84,9 +89,17 @@ class Sync(Part, ABC):
         sync.inside, sync.outside = (*self.inside, tuple(inside)), (*self.outside, *outside)
         return sync
 
+    def without_few_rows(self: S) -> S:
+        """The same sync, which leaves tables whose gradients have few rows to another one."""
+        sync = copy.copy(self)
+        sync.takes_few_rows = False
+        return sync
+
     def may_take(self, name: str, parameter: Parameter) -> bool:
         """Whether it could take this parameter if it were the only sync."""
         if self.takes_sparse is not None and self.takes_sparse != has_sparse_gradient(parameter):
+            return False
+        if self.takes_few_rows is not None and self.takes_few_rows != has_few_rows(parameter):
             return False
         return all(matches(name, patterns) for patterns in self.inside) and not matches(name, self.outside)
 

@@ -103,16 +103,16 @@ def test_exponential_warmup() -> None:
             "density must be a number in (0, 1]; got Odd(number=1). Use that",
         ),
         (
-            lambda: warmed(0.1, -1, None, "exponential"),
+            lambda: warmed(0.1, -1, None),
             ValueError,
             "warmup_steps must be a whole number, 0 or more; got",
         ),
         (
-            lambda: warmed(0.1, 0, 1.5, "exponential"),
+            lambda: warmed(0.1, 0, 1.5),
             ValueError,
             "warmup_epochs must be a whole number, 0 or more; got",
         ),
-        (lambda: warmed(2, 0, None, "exponential"), ValueError, "density must be in (0, 1]: the fraction of elements"),
+        (lambda: warmed(2, 0, None), ValueError, "density must be in (0, 1]: the fraction of elements"),
         (
             lambda: check_every("h", 0),
             ValueError,
@@ -131,10 +131,10 @@ def test_refuses(make: Any, error: type[Exception], text: str) -> None:
 
 
 def test_a_method_is_warmed_up_by_steps_or_epochs_or_not_at_all() -> None:
-    assert warmed(0.1, 0, None, "exponential") == warmed(0.1, None, 0, "exponential", 7) == 0.1
-    assert warmed(0.1, 9, None, "exponential", 7) == DensityWarmup(0.1, steps=9)
-    assert warmed(0.1, None, None, "exponential", 7) == DensityWarmup(0.1, steps=7)
-    assert warmed(0.1, None, None, "exponential") == 0.1
-    assert warmed(0.1, None, 4, "inverse_time", 7) == DensityWarmup(0.1, epochs=4, shape="inverse_time")
+    assert warmed(0.1, 0, None) == warmed(0.1, None, 0, 7) == 0.1
+    assert warmed(0.1, 9, None, 7) == DensityWarmup(0.1, steps=9)
+    assert warmed(0.1, None, None, 7) == DensityWarmup(0.1, steps=7)
+    assert warmed(0.1, None, None) == 0.1
+    assert warmed(0.1, None, 4, 7, "inverse_time") == DensityWarmup(0.1, epochs=4, shape="inverse_time")
     schedule = Stages([1, 0.1], steps=[0, 5])
-    assert warmed(schedule, 9, None, "exponential") is schedule
+    assert warmed(schedule, 9, None) is schedule
