@@ -292,7 +292,7 @@ RATES = {
         "lstm": 3.0,
         "gpt": 0.3,
         "autoencoder": 0.03,
-        "recommender": 3.0,
+        "recommender": 1.0,
     },
     "adamw": {
         "convolution": 8e-3,
@@ -302,7 +302,7 @@ RATES = {
         "lstm": 2e-2,
         "gpt": 2e-2,
         "autoencoder": 8e-3,
-        "recommender": 2e-2,
+        "recommender": 4e-2,
     },
 }
 """What trains ddp. Those of convolution and digits were chosen before, likewise; what was tried is not recorded."""
