@@ -45,7 +45,7 @@ class NonZero(Compressor):
 
 
 class GatherNonZero(Gather, SparseExchange):
-    """The mean of vectors that are mostly zero: each rank sends all ranks what is not. Exact by default, and unbiased.
+    """The mean of vectors that are mostly zero: each rank sends all ranks what is not. Exact, unless `values` rounds.
 
     Bytes handed over: 24 and the headers, 8 for each run of elements, and 4 for each element, or what `values` says.
     They go to all others, so that the link has W − 1 times as many.

@@ -91,4 +91,4 @@ class local_adam(Method):
         weights = GradientSync(Channel(how, [before, LocalAdam(), ErrorFeedback()]), exclude=exclude, min_dimensions=2)
         steps: Steps = delay, every, residual_in_weights
         others = rest(rest_bits, *([[after], [after, ErrorFeedback()]] if steps == (0, 1, False) else [whole, whole]))
-        super().__init__(with_rows([sync.at(*steps) for sync in (weights, others)], few_rows, [after]))
+        super().__init__(with_rows([sync.at(*steps) for sync in (weights, others)], few_rows, exclude, [after]))

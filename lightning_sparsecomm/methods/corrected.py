@@ -47,4 +47,4 @@ def corrected(
         rest(rest_bits, rounded if steps != (0, 1, False) else [clipping, *after], rounded),
     ]
     syncs = [sync.at(*steps) for sync in syncs]
-    return with_rows(syncs, few_rows, [clipping, *after])
+    return with_rows(syncs, few_rows, exclude, [clipping, *after])

@@ -111,7 +111,7 @@ class gradient_dropping(Method):
         memories = [ErrorFeedback(follow_rate=follow_rate)] if error_feedback and local != "error" else []
         how = sparse(warmed(density, warmup_steps, None, shape="inverse_time"), scope, values, positions, exchange)
         sync = GradientSync(Channel(how, memories), exclude=exclude, local=mode, mask_momentum=momentum_masking)
-        super().__init__(with_rows([sync, *_whole(exclude)], few_rows), averaging)
+        super().__init__(with_rows([sync, *_whole(exclude)], few_rows, exclude), averaging)
 
 
 class dgc(Method):

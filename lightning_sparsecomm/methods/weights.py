@@ -30,21 +30,33 @@ def rest(bits: RestBits, exact: Sequence[Memory], rounded: Sequence[Memory]) -> 
     return GradientSync(Channel(QuantizedAllReduce(bits, 64), rounded), rest=True)
 
 
-def with_rows(syncs: Sequence[GradientSync], few_rows: bool, memories: Sequence[Memory] = ()) -> list[GradientSync]:
-    """These syncs and, with `few_rows`, one for tables whose gradients have few rows, which the others leave to it.
+def with_rows(
+    syncs: Sequence[GradientSync], few_rows: bool, exclude: Sequence[str], memories: Sequence[Memory] = ()
+) -> list[GradientSync]:
+    """These syncs and, with `few_rows`, one for tables whose gradients have few rows, which the first leaves to it.
 
     It sends these rows in bfloat16 in each step, and the optimizer sees their mean, as with ddp.
 
     Args:
-        syncs: For all other parameters.
+        syncs: For weights, and then for what is sent whole.
         few_rows: Whether to add it.
+        exclude: Patterns of names that are sent whole in any case.
         memories: Its own: such as keep nothing from being sent.
+
+    Raises:
+        TypeError: `few_rows` is neither True nor False.
+        ValueError: It is True, and the first sync has a local mode.
     """
     check_booleans(few_rows=few_rows)
     if not few_rows:
         return list(syncs)
-    rows = GradientSync(Channel(GatherNonZero(BFloat16(), may_reduce=True), memories), few_rows=True)
-    return [*(sync.without_few_rows() for sync in syncs), rows]
+    if syncs[0].local != "none":
+        raise ValueError(
+            "few_rows must be False with a local mode, in which ranks' other gradients differ, and so does what clips"
+            f" them together; got few_rows=True and local={syncs[0].local!r}. Leave one of them out."
+        )
+    channel = Channel(GatherNonZero(BFloat16(), may_reduce=True), memories)
+    return [syncs[0].without_few_rows(), *syncs[1:], GradientSync(channel, exclude=exclude, few_rows=True)]
 
 
 def weights_by(

@@ -151,8 +151,8 @@ class Registry:
         if not new <= self.known.keys():
             self._scan()
             refuse_strangers([p for p in parameters if id(p) in new - self.known.keys() - self.ignored])
-        if not self.fixed:
-            self.few_rows.judge([p for p in parameters if id(p) in new], self.syncs, self.in_buckets)
+        if not self.fixed and self.few_rows.judge([p for p in parameters if id(p) in new], self.syncs):
+            self.check()
         self.add_members(tracked, new)
 
     def take_from(self, tracked: TrackedOptimizer, members: Collection[int]) -> None:

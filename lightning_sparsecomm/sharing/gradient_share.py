@@ -15,7 +15,13 @@ from lightning_sparsecomm.channel.saved import Saved, add_prefix, pop_named, str
 from lightning_sparsecomm.exchange import Exchanged
 from lightning_sparsecomm.sharing.adam import adam_rules, show_moments
 from lightning_sparsecomm.sharing.averaging import average_
-from lightning_sparsecomm.sharing.gradients import NamedParameters, gradient_of, write_gradients, write_sparse_gradients
+from lightning_sparsecomm.sharing.gradients import (
+    NamedParameters,
+    gradient_of,
+    has_few_rows,
+    write_gradients,
+    write_sparse_gradients,
+)
 from lightning_sparsecomm.sharing.hand_back import averaged_residuals, hand_back
 from lightning_sparsecomm.sharing.local_mode import LOCAL_MODES, SharedName
 from lightning_sparsecomm.sharing.share import Share, Turn
@@ -149,6 +155,15 @@ class GradientShare(Share):
     def _ahead(self) -> list[float]:
         adam, ranks = self._adam, self.wire.world_size
         return [adam.ahead(name, ranks) if isinstance(adam, LocalAdam) else 1.0 for name, _ in self.parameters]
+
+    def _beside_rows(self) -> bool:
+        """Whether the optimizer also trains tables of few rows, by SGD.
+
+        These move in each step. Layers that are ahead of them meanwhile, each rank's by its own steps, diverged at a
+        rate that suits ddp.
+        """
+        weights = (weight for group in self.optimizer.param_groups for weight in group["params"])
+        return self._adam is None and any(has_few_rows(weight) for weight in weights)
 
     def _forget_waiting(self) -> None:
         for residual in self.channel.residuals:

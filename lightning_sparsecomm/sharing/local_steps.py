@@ -103,7 +103,7 @@ class LocalStepsShare(GradientShare):
             return
         every = every_at(every_for(self.sync.every, turn.length), turn.step, turn.epoch)
         # Whether this step's exchange leaves no rank ahead.
-        self._rejoins = often = turn.ends_epoch or self._weights.set.times >= _MOST_SET
+        self._rejoins = often = turn.ends_epoch or self._weights.set.times >= _MOST_SET or self._beside_rows()
         # After steps were set back, as if there had been none.
         since = turn.step - self._last if turn.step > self._last else every
         self._exchanges = self._last == _NEVER or exchanges_in(turn.step, every, since, often)
