@@ -45,6 +45,7 @@ def test_tables_of_sparse_binary_compression(task: str, seeds: int, monkeypatch:
         ("battery-two-bit", "defaults"),
         ("battery-held-out", "defaults"),
         ("battery-autoencoder", "defaults"),
+        ("battery-recommender", "defaults"),
         ("powersgd", "quality"),
         ("sums", "quality"),
         ("sparse_loco", "quality"),
