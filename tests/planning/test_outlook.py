@@ -15,7 +15,7 @@ from lightning_sparsecomm.planning.outlook import Outlook
 @pytest.mark.parametrize(("rate", "exactly"), [(50e6, True), (10e9, False)])
 def test_a_step_tells_a_rate_or_where_round_trips_explain_it_a_bound(rate: float, exactly: bool) -> None:
     named = [("weight", torch.zeros(1))]
-    engine: Any = SimpleNamespace(wire=MirrorWire(2), registry=SimpleNamespace(named=named))
+    engine: Any = SimpleNamespace(wire=MirrorWire(2), registry=SimpleNamespace(named=named, few_rows=SimpleNamespace()))
     network, sizes = Network(rate, rtt=0.1, call=0.0), (256.0, 131_072.0)
     points: Any = {kind: [(s, network.seconds(kind, s, 2)) for s in sizes] for kind in ("all_reduce", "all_gather")}
     outlook = Outlook(engine, 1.0)
@@ -35,7 +35,8 @@ def test_a_step_tells_a_rate_or_where_round_trips_explain_it_a_bound(rate: float
 def test_a_rank_that_could_not_rehearse_ddp_agrees_with_the_others_all_the_same() -> None:
     """Else they would wait for it."""
     wire = MirrorWire(2)
-    engine: Any = SimpleNamespace(wire=wire, registry=SimpleNamespace(named=[("weight", torch.zeros(1))]))
+    registry = SimpleNamespace(named=[("weight", torch.zeros(1))], few_rows=SimpleNamespace())
+    engine: Any = SimpleNamespace(wire=wire, registry=registry)
     outlook = Outlook(engine, 1.0)
     outlook.link = MeasuredLink(2, {"all_reduce": [(256.0, 0.2)], "all_gather": [(256.0, 0.1), (1e5, 0.3)]}, around=0.2)
     wire.calls.clear()

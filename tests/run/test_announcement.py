@@ -20,7 +20,7 @@ from tests.run.training import chain
             default(),
             300,
             "SGD by dgc(density=0.58, scope='balanced', values='three_bit', positions='short', exchange='all_reduce',"
-            " rest_bits=8);"
+            " rest_bits=8, few_rows=True);"
             " 58.00% of the elements in each of 300 steps",
         ),
         (default(), math.inf, "; 1.00% of the elements in each step of a run of unknown length"),

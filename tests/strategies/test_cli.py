@@ -193,7 +193,7 @@ def test_ddp_options_pass_through(cli: Cli) -> None:
 
 @in_one_package
 def test_schedule(cli: Cli) -> None:
-    schedule = part("schedules.DensityWarmup", density=0.05, steps=7)
+    schedule = part("basis.DensityWarmup", density=0.05, steps=7)
     expected = repr(gradient_dropping(density=DensityWarmup(0.05, 7)))
     config = with_strategy(method=part("methods.gradient_dropping", density=schedule))
     assert repr(cli(config).trainer.strategy.method) == expected
@@ -207,7 +207,7 @@ def test_schedule(cli: Cli) -> None:
 @in_one_package
 def test_an_outer_optimizer_and_a_schedule_of_exchanges(cli: Cli, wire: Wire) -> None:
     outer = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.7, "momentum": 0.9, "nesterov": True}}
-    every = part("schedules.Stages", numbers=[1, 10], steps=[0, 100])
+    every = part("basis.Stages", numbers=[1, 10], steps=[0, 100])
     channel = part("Channel", exchange=part("exchange.DenseAllReduce"))
     method = part("Method", syncs=[part("DeltaSync", channel=channel, every=every, outer=outer)])
     (sync,) = cli(with_strategy(method=method)).trainer.strategy.method.syncs
@@ -223,7 +223,7 @@ def test_an_outer_optimizer_and_a_schedule_of_exchanges(cli: Cli, wire: Wire) ->
     assert share.channel is not sync.channel
 
 
-SCHEDULE = part("schedules.DensityWarmup", density=0.1, steps=1000)
+SCHEDULE = part("basis.DensityWarmup", density=0.1, steps=1000)
 COMPOSED = with_strategy(
     method=part(
         "Method",
