@@ -40,11 +40,11 @@ class Coherence:
     def __init__(self) -> None:
         # By name, the faded sums of squared means, and of mean squares, and the last step that added to them: `[3]`.
         self._sums: dict[str, Tensor] = {}
+        self._last = _NEVER
 
     def is_due(self, step: int) -> bool:
         """Whether ranks sum elements in this step, if it exchanges."""
-        last = max((int(sums[2]) for sums in self._sums.values()), default=_NEVER)
-        return step < _FIRST_STEPS or step // _EVERY != last // _EVERY
+        return step < _FIRST_STEPS or step // _EVERY != self._last // _EVERY
 
     def positions(self, layout: Layout, step: int, device: torch.device) -> Tensor:
         """Which elements are summed in a step: `[segments, 32]` int64, equal on all ranks."""
@@ -71,6 +71,7 @@ class Coherence:
             if here and sums[1] > 0 and bool(sums.isfinite().all()):
                 faded = _FADING * self._sums[name][:2] if name in self._sums else 0.0
                 self._sums[name] = torch.cat([sums + faded, sums.new_tensor([step])])
+                self._last = step
 
     def of(self, name: str, world_size: int) -> float:
         """The ratio of a tensor; 1 before anything was summed."""
@@ -98,3 +99,4 @@ class Coherence:
         for name, sums in state.items():
             unknown = sums.new_full((3 - sums.numel(),), _NEVER)
             self._sums[name] = torch.cat([sums, unknown]).to("cpu", torch.float64)
+        self._last = max((int(sums[2]) for sums in self._sums.values()), default=_NEVER)

@@ -56,7 +56,8 @@ def with_rows(
             f" them together; got few_rows=True and local={syncs[0].local!r}. Leave one of them out."
         )
     channel = Channel(GatherNonZero(BFloat16(), may_reduce=True), memories)
-    return [syncs[0].without_few_rows(), *syncs[1:], GradientSync(channel, exclude=exclude, few_rows=True)]
+    rows = GradientSync(channel, exclude=exclude, min_dimensions=2, few_rows=True)
+    return [syncs[0].taking_few_rows(False), *syncs[1:], rows]
 
 
 def weights_by(

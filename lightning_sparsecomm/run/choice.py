@@ -11,7 +11,7 @@ from lightning_sparsecomm.channel.clipping import ClipLocalNorm
 from lightning_sparsecomm.channel.momentum import Momentum, Velocity
 from lightning_sparsecomm.channel.signs import SharedSign
 from lightning_sparsecomm.sharing.adam import AdamTakeover
-from lightning_sparsecomm.sharing.gradients import NamedParameters, has_few_rows, note_few_rows
+from lightning_sparsecomm.sharing.gradients import NamedParameters
 from lightning_sparsecomm.sharing.method import Method
 from lightning_sparsecomm.sharing.sync import Sync
 from lightning_sparsecomm.sharing.takeover import MomentumTakeover, Takeover, momentum_rules
@@ -28,7 +28,7 @@ def method_for(optimizer: Optimizer, methods: Sequence[Method], held: NamedParam
     """
     objection = None
     for method in methods:
-        objections = (sync.objection(optimizer) for sync, _ in _whatever_rows(method, held))
+        objections = (sync.objection(optimizer) for sync, _ in method.candidates(held))
         objection = next((each for each in objections if each), None)
         if objection is None:
             return _joined(method, optimizer, held)
@@ -55,7 +55,7 @@ def takeover_for(optimizer: Optimizer, method: Method, held: NamedParameters, me
     Raises:
         ValueError: It does, and the momentum is outside [0, 1].
     """
-    syncs = [sync for sync, _ in _whatever_rows(method, held)]
+    syncs = [sync for sync, _ in method.candidates(held)]
     if any(_has(sync, AdamMoments) for sync in syncs):
         return AdamTakeover(optimizer)
     if not isinstance(optimizer, SGD) or not any(_has(sync, Velocity) for sync in syncs):
@@ -69,28 +69,9 @@ def directed(parts: Sequence[tuple[Sync, NamedParameters]]) -> list[Parameter]:
     return [parameter for sync, piece in parts if _has(sync, AdamMoments) for _, parameter in piece]
 
 
-def _whatever_rows(method: Method, held: NamedParameters) -> list[tuple[Sync, NamedParameters]]:
-    """Each sync that may take some of the parameters, whether tables turn out to have few rows or not, and these.
-
-    That is found later, and must not change what the method does for the optimizer.
-    """
-    noted = [has_few_rows(parameter) for _, parameter in held]
-    found: dict[Sync, NamedParameters] = {}
-    try:
-        for few in (False, True):
-            for _, parameter in held:
-                note_few_rows(parameter, few and parameter.dim() == 2)
-            for sync, piece in method.parts(held):
-                found.setdefault(sync, piece)
-    finally:
-        for (_, parameter), few in zip(held, noted):
-            note_few_rows(parameter, few)
-    return [(sync, found[sync]) for sync in method.syncs if sync in found]
-
-
 def _joined(method: Method, optimizer: Optimizer, held: NamedParameters) -> Method:
     """The method with momentum and clipping in all its syncs, if one of them has it."""
-    parts = _whatever_rows(method, held)
+    parts = method.candidates(held)
     clip = next(parts_in([sync for sync, _ in parts], ClipLocalNorm), None)
     corrects = any(_has(sync, Velocity) for sync, _ in parts)
     syncs: list[Sync] = []

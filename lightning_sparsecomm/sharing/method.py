@@ -92,13 +92,15 @@ class Method(Part):
 
     def parts(self, parameters: NamedParameters) -> list[tuple[Sync, NamedParameters]]:
         """Each sync with those of the parameters that belong to it; syncs without any are left out."""
-        rest = [pair for pair in parameters if not any(sync.claims(*pair) for sync in self.syncs)]
-        parts: list[tuple[Sync, NamedParameters]] = []
-        for sync in self.syncs:
-            candidates, takes = (rest, sync.may_take) if sync.rest else (parameters, sync.claims)
-            if piece := [pair for pair in candidates if takes(*pair)]:
-                parts.append((sync, piece))
-        return parts
+        return [(sync, piece) for sync, piece in zip(self.syncs, _pieces(self.syncs, parameters)) if piece]
+
+    def candidates(self, parameters: NamedParameters) -> list[tuple[Sync, NamedParameters]]:
+        """As `parts`, but a table is in each sync to which it may belong, as it is found later whether it has few rows.
+
+        What a method does for an optimizer follows from these, and so from nothing that is found later.
+        """
+        syncs = [sync.taking_few_rows(None) for sync in self.syncs]
+        return [(sync, piece) for sync, piece in zip(self.syncs, _pieces(syncs, parameters)) if piece]
 
     def with_fallback(self, fallback: "Method") -> "Method":
         """The same method, with one for optimizers that it is not defined for."""
@@ -135,6 +137,15 @@ class Method(Part):
         options = f", averaging={self.averaging!r}" if self.averaging is not None else ""
         options += f", fallback={self.fallback!r}" if self.fallback is not None else ""
         return f"Method({list(self.syncs)!r}{options})"
+
+
+def _pieces(syncs: Sequence[Sync], parameters: NamedParameters) -> list[NamedParameters]:
+    """What each sync takes; those that take the rest, what no sync claims."""
+    rest = [pair for pair in parameters if not any(sync.claims(*pair) for sync in syncs)]
+    return [
+        [pair for pair in (rest if sync.rest else parameters) if (sync.may_take if sync.rest else sync.claims)(*pair)]
+        for sync in syncs
+    ]
 
 
 def _call_of(recipe: type[Method], args: Sequence[Any], options: Mapping[str, Any]) -> str:

@@ -89,10 +89,10 @@ class Sync(Part, ABC):
         sync.inside, sync.outside = (*self.inside, tuple(inside)), (*self.outside, *outside)
         return sync
 
-    def without_few_rows(self: S) -> S:
-        """The same sync, which leaves tables whose gradients have few rows to another one."""
+    def taking_few_rows(self: S, takes: bool | None) -> S:
+        """The same sync with another `takes_few_rows`."""
         sync = copy.copy(self)
-        sync.takes_few_rows = False
+        sync.takes_few_rows = takes
         return sync
 
     def may_take(self, name: str, parameter: Parameter) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_sparsecomm.basis import GRADIENTS, Wire
 from lightning_sparsecomm.methods import dgc, gradient_dropping, local_adam
 from lightning_sparsecomm.run.engine import Engine
+from lightning_sparsecomm.run.switching import switch
 from lightning_sparsecomm.sharing import Method
 from tests.distributed.launch import run_ranks
 
@@ -106,6 +107,42 @@ def test_a_table_of_few_rows_is_trained_as_with_ddp(
         for table, expected in zip(tables, _reference(kind, options)):
             np.testing.assert_allclose(table, expected, rtol=1e-5, atol=1e-6)
         assert tables[-1].tobytes() == ranks[0][0][-1].tobytes()
+
+
+def _others(rank: int, fixed: bool) -> tuple[list[str], list[float], list[str]]:
+    """Tables found by SGD; how far the layer is ahead of what all share after each step; and tables after a switch."""
+    engine, model, optimizer = make(
+        dgc(0.2, warmup_steps=0, every=2, residual_in_weights=True, few_rows=True), torch.optim.SGD, {"lr": 0.1}
+    )
+    engine.registry.fixed = fixed
+    ahead = []
+    for number in range(4):
+        step(engine, model, optimizer, number)
+        own = model.head.weight.detach().clone()
+        engine.replicas.view_shared()
+        ahead.append(float((own - model.head.weight.detach()).abs().max()))
+        engine.replicas.view_own()
+    found = engine.state.state_dict()["streams"][0].get("few_rows", [])
+    engine.close()
+
+    engine, model, optimizer = make(gradient_dropping(0.2), torch.optim.Adam, {"lr": 0.1})
+    engine.registry.fixed, engine.registry.few_rows.wanted = fixed, True
+    step(engine, model, optimizer, 1)
+    switch(engine, local_adam(0.2, few_rows=True), engine.registry.optimizers[0])
+    step(engine, model, optimizer, 2)
+    parts = engine.registry.optimizers[0].parts
+    engine.close()
+    return found, ahead, [name for sync, piece in parts if sync.takes_few_rows for name, _ in piece]
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_by_sgd_the_rest_exchanges_in_each_step_and_methods_to_come_know_the_tables(
+    tmp_path: Path, fixed: bool
+) -> None:
+    """But between nodes, and replicas that come and go, there are no such tables."""
+    for found, ahead, after in run_ranks(tmp_path, 2, _others, fixed):
+        assert found == after == ([] if fixed else ["ids.weight"])
+        assert (max(ahead) > 0) is fixed
 
 
 def _resume(rank: int, rows: int) -> tuple[list[str], list[bytes]]:

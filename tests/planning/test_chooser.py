@@ -631,6 +631,19 @@ def test_where_exchanges_are_seldom_means_count(wire: Wire, every: int, counted:
     engine.close()
 
 
+def test_what_is_waited_for_between_steps_is_not_a_step_s(wire: Wire) -> None:
+    """As a validation waits, before which ranks average what other code has changed."""
+    engine = Engine(methods.dgc(0.1), wire)
+    times, clock = StepTimes(engine), wire.ledger.clock.seconds
+    for between, within in ((0.0, 2.0), (7.0, 3.0)):
+        clock["wait"] += between
+        times.begin()
+        clock["wait"] += within
+        assert times.end()
+        assert times.waited == within
+    engine.close()
+
+
 def _watch_short(rank: int) -> list[int]:
     watch = DriftWatch(Wire())
     watch.begin(0.01)

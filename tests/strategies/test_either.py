@@ -3,6 +3,7 @@
 import copy
 import gc
 import importlib
+import inspect
 import pickle
 import re
 import weakref
@@ -117,3 +118,7 @@ def test_before_a_trainer_has_it_it_tells_its_arguments() -> None:
     assert repr(either.method) == repr(gradient_dropping(0.25))
     with pytest.raises(AttributeError, match="no Trainer or Fabric has been given"):
         _ = either.root_device
+
+
+def test_options_that_users_look_up_are_in_the_signature() -> None:
+    assert {"method", "seed", "nodes", "uneven_inputs"} <= inspect.signature(SparseCommStrategy).parameters.keys()
