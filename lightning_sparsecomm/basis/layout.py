@@ -191,7 +191,9 @@ def add_to_(total: Tensor, vector: SparseVector | Tensor, factor: float = 1) -> 
     """Adds a vector, times a factor, to `total`, `[n]`, in its dtype. Returns `total`."""
     if isinstance(vector, SparseVector):
         # A vector's indices are distinct, so each element is touched once and the order of sums is fixed.
-        return total.index_add_(0, vector.indices, vector.values.to(total.dtype), alpha=factor)
+        values = vector.values.to(total.dtype)
+        kernels_for(total.device, total.dtype).add_at_(total, vector.indices, values, factor)
+        return total
     return total.add_(vector.to(total.dtype), alpha=factor)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_sparsecomm.basis import Layout, Round, SparseVector
+from lightning_sparsecomm.basis.layout import add_to_
 from lightning_sparsecomm.basis.parts import Part
 from lightning_sparsecomm.channel.contribution import Contribution
 from lightning_sparsecomm.exchange import Exchanged
@@ -49,10 +50,7 @@ class NamedVector:
 
     def add_(self, vector: SparseVector | Tensor, factor: float = 1.0) -> None:
         """Adds a sparse or dense vector over the layout, times a factor."""
-        if isinstance(vector, SparseVector):
-            self.flat.index_add_(0, vector.indices, vector.values.to(self.flat.dtype), alpha=factor)
-        else:
-            self.flat.add_(vector, alpha=factor)
+        add_to_(self.flat, vector, factor)
 
     def subtract_(self, sent: SparseVector | Tensor) -> None:
         """Subtracts a sparse or dense vector over the layout."""

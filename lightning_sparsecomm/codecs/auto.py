@@ -28,6 +28,8 @@ class Auto(IndexCoding):
 
     _adaptive: ClassVar[AdaptiveGolomb] = AdaptiveGolomb()
     _others: ClassVar[tuple[IndexCodec, ...]] = (RunLength16(), Raw32(), Bitmap(), Golomb())
+    # Those that can be shortest where two bytes for each position are more than a bitmap has.
+    _dense: ClassVar[tuple[IndexCodec, ...]] = (Bitmap(), Golomb())
 
     def codecs(self) -> Sequence[IndexCodec]:
         return *self._others, self._adaptive
@@ -36,11 +38,13 @@ class Auto(IndexCoding):
         return min(self.codecs(), key=lambda codec: codec.section_bytes(indices, size))
 
     def encoded(self, indices: Tensor, size: int) -> tuple[IndexCodec, Tensor]:
-        lengths = [codec.section_bytes(indices, size) for codec in self._others]
+        count = indices.numel()
+        others = self._dense if count < size and 2 * count > (size + 7) // 8 else self._others
+        lengths = [codec.section_bytes(indices, size) for codec in others]
         section = self._adaptive.encode_below(indices, size, min(lengths))
         if section is not None:
             return self._adaptive, section
-        codec = self._others[lengths.index(min(lengths))]
+        codec = others[lengths.index(min(lengths))]
         return codec, codec.encode(indices, size)
 
     def bound_bytes(self, count: int, size: int) -> int | None:

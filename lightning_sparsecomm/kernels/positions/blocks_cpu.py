@@ -82,10 +82,16 @@ def _log(number: np.uint64) -> int:
 def _block(indices: Positions, first: int, runs: Runs) -> int:
     """Fills in the runs of the block that begins with position number `first`, and returns how many they are."""
     count = min(BLOCK, indices.size - first)
-    runs[0] = np.uint64(indices[first] - (indices[first - 1] if first else np.int64(-1)) - 1)
+    runs[0] = np.uint64(indices[first] - _before(indices, first) - 1)
     for i in range(1, count):
         runs[i] = np.uint64(indices[first + i] - indices[first + i - 1] - 1)
     return count
+
+
+@compiled
+def _before(indices: Positions, first: int) -> int:
+    """The position before that with number `first`, or -1."""
+    return int(indices[first - 1]) if first else -1
 
 
 @compiled
@@ -105,6 +111,14 @@ def _bits(runs: Runs, count: int, code: int) -> int:
         for i in range(count):
             total += np.uint64(2 * _log((runs[i] >> shift) + _ONE))
     return int(np.int64(total)) + count * (1 + code // 3)
+
+
+@compiled
+def _bits_of(runs: Runs, count: int, total: np.uint64, logs: int, code: int) -> int:
+    """The same. Without a shift it follows from the runs' sum, and from that of the logarithms of each and one more."""
+    if code == GOLOMB:
+        return int(np.int64(total)) + count
+    return 2 * logs + count if code == EXPONENTIAL else _bits(runs, count, code)
 
 
 @compiled
@@ -129,18 +143,12 @@ def _choose(indices: Positions, codes: Bytes) -> None:
         near[candidates] = 3 * max(0, shift - 1) + EXPONENTIAL
         near[candidates + 1] = 3 * shift + EXPONENTIAL
         best = before
-        least = _bits(runs, count, before)
+        least = _bits_of(runs, count, total, logs, before)
         for i in range(candidates + 2):
             code = near[i]
             if code == before:
                 continue
-            # Without a shift the sums are there already.
-            if code == EXPONENTIAL:
-                bits = 2 * logs + count + CODE_BITS
-            elif code == GOLOMB:
-                bits = int(np.int64(total)) + count + CODE_BITS
-            else:
-                bits = _bits(runs, count, code) + CODE_BITS
+            bits = _bits_of(runs, count, total, logs, code) + CODE_BITS
             if bits < least or (bits == least and code < best):
                 best = code
                 least = bits
@@ -162,6 +170,11 @@ def _lengths(indices: Positions, codes: Bytes) -> tuple[int, int, int, int]:
         if code != before:
             head += CODE_BITS
         before = code
+        if code == GOLOMB:
+            # Its bits are those of a bitmap.
+            end = min((block + 1) * BLOCK, indices.size)
+            prefixes += indices[end - 1] - _before(indices, block * BLOCK) - (end - block * BLOCK)
+            continue
         count = _block(indices, block * BLOCK, runs)
         shift = code // 3
         if code % 3 == THIRDS:
@@ -205,8 +218,16 @@ def _write_blocks(indices: Positions, codes: Bytes, prefix: int, suffix: int, th
     filled = suffix & 63
     pending = np.uint64(0)
     for block in range(codes.size):
-        count = _block(indices, block * BLOCK, runs)
         code = int(np.int64(codes[block]))
+        if code == GOLOMB:
+            first, end = block * BLOCK, min((block + 1) * BLOCK, indices.size)
+            prefix -= _before(indices, first) + 1
+            for i in range(first, end):
+                one = prefix + indices[i]
+                words[one >> 6] |= _ONE << np.uint64(one & 63)
+            prefix += indices[end - 1] + 1
+            continue
+        count = _block(indices, block * BLOCK, runs)
         kind = code % 3
         width = code // 3 + int(kind == THIRDS)
         shift = np.uint64(code // 3)

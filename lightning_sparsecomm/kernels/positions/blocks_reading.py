@@ -93,6 +93,13 @@ def read_suffixes(words: Words, total: int, size: int, codes: Bytes, suffix: int
         # Far from the section's end nothing can be missing. Prefixes are shorter than a section of 2^35 bits, and
         # shifts at most 21, so no sum overflows.
         count = last - first
+        if code == GOLOMB:
+            for i in range(first, last):
+                position += 1 + found[i]
+                found[i] = position
+            if position >= size:
+                return _first_beyond(found, first, size), 0
+            continue
         if kind == GOLOMB and suffix + count * shift <= total:
             for i in range(first, last):
                 position += 1 + (found[i] << shift) + int(np.int64(_get(words, suffix) & mask))

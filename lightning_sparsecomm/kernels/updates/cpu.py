@@ -1,6 +1,6 @@
 """Updates in numba: one pass changes residual and velocity, and notes which magnitudes reach a threshold."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -10,6 +10,7 @@ from torch import Tensor
 from lightning_sparsecomm.kernels.numba_jit import Bits, Flags, Floats, Positions, Scalar, compiled
 from lightning_sparsecomm.kernels.updates.cpu_moments import add_direction_
 from lightning_sparsecomm.kernels.updates.cpu_reductions import (
+    add_at,
     find_largest,
     kth_largest_key,
     sum_equal_indices,
@@ -23,6 +24,7 @@ from lightning_sparsecomm.kernels.updates.reference import (
     PLAIN,
     OutOfRangeError,
     Reference,
+    Stretch,
     Update,
 )
 
@@ -73,10 +75,22 @@ class Cpu(Reference):
         return float(np.array([kth_largest_key(bits, k)[0]], bits.dtype).view(values.dtype)[0])
 
     def largest(self, x: Tensor, k: int, seed: int) -> Tensor:
+        return self.largest_of_each(x, [(0, x.numel(), k)], seed)
+
+    def largest_of_each(self, x: Tensor, stretches: Sequence[Stretch], seed: int) -> Tensor:
         values = x.numpy()
-        found = np.empty(min(k, values.size) + 1, np.int64)
-        count = find_largest(values.view(f"u{values.itemsize}"), k, seed, found)
+        bits = values.view(f"u{values.itemsize}")
+        found = np.empty(sum(min(k, stop - start) for start, stop, k in stretches) + 1, np.int64)
+        count = 0
+        for start, stop, k in stretches:
+            count += find_largest(bits[start:stop], k, seed, start, found[count:])
         return torch.from_numpy(found[:count])
+
+    def add_at_(self, total: Tensor, indices: Tensor, values: Tensor, factor: float) -> None:
+        sums = total.numpy()
+        wrong = add_at(sums, indices.numpy(), values.numpy(), sums.dtype.type(factor))
+        if wrong >= 0:
+            raise IndexError(f"index {wrong} is {int(indices[wrong])}, which is not from 0 to {total.numel() - 1}.")
 
     def add_up(self, indices: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         # A stable sort, which is fast on sorted runs.

@@ -7,7 +7,7 @@ the sign, order its magnitude. So these kernels compare bits.
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_sparsecomm.kernels.numba_jit import Bits, Floats, Positions, compiled
+from lightning_sparsecomm.kernels.numba_jit import Bits, Floats, Positions, Scalar, compiled
 
 # Bits looked at in one pass of the radix selection.
 _DIGIT = 11
@@ -62,8 +62,8 @@ def kth_largest_key(bits: Bits, k: int) -> tuple[int, int, int]:
 
 
 @compiled
-def find_largest(bits: Bits, k: int, seed: int, found: Positions) -> int:
-    """Writes the positions of `Reference.largest` to `found`, and returns how many there are.
+def find_largest(bits: Bits, k: int, seed: int, start: int, found: Positions) -> int:
+    """Writes the positions of `Reference.largest`, each plus `start`, to `found`, and returns how many there are.
 
     `found` has room for one more than `min(k, n)`: each position is written, and kept if it counts, since a branch on
     data would be mispredicted.
@@ -79,7 +79,7 @@ def find_largest(bits: Bits, k: int, seed: int, found: Positions) -> int:
     if threshold == 0 or above + ties == k:
         least = max(threshold, np.uint64(1))
         for i in range(bits.size):
-            found[count] = i
+            found[count] = start + i
             count += int(np.int64(np.uint64(bits[i]) & unsigned >= least))
         return count
     places = k - above
@@ -87,7 +87,7 @@ def find_largest(bits: Bits, k: int, seed: int, found: Positions) -> int:
     tie = 0
     for i in range(bits.size):
         magnitude = np.uint64(bits[i]) & unsigned
-        found[count] = i
+        found[count] = start + i
         count += int(np.int64(magnitude > threshold))
         if magnitude == threshold:
             # Take the tie if its distance from the first is ⌊j·ties/places⌋ for some j < places.
@@ -96,6 +96,19 @@ def find_largest(bits: Bits, k: int, seed: int, found: Positions) -> int:
             count += int(np.int64(j < np.uint64(places) and j * np.uint64(ties) // np.uint64(places) == distance))
             tie += 1
     return count
+
+
+@compiled
+def add_at(sums: Floats, indices: Positions, values: Floats, factor: Scalar) -> int:
+    """Adds `factor` times each value to the sum at its index. Returns the place of an index out of range, or -1."""
+    size = np.uint64(sums.size)
+    for i in range(indices.size):
+        # Negative ones are large.
+        at = np.uint64(indices[i])
+        if at >= size:
+            return i
+        sums[at] += factor * values[i]
+    return -1
 
 
 @compiled

@@ -218,6 +218,16 @@ class Reference:
         found = [self.largest(x[start:stop], k, seed).add_(start) for start, stop, k in stretches]
         return torch.cat(found) if found else torch.empty(0, dtype=torch.int64, device=x.device)
 
+    def add_at_(self, total: Tensor, indices: Tensor, values: Tensor, factor: float) -> None:
+        """Adds `factor` times `values`, `[k]`, to the elements of `total`, `[n]`, at distinct `indices`, `[k]` int64.
+
+        `values` has the dtype of `total`.
+
+        Raises:
+            IndexError: An index is negative, or not below n. Those before it have been added to.
+        """
+        total.index_add_(0, indices, values, alpha=factor)
+
     def add_up(self, indices: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Sums the values of equal indices, in the order in which they appear.
 

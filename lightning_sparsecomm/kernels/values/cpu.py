@@ -64,8 +64,8 @@ class CpuValueKernels(ValueKernels):
         count = values.numel()
         if values.dtype not in (torch.float32, torch.float64) or not count:
             return super().write_two_bits(values, group)
-        levels, packed = np.empty((-(-count // group), 2), np.float64), np.zeros((count + 3) // 4, np.uint8)
-        write_two(values.detach().contiguous().numpy(), group, levels, packed)
+        levels, packed = np.empty((-(-count // group), 2), np.float64), np.empty((count + 3) // 4, np.uint8)
+        write_two(values.detach().contiguous().numpy(), group, levels, np.empty(4 * packed.size, np.uint8), packed)
         heads = torch.from_numpy(np.minimum(levels, LARGEST_FLOAT16)).to(torch.float16)
         return torch.cat([heads.view(-1).view(torch.uint8), torch.from_numpy(packed)])
 

@@ -98,3 +98,26 @@ def test_adds_up_negative_zeros(kernels, dtype):
     x = torch.tensor([-0.0, -0.0, -0.0, -0.0, 0.0], dtype=dtype)
     sums = kernels.add_up(indices, x)[1]
     assert same_bits(sums, torch.tensor([-0.0, -0.0, 0.0], dtype=dtype))
+
+
+@each_kernels
+@each_dtype
+@pytest.mark.parametrize("factor", [1.0, -1.0, 0.5])
+def test_adds_at_indices(kernels: Reference, dtype: torch.dtype, factor: float):
+    generator = torch.Generator().manual_seed(0)
+    total = torch.randn(1000, dtype=dtype, generator=generator)
+    values = torch.randn(400, dtype=dtype, generator=generator)
+    indices = torch.randperm(1000, generator=generator)[:400]
+    expected = total.clone()
+    expected[indices] += factor * values
+    kernels.add_at_(total, indices, values, factor)
+    assert same_bits(total, expected)
+
+
+@each_kernels
+@pytest.mark.parametrize("wrong", [-1, 3, 2**40])
+def test_indices_out_of_range_are_refused(kernels: Reference, wrong: int):
+    total = torch.zeros(5)[1:4]
+    with pytest.raises(IndexError, match=r"out of|not from 0 to 2"):
+        kernels.add_at_(total, torch.tensor([0, wrong]), torch.ones(2), 1.0)
+    assert total.tolist() == [1.0, 0.0, 0.0]
