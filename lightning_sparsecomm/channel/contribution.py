@@ -196,6 +196,8 @@ class Contribution:
                 return hints
         waiting = deque(updates)
         for stretch in self.wanted:
+            if stretch.wants_most:
+                continue
             while waiting and waiting[0][0] < stretch.start:
                 self._apply(waiting.popleft()[1])
             inside: list[tuple[int, Update]] = []

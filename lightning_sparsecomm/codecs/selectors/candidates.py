@@ -27,6 +27,11 @@ class Wanted(NamedTuple):
     stop: int
     k: int
 
+    @property
+    def wants_most(self) -> bool:
+        """Whether most elements will be selected: then candidates for them would be most elements too."""
+        return 2 * self.k >= self.stop - self.start
+
 
 Hints = Mapping[tuple[int, int, int], Tensor]
 """For a stretch `(start, stop, k)`, sorted positions that include its k largest elements or all its non-zeros."""

@@ -103,8 +103,7 @@ def _balanced(layout: Layout, density: float) -> tuple[float, ...]:
 def largest_of_each(x: Tensor, stretches: Sequence[Wanted], seed: int, hints: Hints) -> Tensor:
     """Sorted positions of each stretch's min(k, non-zeros) largest magnitudes. Ties are broken as `TopK` says."""
     kernels = kernels_for(x.device, x.dtype)
-    # Of a stretch that sends most of its elements, candidates would be most elements too.
-    if not hints and (kernels.many_at_once or all(2 * k >= stop - start for start, stop, k in stretches)):
+    if not hints and (kernels.many_at_once or all(stretch.wants_most for stretch in stretches)):
         return kernels.largest_of_each(x, stretches, seed)
     parts = [_largest_of(x, stretch, seed, hints.get(stretch)) for stretch in stretches]
     return joined(parts) if parts else x.new_empty(0, dtype=torch.int64)
