@@ -20,6 +20,9 @@ from lightning_sparsecomm.basis.scheduled import every_for as every_for
 from lightning_sparsecomm.basis.scheduled import exchanges_in as exchanges_in
 from lightning_sparsecomm.basis.scheduled import least_every as least_every
 
+# A run that may end at any time counts as one of so many times the steps that it has made, from 1,000 to 5,000.
+_AHEAD, _FEWEST_STEPS, LIKELY_STEPS = 4, 1000, 5000
+
 
 @dataclass(frozen=True)
 class Stages(Schedule):
@@ -129,12 +132,18 @@ class ByLength(Schedule):
     >>> [round(ByLength().for_length(steps), 4) for steps in (300, 1000, 4000, 100_000, 1_000_000)]
     [0.0669, 0.0295, 0.0115, 0.0013, 0.001]
 
+    A run whose length is not known may end at any time. It counts as one of four times the steps that it has made, of
+    1,000 at least and 5,000 at most.
+
+    >>> [round(ByLength().at(step, epoch=0), 4) for step in (0, 249, 500, 1249, 100_000)]
+    [0.0295, 0.0295, 0.0184, 0.0099, 0.0099]
+
     Args:
         density: Fraction of elements sent in each exchange of a run of so many `steps`, in (0, 1].
         exponent: How fast the density falls with the run's length: 0 for not at all, 1 for as many sends in any run.
         least: The least density, for long runs, in (0, 1].
         most: The greatest density, for short runs, in (0, 1].
-        unknown: The density where the run's length is not known, in (0, 1].
+        unknown: The density where the run's length is not known, in (0, 1]. None supposes a length, as above.
         steps: The length of a run in optimizer steps for which `density` is meant.
 
     Raises:
@@ -146,11 +155,11 @@ class ByLength(Schedule):
     exponent: float = 0.68
     least: float = 0.001
     most: float = 0.1
-    unknown: float = 0.01
+    unknown: float | None = None
     steps: float = 1000
 
     def __post_init__(self) -> None:
-        for name in ("density", "least", "most", "unknown"):
+        for name in ("density", "least", "most") + ("unknown",) * (self.unknown is not None):
             if isinstance(getattr(self, name), Schedule):
                 raise TypeError(
                     f"{name} must be a number in (0, 1]; got {getattr(self, name)!r}. Use 0.01, for example."
@@ -162,17 +171,20 @@ class ByLength(Schedule):
             raise ValueError(f"steps must be a positive number of optimizer steps; got {self.steps!r}. Use 1000.")
 
     def at(self, step: int, epoch: float) -> float:
-        return self.unknown
-
-    def for_length(self, steps: float) -> float:
-        if not 0 < steps < math.inf:
+        if self.unknown is not None:
             return self.unknown
+        return self._in(min(LIKELY_STEPS, max(_FEWEST_STEPS, _AHEAD * (step + 1))))
+
+    def for_length(self, steps: float) -> "float | Schedule":
+        return self._in(steps) if 0 < steps < math.inf else self if self.unknown is None else self.unknown
+
+    def _in(self, steps: float) -> float:
         density: float = self.density * (self.steps / steps) ** self.exponent
         return min(self.most, max(self.least, density))
 
     @property
     def bounds(self) -> Sequence[float]:
-        numbers = self.unknown, self.least, self.most
+        numbers = self.least, self.most, *([] if self.unknown is None else [self.unknown])
         return min(numbers), max(numbers)
 
 

@@ -88,8 +88,8 @@ class FabricMixin(SynchronizingMixin, DDPStrategy):
             by_length = next(parts_in(self.engine.registry.methods, ByLength), None)
             if self._length is None and by_length is not None and self.global_rank == 0:
                 warnings.warn(
-                    "the density follows the run's length, which Fabric does not know: it sends"
-                    f" {by_length.unknown:.1%} of the elements. Give length=…, the number of optimizer steps, to"
+                    "the density follows the run's length, which Fabric does not know: it supposes four times the"
+                    " steps made, from 1,000 to 5,000. Give length=…, the number of optimizer steps, to"
                     f" {type(self).__module__}.SparseCommStrategy; or call fabric.strategy.settle() after the last one,"
                     " which applies what waits.",
                     stacklevel=2,

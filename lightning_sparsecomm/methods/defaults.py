@@ -1,7 +1,9 @@
 """The method of `strategy="sparsecomm"`."""
 
+import math
+
 from lightning_sparsecomm.basis.arguments import check_whole_number
-from lightning_sparsecomm.basis.schedules import ByLength
+from lightning_sparsecomm.basis.schedules import LIKELY_STEPS, ByLength
 from lightning_sparsecomm.methods.adam import local_adam
 from lightning_sparsecomm.methods.dropping import dgc, gradient_dropping
 from lightning_sparsecomm.sharing import Method
@@ -29,9 +31,9 @@ def default(delay: int = 0, every: int | None = None, residual_in_weights: bool 
         delay: 1 exchanges while the next step computes, as `dgc` and `local_adam` say; other optimizers wait. 0 waits.
         every: Optimizer steps between two exchanges by SGD, Adam and AdamW, as `dgc` and `local_adam` say; others
             exchange in each. None lets a Trainer's run choose by its length, at its start: every second step from 563
-            steps on, with `residual_in_weights`; from 5,001 on without, and by SGD every fourth. All steps exchange
-            with `delay`, in Fabric, between nodes, between replicas that come and go, and where two optimizers hold the
-            same parameter.
+            steps on, with `residual_in_weights`, as in one of unknown length; from 5,001 on without, and by SGD every
+            fourth. All steps exchange with `delay`, in Fabric, between nodes, between replicas that come and go, and
+            where two optimizers hold the same parameter.
         residual_in_weights: With `every`, whether a rank is ahead of the shared weights by its residual too, as `dgc`
             and `local_adam` say.
 
@@ -51,15 +53,18 @@ def default(delay: int = 0, every: int | None = None, residual_in_weights: bool 
     return method if delay else method.following(_for_length)
 
 
-# A run makes local steps from so many steps on, and in longer ones residuals wait for long.
-_LOCAL, _LONG = 563, 5000
+# A run makes local steps from so many steps on.
+_LOCAL = 563
 
 
 def _for_length(steps: float) -> Method:
-    """The default of a Trainer's run of so many steps."""
+    """The default of a Trainer's run of so many steps, infinite where unknown."""
     if steps < _LOCAL:
         return _exchanging(0, 1, 1)
-    return _exchanging(0, 2, 2, in_weights=True) if steps <= _LONG else _exchanging(0, 4, 2)
+    # In longer runs residuals wait for too long. One of unknown length sends as if it had so many steps at most.
+    if steps <= LIKELY_STEPS or steps == math.inf:
+        return _exchanging(0, 2, 2, in_weights=True)
+    return _exchanging(0, 4, 2)
 
 
 def _exchanging(delay: int, sgd_every: int, adam_every: int, in_weights: bool = False) -> Method:

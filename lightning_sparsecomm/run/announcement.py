@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from lightning_sparsecomm.basis.parts import parts_in
-from lightning_sparsecomm.basis.schedules import ByLength, Schedule, every_for
+from lightning_sparsecomm.basis.schedules import LIKELY_STEPS, ByLength, Schedule, every_for
 from lightning_sparsecomm.run.choice import advice_on_signs
 from lightning_sparsecomm.run.registry import Registry
 from lightning_sparsecomm.sharing.gradient import GradientSync
@@ -34,13 +34,13 @@ def announcement(
         if tracked.method is not None:
             run = _run(tracked.method, length, estimated)
             following = dict.fromkeys(parts_in(list(tracked.method.syncs), ByLength))
-            densities = "".join(f"; {each.for_length(length):.2%} of the elements {run}" for each in following)
+            densities = "".join(f"; {_density(each, length)} {run}" for each in following)
             warmups = list(dict.fromkeys(filter(None, map(_warmup, _schedules(tracked.method)))))
             densities += "".join(f"; {words}" for words in warmups)
             bytes_sent = _words(fewer[number], bool(warmups)) if fewer else ""
             call = repr(tracked.method)
             for each in following:
-                call = call.replace(repr(each), f"{each.for_length(length):.3g}")
+                call = call.replace(repr(each), " to ".join(f"{number:.3g}" for number in _numbers(each, length)))
             by = f"{tracked.name} by {call}"
             ranks = f"{world_size} ranks" if world_size > 1 else "1 rank, so nothing crosses a network"
             if come_and_go:
@@ -49,6 +49,17 @@ def announcement(
             lines.append(f"sparsecomm: {ranks}, {by}{densities}{bytes_sent}")
             lines += advice_on_signs(tracked.optimizer, tracked.method)
     return lines
+
+
+def _numbers(density: ByLength, length: float) -> list[float]:
+    """The density of a run; the first and the last one if its length is not known."""
+    known = density.for_length(length)
+    return [density.at(0, 0), density.at(int(LIKELY_STEPS), 0)] if isinstance(known, Schedule) else [known]
+
+
+def _density(density: ByLength, length: float) -> str:
+    first, *later = _numbers(density, length)
+    return f"{first:.2%} of the elements" + "".join(f" at first, {each:.2%} later," for each in later)
 
 
 def _run(method: Method, length: float, estimated: bool) -> str:

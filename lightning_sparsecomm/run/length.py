@@ -3,17 +3,14 @@
 import warnings
 
 from lightning_sparsecomm.basis.parts import parts_in
-from lightning_sparsecomm.basis.schedules import Schedule, Warmup, least_every
+from lightning_sparsecomm.basis.schedules import LIKELY_STEPS, Schedule, Warmup, least_every
 from lightning_sparsecomm.run.registry import Registry
 from lightning_sparsecomm.sharing.delta import DeltaSync
-
-# The length that densities follow where a run may end at any time.
-_LIKELY_STEPS = 5000.0
 
 
 def likely_length(steps: float, may_end_sooner: bool) -> float:
     """The length that densities follow in a run of so many optimizer steps, which may be infinite."""
-    return min(steps, _LIKELY_STEPS) if may_end_sooner else steps
+    return min(steps, LIKELY_STEPS) if may_end_sooner else steps
 
 
 def warn_of_short_run(registry: Registry, warmup: Warmup | None, steps: float, epochs: float) -> None:

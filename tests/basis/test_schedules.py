@@ -1,11 +1,13 @@
 """Schedules: their numbers, and what they refuse."""
 
+import dataclasses
 import math
 import re
 from typing import Any
 
 import pytest
 
+from lightning_sparsecomm.basis import Layout, Round
 from lightning_sparsecomm.basis.schedules import (
     ByLength,
     DensityWarmup,
@@ -138,3 +140,13 @@ def test_a_method_is_warmed_up_by_steps_or_epochs_or_not_at_all() -> None:
     assert warmed(0.1, None, 4, 7, "inverse_time") == DensityWarmup(0.1, epochs=4, shape="inverse_time")
     schedule = Stages([1, 0.1], steps=[0, 5])
     assert warmed(schedule, 9, None) is schedule
+
+
+@pytest.mark.parametrize(
+    ("step", "supposed"), [(0, 1000), (249, 1000), (250, 1004), (499, 2000), (1249, 5000), (10**6, 5000)]
+)
+def test_a_run_of_unknown_length_counts_as_four_times_the_steps_made(step: int, supposed: int) -> None:
+    density, context = ByLength(), Round(Layout([]), step=step)
+    assert context.density(density) == density.for_length(supposed)
+    assert context.density(ByLength(unknown=0.02)) == 0.02
+    assert dataclasses.replace(context, length=300).density(density) == density.for_length(300)

@@ -1,5 +1,6 @@
 """How long a fit will be: densities follow it, and its last step sends what waits."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,20 @@ def test_manual_optimization_is_expected_to_step_once_for_each_batch(
     assert (length, made) == (steps, steps)
     assert len(lines) == optimizers
     assert all(f"in each of {steps} steps (if each batch makes one)" in line for line in lines)
+
+
+class Stops(pl.Callback):
+    """A stop of the user's own, which no length tells of."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        trainer.should_stop = trainer.global_step >= 5
+
+
+def test_a_run_of_unknown_length_counts_as_a_short_one_at_first(tmp_path: Path) -> None:
+    lines, length, made, _ = _noted(tmp_path, Model(), Stops(), max_epochs=-1)
+    assert length == math.inf
+    assert 5 <= made < 5 + BATCHES
+    assert "2.95% of the elements at first, 0.99% later, in each step of a run of unknown length" in lines[0]
 
 
 def test_averaged_weights_with_batch_norm_stay_the_average(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from lightning_sparsecomm.basis import ByLength
 from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.methods import default, dense, dgc
 from lightning_sparsecomm.run.announcement import announcement
@@ -23,9 +24,24 @@ from tests.run.training import chain
             " rest_bits=8, few_rows=True);"
             " 58.00% of the elements in each of 300 steps",
         ),
-        (default(), math.inf, "; 1.00% of the elements in each step of a run of unknown length"),
+        (
+            default(),
+            math.inf,
+            "SGD by dgc(density=0.23 to 0.0558, scope='balanced', values='three_bit', positions='short',"
+            " exchange='all_reduce', rest_bits=8, few_rows=True);"
+            " 23.00% of the elements at first, 5.58% later, in each step of a run of unknown length",
+        ),
+        (
+            dgc(ByLength(unknown=0.02)),
+            math.inf,
+            "SGD by dgc(density=0.02); 2.00% of the elements in each step of a run of unknown length",
+        ),
         (default(every=2), 1000, "; 59.20% of the elements in at least 500 of 1,000 steps"),
-        (default(every=2), math.inf, "; 1.00% of the elements in one of 2 steps of a run of unknown length"),
+        (
+            default(every=2),
+            math.inf,
+            "; 59.20% of the elements at first, 14.36% later, in one of 2 steps of a run of unknown length",
+        ),
         (dgc(0.001), 300, "SGD by dgc(density=0.001); warm-up of 1,000 steps"),
         (dgc(0.001, warmup_epochs=4), 300, "SGD by dgc(density=0.001, warmup_epochs=4); warm-up of 4 epochs"),
         (dgc(0.001, warmup_steps=0), 300, "SGD by dgc(density=0.001, warmup_steps=0)"),
