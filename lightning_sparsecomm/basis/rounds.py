@@ -14,6 +14,7 @@ from lightning_sparsecomm.basis.schedules import (
     Warmup,
     density_at,
     every_at,
+    supposed_length,
 )
 from lightning_sparsecomm.kernels.sketch.reference import GOLDEN, mixed
 
@@ -46,6 +47,7 @@ class Round:
         warmup: Overrides the parts' densities early in training; None for no such warm-up.
         quantity: What the vectors hold, for messages.
         length: Optimizer steps of the whole run; infinite where unknown.
+        may_end_sooner: Whether the run may end at any time before that.
         dtype: Of the vectors: float32, or wider where the model is.
     """
 
@@ -58,12 +60,14 @@ class Round:
     warmup: Warmup | None = None
     quantity: str = "gradient"
     length: float = math.inf
+    may_end_sooner: bool = False
     dtype: torch.dtype = torch.float32
 
     def density(self, density: Density) -> float:
         """The fraction to send in this round: `density` at this step, or what `warmup` makes of it."""
         if isinstance(density, Schedule):
-            density = density.for_length(self.length)
+            length = min(self.length, supposed_length(self.step)) if self.may_end_sooner else self.length
+            density = density.for_length(length)
         if self.warmup is None:
             return density_at(density, self.step, self.epoch)
         # It replaces the method's own warm-up.

@@ -20,8 +20,12 @@ from lightning_sparsecomm.basis.scheduled import every_for as every_for
 from lightning_sparsecomm.basis.scheduled import exchanges_in as exchanges_in
 from lightning_sparsecomm.basis.scheduled import least_every as least_every
 
-# A run that may end at any time counts as one of so many times the steps that it has made, from 1,000 to 5,000.
 _AHEAD, _FEWEST_STEPS, LIKELY_STEPS = 4, 1000, 5000
+
+
+def supposed_length(step: int) -> int:
+    """The length that densities suppose after `step` steps of a run that may end at any time: four times as many."""
+    return min(LIKELY_STEPS, max(_FEWEST_STEPS, _AHEAD * (step + 1)))
 
 
 @dataclass(frozen=True)
@@ -173,7 +177,7 @@ class ByLength(Schedule):
     def at(self, step: int, epoch: float) -> float:
         if self.unknown is not None:
             return self.unknown
-        return self._in(min(LIKELY_STEPS, max(_FEWEST_STEPS, _AHEAD * (step + 1))))
+        return self._in(supposed_length(step))
 
     def for_length(self, steps: float) -> "float | Schedule":
         return self._in(steps) if 0 < steps < math.inf else self if self.unknown is None else self.unknown

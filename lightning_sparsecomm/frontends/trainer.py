@@ -115,19 +115,19 @@ class TrainerMixin(UnevenMixin, CheckpointingMixin, DDPStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         self._idle_since = time.monotonic()
-        trainer = self._trainer
+        trainer, registry = self._trainer, self.engine.registry
         self._question = StopQuestion(trainer, self.engine)
-        if self._is_trial():
-            return
         found = expected(trainer)
         self.engine.expect(found.left, found.may_end_sooner)
+        if self._is_trial():
+            return
         length = self.engine.follow_length()
         get_ready(self, trainer)
         if trainer.is_global_zero:
-            warn_of_short_run(self.engine.registry, self.engine.warmup, found.steps, found.epochs)
-            registry = self.engine.registry
+            warn_of_short_run(registry, self.engine.warmup, found.steps, found.epochs)
             fewer = [times_fewer_bytes(self.engine, each, length, found.epoch_steps) for each in registry.optimizers]
-            lines = announcement(registry, length, self.taking_part, found.estimated, fewer, self.come_and_go)
+            told = found.estimated, fewer, self.come_and_go, found.may_end_sooner
+            lines = announcement(registry, length, self.taking_part, *told)
             self.announced = [*lines, *advice(registry, self.num_nodes, self.num_processes)]
             announce(self.announced, trainer)
             layout = ModelLayout.of(registry.modules, [each.optimizer for each in registry.optimizers])

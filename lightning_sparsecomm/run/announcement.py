@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 
+from lightning_sparsecomm.basis import Layout, Round
 from lightning_sparsecomm.basis.parts import parts_in
 from lightning_sparsecomm.basis.schedules import LIKELY_STEPS, ByLength, Schedule, every_for
 from lightning_sparsecomm.run.choice import advice_on_signs
@@ -18,6 +19,7 @@ def announcement(
     estimated: bool = False,
     fewer: Sequence[float] = (),
     come_and_go: bool = False,
+    may_end_sooner: bool = False,
 ) -> list[str]:
     """A line for each optimizer, and one more where it does not suit its method.
 
@@ -28,19 +30,21 @@ def announcement(
         estimated: Whether the length supposes one step for each batch.
         fewer: How many times fewer bytes each optimizer sends than with ddp; NaN where unknown.
         come_and_go: Whether ranks are replicas, of which more may join.
+        may_end_sooner: Whether the run may end at any time before its length.
     """
     lines: list[str] = []
     for number, tracked in enumerate(registry.optimizers):
         if tracked.method is not None:
             run = _run(tracked.method, length, estimated)
             following = dict.fromkeys(parts_in(list(tracked.method.syncs), ByLength))
-            densities = "".join(f"; {_density(each, length)} {run}" for each in following)
+            densities = "".join(f"; {_density(each, length, may_end_sooner)} {run}" for each in following)
             warmups = list(dict.fromkeys(filter(None, map(_warmup, _schedules(tracked.method)))))
             densities += "".join(f"; {words}" for words in warmups)
             bytes_sent = _words(fewer[number], bool(warmups)) if fewer else ""
             call = repr(tracked.method)
             for each in following:
-                call = call.replace(repr(each), " to ".join(f"{number:.3g}" for number in _numbers(each, length)))
+                numbers = " to ".join(f"{number:.3g}" for number in _numbers(each, length, may_end_sooner))
+                call = call.replace(repr(each), numbers)
             by = f"{tracked.name} by {call}"
             ranks = f"{world_size} ranks" if world_size > 1 else "1 rank, so nothing crosses a network"
             if come_and_go:
@@ -51,14 +55,14 @@ def announcement(
     return lines
 
 
-def _numbers(density: ByLength, length: float) -> list[float]:
-    """The density of a run; the first and the last one if its length is not known."""
-    known = density.for_length(length)
-    return [density.at(0, 0), density.at(int(LIKELY_STEPS), 0)] if isinstance(known, Schedule) else [known]
+def _numbers(density: ByLength, length: float, may_end_sooner: bool) -> list[float]:
+    """The density of a run; the first and the last one if it is not known when the run ends."""
+    contexts = [Round(Layout([]), step, length=length, may_end_sooner=may_end_sooner) for step in (0, LIKELY_STEPS)]
+    return list(dict.fromkeys(context.density(density) for context in contexts))
 
 
-def _density(density: ByLength, length: float) -> str:
-    first, *later = _numbers(density, length)
+def _density(density: ByLength, length: float, may_end_sooner: bool) -> str:
+    first, *later = _numbers(density, length, may_end_sooner)
     return f"{first:.2%} of the elements" + "".join(f" at first, {each:.2%} later," for each in later)
 
 

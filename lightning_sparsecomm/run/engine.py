@@ -265,8 +265,8 @@ class Engine:
 
     def _turn(self, tracked: TrackedOptimizer, kind: TurnKind, step: int) -> Turn:
         length = likely_length(self.length, self.may_end_sooner)
-        norm, max_norm = tracked.norm, tracked.max_norm
-        return Turn(kind, step, self.epoch, self.seed, self.warmup, norm, max_norm, length, self.ends_epoch)
+        norms, sooner = (tracked.norm, tracked.max_norm), self.may_end_sooner
+        return Turn(kind, step, self.epoch, self.seed, self.warmup, *norms, length, self.ends_epoch, sooner)
 
     def _after_step(self, tracked: TrackedOptimizer) -> None:
         for share in tracked.shares.values():

@@ -33,6 +33,7 @@ class Turn:
         max_norm: The user's threshold for clipping the averaged gradient; None for none.
         length: Optimizer steps of the whole run; infinite where unknown.
         ends_epoch: Whether an epoch ends with it, so that ranks should share their weights then; equal on all ranks.
+        may_end_sooner: Whether the run may end at any time before its length; equal on all ranks.
     """
 
     kind: TurnKind
@@ -44,6 +45,7 @@ class Turn:
     max_norm: float | None = None
     length: float = math.inf
     ends_epoch: bool = False
+    may_end_sooner: bool = False
 
 
 class Share(ABC):
@@ -208,5 +210,6 @@ class Share(ABC):
             warmup=turn.warmup,
             quantity=quantity,
             length=turn.length,
+            may_end_sooner=turn.may_end_sooner,
             dtype=wide_dtype(self.parameters),
         )

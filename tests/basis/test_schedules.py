@@ -150,3 +150,7 @@ def test_a_run_of_unknown_length_counts_as_four_times_the_steps_made(step: int, 
     assert context.density(density) == density.for_length(supposed)
     assert context.density(ByLength(unknown=0.02)) == 0.02
     assert dataclasses.replace(context, length=300).density(density) == density.for_length(300)
+    # So does one that may end sooner, up to its length.
+    for length in (300, 2000, 10**6):
+        sooner = dataclasses.replace(context, length=length, may_end_sooner=True)
+        assert sooner.density(density) == density.for_length(min(length, supposed))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
+from pytorch_lightning.callbacks import GradientAccumulationScheduler, LearningRateFinder, StochasticWeightAveraging
 from torch import Tensor, nn
 
 from lightning_sparsecomm.basis.schedules import ByLength
@@ -98,6 +98,33 @@ def test_a_run_of_unknown_length_counts_as_a_short_one_at_first(tmp_path: Path) 
     assert length == math.inf
     assert 5 <= made < 5 + BATCHES
     assert "2.95% of the elements at first, 0.99% later, in each step of a run of unknown length" in lines[0]
+
+
+class Tried(Model):
+    """Writes which length each of its steps has found."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path, self.lr, self.lengths = path, 0.1, list[float]()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """Notes the length."""
+        strategy: Any = self.trainer.strategy
+        self.lengths.append(strategy.engine.length)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_end(self) -> None:
+        """Of rank 0."""
+        if self.trainer.is_global_zero:
+            torch.save(self.lengths, self.path)
+
+
+def test_a_learning_rate_finder_tries_a_run_of_its_own_length(tmp_path: Path) -> None:
+    """Where it sends little, rates that are too high hurt later, and it finds higher ones than with ddp."""
+    finder = LearningRateFinder(num_training_steps=3)
+    fit(tmp_path, Tried(tmp_path / "lengths.pt"), SparseCommStrategy(), callbacks=[finder], max_epochs=2)
+    lengths = torch.load(tmp_path / "lengths.pt")
+    assert lengths == [3] * 3 + [2 * BATCHES] * (2 * BATCHES)
 
 
 def test_averaged_weights_with_batch_norm_stay_the_average(tmp_path: Path) -> None:

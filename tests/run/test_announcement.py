@@ -58,6 +58,16 @@ def test_a_line_for_each_optimizer(wire: Wire, method: Method, length: float, li
     assert line.endswith(lines)
 
 
+def test_a_run_that_may_end_sooner_says_what_it_begins_with(wire: Wire) -> None:
+    engine, module = Engine(default(every=2), wire), chain()
+    engine.registry.add_module(module)
+    engine.register(torch.optim.SGD(module.parameters(), lr=0.1))
+    long, short = (announcement(engine.registry, length, 4, may_end_sooner=True)[0] for length in (5000, 300))
+    engine.close()
+    assert long.endswith("; 59.20% of the elements at first, 14.36% later, in at least 2,500 of 5,000 steps")
+    assert short.endswith("; 62.00% of the elements in at least 150 of 300 steps")
+
+
 def test_a_length_that_supposes_one_step_for_each_batch_says_so(wire: Wire) -> None:
     engine, module = Engine(default(), wire), chain()
     engine.registry.add_module(module)

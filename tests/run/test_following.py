@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW, RMSprop
 
-from lightning_sparsecomm.basis import Wire
+from lightning_sparsecomm.basis import ByLength, Wire
 from lightning_sparsecomm.basis.parts import parts_in
 from lightning_sparsecomm.methods import default, dense, dgc
 from lightning_sparsecomm.run.engine import Engine
@@ -77,9 +77,15 @@ def test_steps_between_exchanges_follow_the_length(kind: Any, length: float, exp
 
 @pytest.mark.usefixtures("wire")
 def test_a_run_that_may_end_sooner_has_a_likely_length() -> None:
-    engine, _ = engine_of(default(), SGD, length=1e6)
+    engine, module = engine_of(default(), SGD, length=1e6)
     engine.expect(1e6, may_end_sooner=True)
     assert engine.follow_length() == 5000
+    train(engine, module, 1)
+    (tracked,) = engine.registry.optimizers
+    turns = [engine._turn(tracked, "gradients", step) for step in (0, 10_000)]
+    contexts = [share._context(turn) for turn in turns for share in tracked.shares.values()]
+    found = {context.density(ByLength()) for context in contexts}
+    assert found == {ByLength().for_length(1000), ByLength().for_length(5000)}
 
 
 @pytest.mark.usefixtures("wire")
