@@ -46,6 +46,7 @@ def test_tables_of_sparse_binary_compression(task: str, seeds: int, monkeypatch:
         ("battery-held-out", "defaults"),
         ("battery-autoencoder", "defaults"),
         ("battery-recommender", "defaults"),
+        ("battery-short", "defaults"),
         ("powersgd", "quality"),
         ("sums", "quality"),
         ("sparse_loco", "quality"),
