@@ -112,10 +112,11 @@ class Agreement:
         if facts:
             require_agreement(facts, self._wire, self._device, COMPARISON, ReplicaError, alike)
 
-    def on_length(self, steps: float) -> float:
-        """The least number of steps that any rank expects to make."""
-        expected = torch.tensor([steps], dtype=torch.float64, device=self._device)
-        return float(self._wire.all_gather(expected, SETUP).min())
+    def on_length(self, steps: float, may_end_sooner: bool) -> tuple[float, bool]:
+        """The least number of steps that any rank expects to make, and whether any of them may end sooner."""
+        expected = torch.tensor([steps, may_end_sooner], dtype=torch.float64, device=self._device)
+        lengths, sooner = self._wire.all_gather(expected, SETUP).unbind(1)
+        return float(lengths.min()), bool(sooner.any())
 
     @property
     def _device(self) -> torch.device:

@@ -95,9 +95,9 @@ class Engine:
     def expect(self, steps: float, may_end_sooner: bool = False) -> None:
         """Says how many steps each optimizer has still to make; infinite where unknown. A collective.
 
-        If ranks expect different numbers, the least one counts.
+        If ranks expect different numbers, the least one counts; and all may end sooner if one may.
         """
-        self.length, self.may_end_sooner = self.agreement.on_length(self.registry.steps + steps), may_end_sooner
+        self.length, self.may_end_sooner = self.agreement.on_length(self.registry.steps + steps, may_end_sooner)
 
     def follow_length(self) -> float:
         """Takes the method, or the chooser's, in the form for the run's length, which it returns."""

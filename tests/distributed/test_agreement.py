@@ -16,7 +16,7 @@ from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.channel import Channel
 from lightning_sparsecomm.codecs import SparseCodec, TopK
 from lightning_sparsecomm.exchange import Gather
-from lightning_sparsecomm.methods import RECIPES, dense, dgc, gradient_dropping, split
+from lightning_sparsecomm.methods import RECIPES, default, dense, dgc, gradient_dropping, split
 from lightning_sparsecomm.run import agreement
 from lightning_sparsecomm.run.engine import Engine
 from lightning_sparsecomm.sharing import DeltaSync, GradientSync, Method
@@ -232,6 +232,18 @@ def test_a_lone_process_asks_nobody(tmp_path: Path) -> None:
     assert rows == [{}] * (len(RECIPES) + 4)
 
 
+def _expected(rank: int) -> tuple[float, bool]:
+    engine = Engine(default(), Wire())
+    engine.registry.add_module(nn.Linear(3, 4))
+    engine.expect(1e6 - rank, may_end_sooner=rank == 1)
+    return engine.follow_length(), engine.may_end_sooner
+
+
+def test_ranks_expect_the_same_length(tmp_path: Path) -> None:
+    """The shortest, and all may end sooner if one may."""
+    assert run_ranks(tmp_path, 3, _expected) == [(5000, True)] * 3
+
+
 def _other_density(strategy: Any, model: Any) -> None:
     strategy.method = gradient_dropping(0.02)
 
@@ -281,7 +293,7 @@ def test_steps_send_nothing_more(tmp_path: Path) -> None:
     for rank in fit(tmp_path, Scenario(Classifier), 2, gradient_dropping(0.01)):
         calls = rank["ledger"].rows[SETUP]
         assert {kind: (traffic.calls, traffic.handed_bytes) for kind, traffic in calls.items()} == {
-            "all_gather": (5, 64 + 8 + 8 + 8)
+            "all_gather": (5, 64 + 8 + 8 + 16)
         }
         assert SETUP not in OURS
 
