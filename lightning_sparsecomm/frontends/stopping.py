@@ -29,7 +29,7 @@ _UNDER_WAY_SECONDS = 1.0
 _MOST_STEPS = 1000
 _RECENT = 5
 # Of rank 0, which another rank that was told to stop waits for: all may have been told, but not in the same moment.
-_MOST_ANSWERS = 2
+_MOST_ANSWERS, _MOST_SECONDS = 2, 2.0
 
 
 class StopFlags:
@@ -113,11 +113,49 @@ class StopFlags:
         return min(_MOST_STEPS, math.ceil(arriving / max(min(steps), 1e-4))) if steps else 1
 
 
+class PlainQuestion:
+    """Lightning's question as it is, in each step; its handler of SIGTERM only notes the signal.
+
+    The handler's broadcast, amid a step, would take the place of another collective: where all ranks are told, as a
+    cluster does before it takes machines away, some would wait for ever.
+    """
+
+    def __init__(self) -> None:
+        self._notifier = _Notifier()
+        self._loop: Any = None
+
+    def replace(self, trainer: "pl.Trainer") -> None:
+        """Takes the place of Lightning's handler, until `restore`."""
+        self._loop, notifier = trainer.fit_loop.epoch_loop, self._notifier
+        question = getattr(self._loop, ASKS)
+        notifier.replace(trainer, getattr(trainer, "_signal_connector", None))
+
+        def ask() -> None:
+            # Another rank waits for rank 0, which may be told a moment later.
+            if notifier.told and (trainer.is_global_zero or notifier.told_for > _MOST_SECONDS):
+                notifier.tell()
+            try:
+                question()
+            except SystemExit:
+                notifier.tell()
+                raise
+
+        setattr(self._loop, ASKS, ask)
+
+    def end(self) -> None:
+        """Nothing is under way."""
+
+    def restore(self) -> None:
+        """Gives Lightning its own handler back, and tells it of a signal that came after the last step."""
+        vars(self._loop).pop(ASKS, None)
+        self._notifier.restore()
+
+
 class _Notifier:
     """Stands in for the function by which Lightning handles SIGTERM: the same without its broadcast.
 
-    Lightning stops a rank as soon as `received_sigterm` is set, amid an epoch, and others would wait for it. So that is
-    set when ranks have agreed.
+    Lightning stops a rank as soon as `received_sigterm` is set, amid an epoch, and others would wait for it. So in
+    training that is set when ranks have agreed. Validation, where ranks exchange nothing, ends at once.
 
     Attributes:
         told: Whether the signal has come.
@@ -125,6 +163,7 @@ class _Notifier:
 
     def __init__(self) -> None:
         self.told = False
+        self._since = 0.0
         self._trainer: Any = None
         self._connector: Any = None
         self._handlers: list[Any] = []
@@ -138,6 +177,11 @@ class _Notifier:
         if theirs is not None and theirs in self._handlers:
             self._place = self._handlers.index(theirs)
             self._handlers[self._place] = self._note
+
+    @property
+    def told_for(self) -> float:
+        """Seconds since the signal has come."""
+        return time.monotonic() - self._since
 
     def tell(self) -> None:
         """Tells Lightning that the signal has come."""
@@ -155,7 +199,10 @@ class _Notifier:
         launcher = self._trainer.strategy.launcher
         if launcher is not None and not self.told:
             launcher.kill(signum)
-        self.told = True
+        if not self.told:
+            self.told, self._since = True, time.monotonic()
+        if self._trainer.validating or self._trainer.sanity_checking:
+            self.tell()
 
 
 def _stop_of(kind: type) -> type[BaseException]:
@@ -167,7 +214,8 @@ def _stop_of(kind: type) -> type[BaseException]:
 class StopQuestion:
     """Lightning's question in one fit: left as it is, or replaced where ranks would wait for it and for nothing else.
 
-    That is where the way is long, and where a method exchanges nothing in most steps.
+    That is where the way is long, and where a method exchanges nothing in most steps. Lightning's handler of SIGTERM is
+    replaced in any case.
     """
 
     def __init__(self, trainer: "pl.Trainer", engine: Engine) -> None:
@@ -175,14 +223,16 @@ class StopQuestion:
         far = isinstance(wire, FarWire) and wire.round_trip >= FAR_SECONDS
         delayed = all(isinstance(sync, DeltaSync) for sync in engine.registry.methods[0].syncs)
         self._asks = hasattr(trainer.fit_loop.epoch_loop, ASKS)
-        self._flags: StopFlags | None = None
-        if wire.world_size > 1 and self._asks and (far or delayed):
-            self._flags = StopFlags(wire, trainer.strategy.root_device)
+        asked = wire.world_size > 1 and self._asks
+        self._replaced = asked and (far or delayed)
+        self._flags: StopFlags | PlainQuestion | None = None
+        if asked:
+            self._flags = StopFlags(wire, trainer.strategy.root_device) if self._replaced else PlainQuestion()
             self._flags.replace(trainer)
 
     def count(self, idle_since: float) -> None:
         """Notes what Lightning has asked before this batch. Raises `PeerError` if a rank was gone, or too late."""
-        if self._flags is None and self._asks:
+        if self._asks and not self._replaced:
             self._wire.ledger.record(LIGHTNING, "broadcast", 8)
             # Lightning ignores it if that fails, and waits for nothing but the next batch before it.
             waited = time.monotonic() - idle_since
@@ -194,6 +244,6 @@ class StopQuestion:
             self._flags.end()
 
     def restore(self) -> None:
-        """Gives Lightning its own question back."""
+        """Gives Lightning its own question and handler back."""
         if self._flags is not None:
             self._flags.restore()

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_sparsecomm.basis.far import FarWire
 from lightning_sparsecomm.frontends import stopping
 from lightning_sparsecomm.frontends.stopping import ASKS, StopFlags
-from lightning_sparsecomm.methods import federated_averaging, gradient_dropping
+from lightning_sparsecomm.methods import dense, federated_averaging, gradient_dropping
 from lightning_sparsecomm.sharing import Method
 from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
 from tests.distributed.launch import QUIET, run_ranks
@@ -105,20 +105,26 @@ class _OwnLoop(_TrainingEpochLoop):
 
 
 class _Told(_Model):
-    """Its rank gets SIGTERM in the fourth step."""
+    """Its rank gets SIGTERM in the fourth step, after the exchange or, on other ranks than 0, before it."""
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
-        if self.trainer.global_step == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
+        self._kill(batch_idx == 3 and not self.trainer.is_global_zero)
         return super().training_step(batch, batch_idx)
 
+    def on_train_batch_end(self, outputs: Any, batch: list[torch.Tensor], batch_idx: int) -> None:
+        self._kill(batch_idx == 3 and self.trainer.is_global_zero)
 
-def _fit_until_told(rank: int, told: set[int]) -> tuple[str, bool, int]:
+    def _kill(self, due: bool) -> None:
+        if due:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _fit_until_told(rank: int, told: set[int], method: Method) -> tuple[str, bool, int]:
     join(rank, 2)
     warnings.simplefilter("ignore")
-    stopping._UNDER_WAY_SECONDS = 0.02
+    stopping._UNDER_WAY_SECONDS, stopping._MOST_SECONDS = 0.02, 0.02
     before = signal.getsignal(signal.SIGTERM)
-    strategy: Any = SparseCommStrategy(federated_averaging(every=10))
+    strategy: Any = SparseCommStrategy(method)
     options = {"enable_checkpointing": False, "plugins": [TorchElasticEnvironment()], **QUIET}
     trainer = pl.Trainer(strategy=strategy, devices=2, max_steps=5000, **options)
     trainer.fit_loop.epoch_loop.__class__ = _OwnLoop
@@ -130,17 +136,23 @@ def _fit_until_told(rank: int, told: set[int]) -> tuple[str, bool, int]:
     return how, trainer.received_sigterm and signal.getsignal(signal.SIGTERM) == before, trainer.global_step
 
 
+METHODS = {"weights": federated_averaging(every=10), "gradients": gradient_dropping(0.1), "buckets": dense()}
+
+
 @asks
 @pytest.mark.parametrize("told", [{0}, {0, 1}])
-def test_a_signal_to_rank_0_stops_all_ranks_in_the_same_step(tmp_path: Path, told: set[int]) -> None:
-    found = run_ranks(tmp_path, 2, _fit_until_told, told, patience=timedelta(seconds=20))
+@pytest.mark.parametrize("method", METHODS.values(), ids=list(METHODS))
+def test_a_signal_to_rank_0_stops_all_ranks_in_the_same_step(tmp_path: Path, method: Method, told: set[int]) -> None:
+    """With Lightning's own handler, ranks that exchange gradients would wait for each other for ever."""
+    found = run_ranks(tmp_path, 2, _fit_until_told, told, method, patience=timedelta(seconds=20))
     assert found[0] == found[1]
     how, heard, step = found[0]
     assert how == "SIGTERMException" and heard and 3 < step < 5000
 
 
 @asks
-def test_another_rank_that_is_told_alone_leaves_and_the_others_learn_it(tmp_path: Path) -> None:
-    found = run_ranks(tmp_path, 2, _fit_until_told, {1}, patience=timedelta(seconds=20))
+@pytest.mark.parametrize("method", METHODS.values(), ids=list(METHODS))
+def test_another_rank_that_is_told_alone_leaves_and_the_others_learn_it(tmp_path: Path, method: Method) -> None:
+    found = run_ranks(tmp_path, 2, _fit_until_told, {1}, method, patience=timedelta(seconds=20))
     assert [how for how, _, _ in found] == ["PeerError", "SIGTERMException"]
     assert found[1][1] and found[1][2] < 5000
