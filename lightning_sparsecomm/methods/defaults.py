@@ -1,6 +1,7 @@
 """The method of `strategy="sparsecomm"`."""
 
 import math
+from typing import NamedTuple
 
 from lightning_sparsecomm.basis.arguments import check_whole_number
 from lightning_sparsecomm.basis.schedules import LIKELY_STEPS, ByLength
@@ -18,8 +19,9 @@ def default(delay: int = 0, every: int | None = None, residual_in_weights: bool 
     in 1,000 and 50 times in 4,000.
 
     In longer runs of a Trainer, ranks exchange in every second or fourth step, and more of the elements then, which all
-    together takes about as many bytes. In between, each steps along its own gradients; in runs of up to 5,000 steps, it
-    is ahead of the shared weights by what it has not sent yet, too.
+    together takes about as many bytes. In between, each steps along its own gradients. In runs of up to 5,000 steps (by
+    Adam and AdamW not in the short ones that exchange in each), it is ahead of the shared weights by what it has not
+    sent yet, too.
 
     With other optimizers values are bfloat16, of fewer elements in about as many bytes. Tables of embeddings of which a
     step meets few rows travel row by row, and are trained as with ddp.
@@ -30,10 +32,10 @@ def default(delay: int = 0, every: int | None = None, residual_in_weights: bool 
     Args:
         delay: 1 exchanges while the next step computes, as `dgc` and `local_adam` say; other optimizers wait. 0 waits.
         every: Optimizer steps between two exchanges by SGD, Adam and AdamW, as `dgc` and `local_adam` say; others
-            exchange in each. None lets a Trainer's run choose by its length, at its start: every second step from 563
-            steps on, with `residual_in_weights`, as in one of unknown length; from 5,001 on without, and by SGD every
-            fourth. All steps exchange with `delay`, in Fabric, between nodes, between replicas that come and go, and
-            where two optimizers hold the same parameter.
+            exchange in each. None lets a Trainer's run choose by its length, at its start: up to 562 steps each one, by
+            SGD with `residual_in_weights`; then every second, with it, as in a run of unknown length; from 5,001 on
+            without, and by SGD every fourth. With `delay`, in Fabric, between nodes, between replicas that come and
+            go, and where two optimizers hold the same parameter, it is each step, without.
         residual_in_weights: With `every`, whether a rank is ahead of the shared weights by its residual too, as `dgc`
             and `local_adam` say.
 
@@ -43,14 +45,22 @@ def default(delay: int = 0, every: int | None = None, residual_in_weights: bool 
     """
     if every is not None:
         check_whole_number("every", every, 1, "optimizer steps between two exchanges", "Use 2, for example.")
-        return _exchanging(delay, every, every, residual_in_weights)
+        local = _Local(every, residual_in_weights)
+        return _exchanging(delay, local, local)
     if residual_in_weights:
         raise ValueError(
             "residual_in_weights must be False where the run's length chooses `every`, and this with it; got"
             f" {residual_in_weights!r}. Give every too, such as every=2."
         )
-    method = _exchanging(delay, 1, 1)
+    method = _exchanging(delay, _Local(1), _Local(1))
     return method if delay else method.following(_for_length)
+
+
+class _Local(NamedTuple):
+    """Steps between two exchanges, and whether residuals are in the weights."""
+
+    every: int
+    in_weights: bool = False
 
 
 # A run makes local steps from so many steps on.
@@ -59,16 +69,16 @@ _LOCAL = 563
 
 def _for_length(steps: float) -> Method:
     """The default of a Trainer's run of so many steps, infinite where unknown."""
+    if LIKELY_STEPS < steps < math.inf:
+        # Residuals wait for too long to be in the weights. A run of unknown length sends as if it were no longer.
+        return _exchanging(0, _Local(4), _Local(2))
     if steps < _LOCAL:
-        return _exchanging(0, 1, 1)
-    # In longer runs residuals wait for too long. One of unknown length sends as if it had so many steps at most.
-    if steps <= LIKELY_STEPS or steps == math.inf:
-        return _exchanging(0, 2, 2, in_weights=True)
-    return _exchanging(0, 4, 2)
+        return _exchanging(0, _Local(1, in_weights=True), _Local(1))
+    return _exchanging(0, _Local(2, in_weights=True), _Local(2, in_weights=True))
 
 
-def _exchanging(delay: int, sgd_every: int, adam_every: int, in_weights: bool = False) -> Method:
-    """The default with so many steps between exchanges by SGD, and by Adam and AdamW."""
+def _exchanging(delay: int, of_sgd: _Local, of_adam: _Local) -> Method:
+    """The default with such local steps by SGD, and by Adam and AdamW."""
     others = gradient_dropping(
         ByLength(0.063, 0.78, least=0.002, most=0.15),
         scope="balanced",
@@ -78,27 +88,27 @@ def _exchanging(delay: int, sgd_every: int, adam_every: int, in_weights: bool = 
         few_rows=True,
     )
     adam = local_adam(
-        _density(0.45, 1.0, (0.74, 0.77), adam_every, 1.16),
+        _density(0.45, 1.0, (0.74, 0.77), of_adam.every, 1.16),
         scope="balanced",
         values="few_bits",
         positions="short",
         exchange="all_reduce",
         rest_bits=8,
         delay=delay,
-        every=adam_every,
-        residual_in_weights=in_weights,
+        every=of_adam.every,
+        residual_in_weights=of_adam.in_weights,
         few_rows=True,
     )
     sgd = dgc(
-        _density(0.23, 0.88, (0.58, 0.62), sgd_every, 1.55),
+        _density(0.23, 0.88, (0.58, 0.62), of_sgd.every, 1.55),
         scope="balanced",
         values="three_bit",
         positions="short",
         exchange="all_reduce",
         rest_bits=8,
         delay=delay,
-        every=sgd_every,
-        residual_in_weights=in_weights,
+        every=of_sgd.every,
+        residual_in_weights=of_sgd.in_weights,
         few_rows=True,
     )
     return sgd.with_fallback(adam.with_fallback(others))
