@@ -12,9 +12,9 @@ _GONE = (
     " of all ranks. If a rank is only slow at times, give the strategy a longer timeout=datetime.timedelta(hours=1)."
 )
 _APART = (
-    " So ranks took different ways: one had more batches than another, or code that communicates ran on some ranks"
-    " only. Give all ranks equally many batches, or use SparseCommStrategy(uneven_inputs=True); in Fabric, iterate over"
-    " fabric.strategy.uneven(loader)."
+    " So ranks took different ways: one had more batches than another, or stopped by itself, or code that communicates"
+    " ran on some ranks only. Give all ranks equally many batches, or use SparseCommStrategy(uneven_inputs=True); in"
+    " Fabric, iterate over fabric.strategy.uneven(loader). Give all ranks the same callbacks."
 )
 
 

@@ -34,6 +34,7 @@ _CHANGED = (
     "Look for code that changes it on some ranks only, in a callback or a hook, for example. Different machines may"
     " also round differently."
 )
+_RATES = "If a scheduler follows a metric, log that with sync_dist=True."
 _OPTIMIZERS = "Give the same parameters to the same optimizers, in the same order, on all ranks."
 
 # The default repr of an object holds its address, which differs between processes that are set up alike.
@@ -43,7 +44,9 @@ _LONG, _CONTEXT = 160, 60
 
 
 class ReplicaError(RuntimeError):
-    """Ranks that should share weights hold different ones. Raised on all ranks; names the first such parameter.
+    """Ranks that should share weights hold different ones. Raised on all ranks.
+
+    It names the first learning rate that differs, too, or else the first such parameter.
 
     >>> issubclass(ReplicaError, RuntimeError)  # a loop may catch it: all ranks raise it in the same step
     True
@@ -110,7 +113,8 @@ class Agreement:
             if key in weights
         ]
         if facts:
-            require_agreement(facts, self._wire, self._device, COMPARISON, ReplicaError, alike)
+            causes = facts_of_rates([tracked.optimizer for tracked in self._registry.optimizers])
+            require_agreement(facts, self._wire, self._device, COMPARISON, ReplicaError, alike, causes)
 
     def on_length(self, steps: float, may_end_sooner: bool) -> tuple[float, bool]:
         """The least number of steps that any rank expects to make, and whether any of them may end sooner."""
@@ -162,6 +166,15 @@ def facts_of_optimizers(optimizers: Sequence[Optimizer], parameters: NamedParame
     return facts
 
 
+def facts_of_rates(optimizers: Sequence[Optimizer]) -> list[Fact]:
+    """The learning rates of all param groups."""
+    return [
+        Fact(f"the learning rate of optimizer {number}'s group {place}", f"{float(group['lr']):.6g}", _RATES)
+        for number, optimizer in enumerate(optimizers)
+        for place, group in enumerate(optimizer.param_groups)
+    ]
+
+
 def require_agreement(
     facts: Sequence[Fact],
     wire: Wire,
@@ -169,6 +182,7 @@ def require_agreement(
     row: str = SETUP,
     error: type[Exception] = ValueError,
     alike: Groups = (),
+    causes: Sequence[Fact] = (),
 ) -> None:
     """Refuses ranks whose facts differ. A collective; each rank hands over 32 bytes if all agree.
 
@@ -179,6 +193,7 @@ def require_agreement(
         row: Of the ledger.
         error: What to raise.
         alike: Ranks that must have equal facts, in groups; empty for all of them.
+        causes: What may differ by itself, and is named first where facts differ.
 
     Raises:
         Exception: Facts differ. An `error`, raised on all ranks with one message, which names the first difference.
@@ -192,7 +207,7 @@ def require_agreement(
     differing = [group for group in groups if not bool((digests[list(group)] == digests[group[0]]).all())]
     if not differing:
         return
-    texts = gather_texts(text, wire, device, row)
+    texts = gather_texts(json.dumps([*causes, *facts]), wire, device, row)
     found = [[Fact(*fact) for fact in json.loads(texts[rank])] for rank in differing[0]]
     raise error(_difference(found, differing[0] if alike else ()))
 

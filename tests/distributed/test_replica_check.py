@@ -132,6 +132,24 @@ def test_a_change_on_some_ranks_is_caught(tmp_path: Path) -> None:
         assert re.fullmatch(words, message) if seen else not message, message
 
 
+def _with_rates(rank: int) -> str:
+    run = Run(rank, gradient_dropping(0.5), every=2)
+    run.step()
+    run.optimizer.param_groups[0]["lr"] = 0.1 / (1 + rank // 2)
+    with pytest.raises(ReplicaError) as raised:
+        run.step()
+    run.engine.close()
+    return str(raised.value)
+
+
+def test_a_rate_that_differs_is_named_first(tmp_path: Path) -> None:
+    """As where a scheduler follows each rank's own metric."""
+    assert set(run_ranks(tmp_path, 3, _with_rates)) == {
+        "the learning rate of optimizer 0's group 0 must be equal on all ranks; got 0.1 on ranks 0, 1; 0.05 on rank 2."
+        " If a scheduler follows a metric, log that with sync_dist=True."
+    }
+
+
 EQUAL: dict[str, tuple[Method, int, int]] = {name: (recipe(), 1, 12) for name, recipe in RECIPES.items()}
 EQUAL |= {
     "every third": (dgc(0.5, warmup_steps=0), 3, 4),
