@@ -33,7 +33,8 @@ ROWS: dict[str, Callable[[], Method] | None] = {
     "sketched_sgd(0.001)": lambda: methods.sketched_sgd(0.001),
     "s2_reducer()": methods.s2_reducer,
     "sbc1()": methods.sbc1,
-    "default(), 300 steps": methods.default,
+    "default(), 300 steps": lambda: methods.default(every=1, residual_in_weights=True),
+    "default(every=1), 300 steps": methods.default,
     "default(), 4,000 steps": lambda: methods.default(every=2, residual_in_weights=True),
     "default(every=1), 4,000 steps": lambda: methods.default(every=1),
     "default(every=4), 4,000 steps": lambda: methods.default(every=4),
@@ -43,7 +44,7 @@ LAYERS = 4
 STEPS = 3
 SAMPLES = 8
 
-LENGTHS = {"default(), 300 steps": 300}
+LENGTHS = {"default(), 300 steps": 300, "default(every=1), 300 steps": 300}
 """Steps of the run that the first ones belong to, which densities follow; 4,000 where not named."""
 
 
