@@ -51,7 +51,7 @@ class StopFlags:
     def __init__(self, wire: Wire, device: torch.device) -> None:
         self._wire, self._device = wire, device
         self._loop: Any = None
-        self._notifier = _Notifier()
+        self.notifier = _Notifier()
         # Questions that this rank has come to since it was told.
         self._asked = 0
         self._under_way: tuple[Work, Tensor] | None = None
@@ -91,19 +91,19 @@ class StopFlags:
         """Takes the place of Lightning's question, and of its handler of SIGTERM, until `restore`."""
         self._loop, connector = trainer.fit_loop.epoch_loop, getattr(trainer, "_signal_connector", None)
         stop = _stop_of(type(self._loop))
-        self._notifier.replace(trainer, connector)
+        self.notifier.replace(trainer, connector)
 
         def ask() -> None:
-            if self.step(self._notifier.told or bool(getattr(connector, "received_sigterm", False))):
-                self._notifier.tell()
+            if self.step(self.notifier.told or bool(getattr(connector, "received_sigterm", False))):
+                self.notifier.tell()
                 raise stop
 
         setattr(self._loop, ASKS, ask)
 
     def restore(self) -> None:
-        """Gives Lightning its own question and handler back, and tells it of a signal that came after the last step."""
+        """Gives Lightning its own question and handler back."""
         vars(self._loop).pop(ASKS, None)
-        self._notifier.restore()
+        self.notifier.restore()
 
     def _enough(self) -> int:
         """Steps that this rank makes while a broadcast arrives: down a tree, whose hops take a round trip each."""
@@ -121,12 +121,12 @@ class PlainQuestion:
     """
 
     def __init__(self) -> None:
-        self._notifier = _Notifier()
+        self.notifier = _Notifier()
         self._loop: Any = None
 
     def replace(self, trainer: "pl.Trainer") -> None:
         """Takes the place of Lightning's handler, until `restore`."""
-        self._loop, notifier = trainer.fit_loop.epoch_loop, self._notifier
+        self._loop, notifier = trainer.fit_loop.epoch_loop, self.notifier
         question = getattr(self._loop, ASKS)
         notifier.replace(trainer, getattr(trainer, "_signal_connector", None))
 
@@ -146,9 +146,9 @@ class PlainQuestion:
         """Nothing is under way."""
 
     def restore(self) -> None:
-        """Gives Lightning its own handler back, and tells it of a signal that came after the last step."""
+        """Gives Lightning its own handler back."""
         vars(self._loop).pop(ASKS, None)
-        self._notifier.restore()
+        self.notifier.restore()
 
 
 class _Notifier:
@@ -192,8 +192,6 @@ class _Notifier:
         if self._place is not None:
             self._handlers[self._place] = self._connector._sigterm_notifier_fn
             self._place = None
-        if self.told:
-            self.tell()
 
     def _note(self, signum: int, _: object) -> None:
         launcher = self._trainer.strategy.launcher
@@ -211,7 +209,26 @@ def _stop_of(kind: type) -> type[BaseException]:
     return next(vars(each)["SIGTERMException"] for each in modules if hasattr(each, "SIGTERMException"))  # type: ignore[no-any-return]
 
 
-class StopQuestion:
+class NoQuestion:
+    """Before and after a fit: nothing is asked."""
+
+    def count(self, idle_since: float) -> None:
+        """Notes what Lightning has asked before this batch. Raises `PeerError` if a rank was gone, or too late."""
+
+    def before_validation(self) -> None:
+        """Ends the validation that begins at once, on a rank that was told in the last batch before it."""
+
+    def end(self) -> None:
+        """Training is over, on all ranks."""
+
+    def leave(self) -> None:
+        """Nothing of training is left to do. Raises Lightning's `SIGTERMException` on a rank that was told."""
+
+    def restore(self) -> None:
+        """Gives Lightning its own question and handler back."""
+
+
+class StopQuestion(NoQuestion):
     """Lightning's question in one fit: left as it is, or replaced where ranks would wait for it and for nothing else.
 
     That is where the way is long, and where a method exchanges nothing in most steps. Lightning's handler of SIGTERM is
@@ -222,7 +239,8 @@ class StopQuestion:
         self._wire = wire = engine.wire
         far = isinstance(wire, FarWire) and wire.round_trip >= FAR_SECONDS
         delayed = all(isinstance(sync, DeltaSync) for sync in engine.registry.methods[0].syncs)
-        self._asks = hasattr(trainer.fit_loop.epoch_loop, ASKS)
+        self._loop = trainer.fit_loop.epoch_loop
+        self._asks = hasattr(self._loop, ASKS)
         asked = wire.world_size > 1 and self._asks
         self._replaced = asked and (far or delayed)
         self._flags: StopFlags | PlainQuestion | None = None
@@ -231,19 +249,30 @@ class StopQuestion:
             self._flags.replace(trainer)
 
     def count(self, idle_since: float) -> None:
-        """Notes what Lightning has asked before this batch. Raises `PeerError` if a rank was gone, or too late."""
         if self._asks and not self._replaced:
             self._wire.ledger.record(LIGHTNING, "broadcast", 8)
             # Lightning ignores it if that fails, and waits for nothing but the next batch before it.
             waited = time.monotonic() - idle_since
             self._wire.check_after(f"broadcast of 8 bytes ({LIGHTNING})", waited)
 
+    def before_validation(self) -> None:
+        if self._told is not None:
+            self._told.tell()
+
     def end(self) -> None:
-        """Training is over, on all ranks."""
         if self._flags is not None:
             self._flags.end()
 
+    def leave(self) -> None:
+        if self._told is not None:
+            raise _stop_of(type(self._loop))
+
     def restore(self) -> None:
-        """Gives Lightning its own question and handler back."""
         if self._flags is not None:
             self._flags.restore()
+
+    @property
+    def _told(self) -> _Notifier | None:
+        """What was told of the signal, if this rank was."""
+        notifier = None if self._flags is None else self._flags.notifier
+        return notifier if notifier is not None and notifier.told else None

@@ -16,7 +16,7 @@ from lightning_sparsecomm.basis.wire import Waiting
 from lightning_sparsecomm.frontends.checkpointing import CheckpointingMixin
 from lightning_sparsecomm.frontends.expected import expected, place_in_epochs
 from lightning_sparsecomm.frontends.reporting import announce, get_ready, profile_of
-from lightning_sparsecomm.frontends.stopping import StopQuestion
+from lightning_sparsecomm.frontends.stopping import NoQuestion, StopQuestion
 from lightning_sparsecomm.frontends.uneven import UnevenMixin
 from lightning_sparsecomm.planning.model_layout import ModelLayout
 from lightning_sparsecomm.planning.saving import times_fewer_bytes
@@ -60,7 +60,7 @@ class TrainerMixin(UnevenMixin, CheckpointingMixin, DDPStrategy):
     come_and_go = False  # whether ranks may join and leave amid a run
     _unsettled = False
     _idle_since = 0.0
-    _question: StopQuestion | None = None
+    _question = NoQuestion()
 
     def setup(self, trainer: "pl.Trainer") -> None:
         if trainer.state.fn != "fit":
@@ -159,8 +159,7 @@ class TrainerMixin(UnevenMixin, CheckpointingMixin, DDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._chooser is not None:
             self._chooser.before_batch()
-        if self._question is not None:
-            self._question.count(self._idle_since)
+        self._question.count(self._idle_since)
         result = super().training_step(*args, **kwargs)
         self._idle_since = time.monotonic()
         return result
@@ -202,6 +201,7 @@ class TrainerMixin(UnevenMixin, CheckpointingMixin, DDPStrategy):
 
     def on_validation_start(self) -> None:
         super().on_validation_start()
+        self._question.before_validation()
         self._view_shared()
 
     def on_validation_end(self) -> None:
@@ -216,12 +216,12 @@ class TrainerMixin(UnevenMixin, CheckpointingMixin, DDPStrategy):
     def on_train_end(self) -> None:
         if self._is_trial():
             self.engine.settle()
-        if self._question is not None:
-            self._question.end()
+        self._question.end()
         # Callbacks have run by now, and may have replaced the weights by averages of each rank's own.
         self.engine.reunite()
         self._unsettled = False
         super().on_train_end()
+        self._question.leave()
 
     def teardown(self) -> None:
         # A resumed fit with nothing left to do ends without a hook, and may have begun with replicas that differ.
@@ -229,8 +229,7 @@ class TrainerMixin(UnevenMixin, CheckpointingMixin, DDPStrategy):
             self.engine.settle()
         self._unsettled = False
         self._remove_callbacks()
-        if self._question is not None:
-            self._question.restore()
-            self._question = None
+        self._question.restore()
+        self._question = NoQuestion()
         vars(self.precision_plugin).pop("clip_gradients", None)
         super().teardown()

@@ -156,3 +156,46 @@ def test_another_rank_that_is_told_alone_leaves_and_the_others_learn_it(tmp_path
     found = run_ranks(tmp_path, 2, _fit_until_told, {1}, method, patience=timedelta(seconds=20))
     assert [how for how, _, _ in found] == ["PeerError", "SIGTERMException"]
     assert found[1][1] and found[1][2] < 5000
+
+
+class _ToldLate(_Model):
+    """Its rank gets SIGTERM after a batch, from which on it counts the batches of validations."""
+
+    def __init__(self, batch: int) -> None:
+        super().__init__()
+        self.batch, self.validated = batch, 0
+
+    def on_train_batch_end(self, outputs: Any, batch: list[torch.Tensor], batch_idx: int) -> None:
+        if batch_idx == self.batch:
+            self.validated = 0
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def validation_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+        self.validated += 1
+
+
+def _fit_told_late(rank: int, method: Method, batch: int, validates: bool) -> tuple[str, int, int, list[float]]:
+    join(rank, 2)
+    warnings.simplefilter("ignore")
+    strategy: Any = SparseCommStrategy(method)
+    options = {"enable_checkpointing": False, "plugins": [TorchElasticEnvironment()], **QUIET}
+    trainer = pl.Trainer(strategy=strategy, devices=2, max_epochs=1, val_check_interval=5, **options)
+    model, loader = _ToldLate(batch), DataLoader(TensorDataset(torch.randn(20, 4)))
+    how = "trained"
+    try:
+        trainer.fit(model, loader, DataLoader(TensorDataset(torch.randn(40, 4))) if validates else None)
+    except SystemExit as error:
+        how = type(error).__name__
+    return how, trainer.global_step, model.validated, model.layer.weight.flatten().tolist()
+
+
+@asks
+@pytest.mark.parametrize("method", METHODS.values(), ids=list(METHODS))
+@pytest.mark.parametrize(("batch", "validates"), [(4, True), (9, True), (9, False)])
+def test_a_signal_after_the_last_question_is_heeded(
+    tmp_path: Path, method: Method, batch: int, validates: bool
+) -> None:
+    """Before a validation, of which one batch is left, and after the last batch: then the model is whole."""
+    found = run_ranks(tmp_path, 2, _fit_told_late, method, batch, validates, patience=timedelta(seconds=20))
+    assert [each[:3] for each in found] == [("SIGTERMException", batch + 1, int(validates))] * 2
+    assert validates or found[0][3] == found[1][3]
