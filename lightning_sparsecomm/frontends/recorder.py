@@ -1,5 +1,6 @@
 """CompressionReport: records a run, and writes a page that compares it with others."""
 
+import dataclasses
 import itertools
 import re
 import tempfile
@@ -136,6 +137,10 @@ class CompressionReport(Observer):
             self._record(trainer)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.is_global_zero and self._run is not None and self._run.points and self._start is not None:
+            # And what ranks told each other after that, as they became equal.
+            sent = self.totals(trainer).since(self._start).counts["sent_link_bytes"]
+            self._run.points[-1] = dataclasses.replace(self._run.points[-1], sent_bytes=sent)
         path = self._write(trainer)
         if path is not None:
             print(f"{path}: loss by bytes and time, phases, bytes by purpose")

@@ -438,8 +438,9 @@ def test_the_rows_explain_a_training_run(tmp_path: Path, namespaces: bool, strat
         # In an all-reduce of two ranks, each sends as many bytes as it hands over.
         gradient_bytes = FLOAT_BYTES * parameters
     expected = {GRADIENTS: gradient_bytes, DDP_BUFFERS: buffer_bytes / 2}
-    # Once, before the first step, the run's length; and once, after the last, what residuals still hold.
-    once = {SETUP: 8} | ({PARAMETERS: FLOAT_BYTES * parameters} if gradient_bytes < FLOAT_BYTES * parameters else {})
+    # Once, before the first step, the run's length and whether it may end sooner; and once, after the last, what
+    # residuals still hold.
+    once = {SETUP: 16} | ({PARAMETERS: FLOAT_BYTES * parameters} if gradient_bytes < FLOAT_BYTES * parameters else {})
     if isinstance(strategy, Method):
         expected[DDP_UNUSED] = FLOAT_BYTES * tensors
     for before, during in zip(setup, training):
