@@ -85,7 +85,17 @@ class Ahead:
             self._set_to = {}
 
     def rejoin(self, parameters: NamedParameters, warns: bool) -> None:
-        """Sets the weights to the shared ones, with the mean of what other code has changed."""
+        """Sets the weights to the shared ones, with the mean of what other code has changed. After an exchange."""
+        changed = bool(self._means)
+        self._restore(parameters, warns)
+        self.set.count(changed)
+
+    def drop(self, parameters: NamedParameters) -> None:
+        """Sets the weights to the shared ones, and drops what other code has changed."""
+        self._means = {}
+        self._restore(parameters, warns=False)
+
+    def _restore(self, parameters: NamedParameters, warns: bool) -> None:
         self.anchors.restore(parameters)
         if self._means:
             if warns:
@@ -93,13 +103,7 @@ class Ahead:
             for name, weight in parameters:
                 if name in self._means:
                     weight.detach().add_(self._means[name].to(weight.dtype))
-            self.set.times += 1
         self.by, self.set.changes, self._set_to, self._means = {}, {}, {}, {}
-
-    def drop(self, parameters: NamedParameters) -> None:
-        """Sets the weights to the shared ones, and drops what other code has changed."""
-        self._means = {}
-        self.rejoin(parameters, warns=False)
 
     def _is_as_left(self, name: str, weight: Tensor, sign: int) -> bool:
         """Whether a weight is where training, or the last look at it, has left it."""
@@ -127,14 +131,14 @@ class Ahead:
         """What it holds, by kind and name."""
         saved = {**self.anchors.state_dict(), _AHEAD: self.by, _SET: self.set.changes, _SET_TO: self._set_to}
         if self.set.times:
-            saved[_TIMES] = {name: torch.tensor(float(self.set.times)) for name in names[:1]}
+            saved[_TIMES] = {name: torch.tensor(self.set.times) for name in names[:1]}
         return saved
 
     def load_state_dict(self, taken: Callable[[str], dict[str, Tensor]], parameters: NamedParameters) -> None:
         """Takes over what `state_dict` returned: `taken` gives a kind, by name."""
         self.anchors.load_state_dict(taken, parameters)
         self.by, self.set.changes, self._set_to = taken(_AHEAD), taken(_SET), taken(_SET_TO)
-        self.set.times = round(max(map(float, taken(_TIMES).values()), default=0))
+        self.set.times = max(map(float, taken(_TIMES).values()), default=0.0)
 
 
 _Part = EllipsisType | slice

@@ -23,9 +23,6 @@ _PRESENT, _ALONE = "present", "alone"
 
 _NEVER = -(2**40)
 
-# After so many exchanges in which weights had been set, ranks exchange in each step.
-_MOST_SET = 3
-
 
 class SharesSometimes(SharesGradients, Protocol):
     """What a share reads besides of its `GradientSync`."""
@@ -103,7 +100,7 @@ class LocalStepsShare(GradientShare):
             return
         every = every_at(every_for(self.sync.every, turn.length), turn.step, turn.epoch)
         # Whether this step's exchange leaves no rank ahead.
-        self._rejoins = often = turn.ends_epoch or self._weights.set.times >= _MOST_SET or self._beside_rows()
+        self._rejoins = often = turn.ends_epoch or self._weights.set.again_and_again or self._beside_rows()
         # After steps were set back, as if there had been none.
         since = turn.step - self._last if turn.step > self._last else every
         self._exchanges = self._last == _NEVER or exchanges_in(turn.step, every, since, often)

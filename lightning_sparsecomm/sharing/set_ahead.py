@@ -10,6 +10,9 @@ from lightning_sparsecomm.basis import Wire
 from lightning_sparsecomm.sharing.averaging import averaged
 from lightning_sparsecomm.sharing.set_weights import SET_AMID, SetWeights
 
+# Weights that were set in so many exchanges are set again and again, unless it was in no more than one of nine.
+_OFTEN, _REST = 3, 1 / 8
+
 
 class SetAhead:
     """Keeps changes of weights that are no training, until ranks take their mean over into the shared weights.
@@ -19,12 +22,24 @@ class SetAhead:
 
     Attributes:
         changes: This rank's, by parameter name.
-        times: In how many exchanges there were changes on some rank; equal on all ranks.
+        times: In how many exchanges there were changes on some rank, less an eighth for each of the others; equal on
+            all ranks.
     """
 
     def __init__(self) -> None:
         self.changes: dict[str, Tensor] = {}
-        self.times = 0
+        self.times = 0.0
+        self._warned = False
+
+    @property
+    def again_and_again(self) -> bool:
+        """Whether weights were set so often that ranks are ahead no longer, for the rest of the run."""
+        return self.times >= _OFTEN
+
+    def count(self, changed: bool) -> None:
+        """Counts an exchange, before which some rank had changes or none."""
+        if not self.again_and_again:
+            self.times = self.times + 1 if changed else max(0.0, self.times - _REST)
 
     def note(self, name: str, weight: Tensor, before: Tensor) -> None:
         """Takes in that a weight, which training had left at `before`, has another value now."""
@@ -51,12 +66,13 @@ class SetAhead:
 
     def warn(self, means: Mapping[str, Tensor]) -> None:
         """Says once what becomes of the changes."""
-        if not self.times:
+        if not self.times and not self._warned:
             warnings.warn(
                 f"other code than the optimizer has changed {len(means)} parameter(s) between two steps, such as"
                 f" {next(iter(means))!r}, while each rank was training by itself. Ranks take over the mean of these"
                 f" changes with their next exchange: {sum(map(Tensor.numel, means.values())):,} elements, sent whole."
-                " From the third time on they exchange in each step, as much each time. For code that changes weights"
-                " again and again, methods.default(every=1) sends less.",
+                " If that happens three times, in more than one of nine exchanges, they exchange in each step, as much"
+                " each time. For code that changes weights again and again, methods.default(every=1) sends less.",
                 stacklevel=2,
             )
+        self._warned = True

@@ -288,6 +288,36 @@ def test_weights_that_are_set_in_each_step_are_those_that_all_share(tmp_path: Pa
     np.testing.assert_array_equal(after, np.float32(0.25))
 
 
+def _set_every(rank: int, every: int) -> tuple[list[bytes], bool]:
+    """The shared weights after each step, and whether this rank is at last ahead of the tensor that was set."""
+    module = Parameters()
+    engine = Engine(dgc(0.3, warmup_steps=0, residual_in_weights=True), Wire())
+    engine.registry.add_module(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    first, shared, ahead = next(module.parameters()), [], False
+    for step in range(40):
+        _step(engine, optimizer, gradients_of(rank)[step % 10])
+        if step % every == 0:
+            with torch.no_grad():
+                first.fill_(0.25)
+        own = first.detach().clone()
+        engine.replicas.view_shared()
+        shared.append(flat(parameter.detach() for parameter in module.parameters()).tobytes())
+        ahead = not torch.equal(own, first)
+        engine.replicas.view_own()
+    engine.close()
+    return shared, ahead
+
+
+@pytest.mark.filterwarnings("ignore:other code than the optimizer has changed")
+@pytest.mark.parametrize(("every", "ahead"), [(9, True), (4, False), (1, False)])
+def test_ranks_stay_ahead_where_weights_are_seldom_set(tmp_path: Path, every: int, ahead: bool) -> None:
+    """Once in nine exchanges is seldom, however often it happens; what is set more often ends that."""
+    ranks = run_ranks(tmp_path, WORLD_SIZE, _set_every, every)
+    assert ranks[0][0] == ranks[1][0] == ranks[2][0]
+    assert [each[1] for each in ranks] == [ahead] * WORLD_SIZE
+
+
 class WithTarget(Parameters):
     """Has a parameter that no optimizer trains, and that follows a trained one."""
 
