@@ -150,7 +150,7 @@ class Channel(Part):
             exchanged = self.missing.commit(exchanged, context.layout)
             this.asides.hand_over()
         elif this.vector.nonfinite_segment is not None:
-            self.missing.nonfinite = context.layout.segments[this.vector.nonfinite_segment].name
+            self.missing.refuses = context.layout.segments[this.vector.nonfinite_segment].name
             return exchanged
         # The last to take in is the first to forget.
         for memory in reversed(self.memories):
@@ -182,9 +182,9 @@ class Channel(Part):
             except OutOfRangeError:
                 this.take_back(self.memories)
         nonfinite = first_nonfinite(gradients) if unknown and not this.contributions else None
-        if nonfinite is None and this.sends and missing.nonfinite is not None:
+        if nonfinite is None and this.sends and missing.refuses is not None:
             this.take_back(self.memories)
-            nonfinite = missing.found_nonfinite(context.layout)
+            nonfinite = missing.refused_segment(context.layout)
         if sparse:
             values, indices = joined_sparse(gradients, context.layout, self.dtype, self.device)
             return Vector(values, present, nonfinite_segment=nonfinite, indices=indices)

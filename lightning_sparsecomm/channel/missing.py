@@ -26,14 +26,14 @@ class MissingGradients:
 
     Attributes:
         carries: Whether any of the memories carries something; if not, nothing is filled in.
-        nonfinite: The name of a segment whose gradient was not finite in a round in which nothing was sent; None for
-            none. The next exchange refuses it, and so tells all ranks. Local steps name a weight here that other code
-            has set, for the same refusal: then ranks agree on such weights, and repeat the exchange without it.
+        refuses: The name of a segment for which this rank refuses the next exchange, which so tells all ranks; None for
+            none. Its gradient was not finite in a round in which nothing was sent. Or it is a weight that other code
+            has set amid local steps: then ranks agree on such weights, and repeat the exchange without refusing.
     """
 
     def __init__(self, memories: Sequence[Memory]) -> None:
         self.carries = any(memory.carries for memory in memories)
-        self.nonfinite: str | None = None
+        self.refuses: str | None = None
         self._memories = memories
         # Equal on all ranks.
         self._had_holes = False
@@ -65,9 +65,9 @@ class MissingGradients:
         zero = held[0].flat.new_zeros(())
         return [zero.expand(shape) if each is None else each for each, shape in zip(gradients, shapes)]
 
-    def found_nonfinite(self, layout: Layout) -> int | None:
-        """Which segment `nonfinite` is; None for none, or where the layout has lost it."""
-        return next((i for i, each in enumerate(layout.segments) if each.name == self.nonfinite), None)
+    def refused_segment(self, layout: Layout) -> int | None:
+        """The index of the segment that `refuses` names; None for none, or where the layout has lost it."""
+        return next((i for i, each in enumerate(layout.segments) if each.name == self.refuses), None)
 
     def commit(self, exchanged: Exchanged, layout: Layout) -> Exchanged:
         """Puts back what was held where no rank has turned out to have a gradient: what was sent there is void."""
@@ -87,19 +87,19 @@ class MissingGradients:
         for _, held, before in self._before:
             held.copy_(before)
         self._before.clear()
-        self.nonfinite = None
+        self.refuses = None
 
     def state_dict(self, names: Iterable[str]) -> Saved:
         """Whether the last round had holes, under the name of the first parameter; and what was not finite."""
         saved: Saved = {}
         if self._had_holes:
             saved[_HOLES] = {name: torch.tensor(True) for name in list(names)[:1]}
-        if self.nonfinite is not None:
-            saved[_NONFINITE] = {self.nonfinite: torch.tensor(True)}
+        if self.refuses is not None:
+            saved[_NONFINITE] = {self.refuses: torch.tensor(True)}
         return saved
 
     def load_state_dict(self, saved: Saved, names: Iterable[str]) -> None:
         """Takes out of `saved` what `state_dict` returned."""
         names = list(names)
         self._had_holes = bool(pop_named(saved, _HOLES, names))
-        self.nonfinite = next(iter(pop_named(saved, _NONFINITE, names)), None)
+        self.refuses = next(iter(pop_named(saved, _NONFINITE, names)), None)

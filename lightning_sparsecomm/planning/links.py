@@ -200,7 +200,7 @@ class MeasuredLink(Link):
     ) -> float:
         if ranks == 1:
             return 0.0
-        if self.far and ranks == self.ranks:
+        if self.is_far and ranks == self.ranks:
             return self._network.seconds(collective, handed_bytes, ranks, ring, idle)
         if collective == "all_to_all":
             # As many bytes on the link, in as many messages, as a gather of one rank's part.
@@ -220,7 +220,7 @@ class MeasuredLink(Link):
         return max(y0 + slope * (handed_bytes - x0), min(y for _, y in points))
 
     def buckets_seconds(self, sizes: Sequence[float], ranks: int, idle: float = math.inf) -> float:
-        far = self.far and ranks == self.ranks
+        far = self.is_far and ranks == self.ranks
         return self._network.buckets_seconds(sizes, ranks, idle) if far else super().buckets_seconds(sizes, ranks, idle)
 
     @property
@@ -229,7 +229,7 @@ class MeasuredLink(Link):
         return Network(self.bandwidth, self.latency, call=0.0, straight=self.around is not None)
 
     @property
-    def far(self) -> bool:
+    def is_far(self) -> bool:
         """Whether a hop takes 4 ms or more, or the wire took it to."""
         return self.around is not None or (self.latency >= FAR_SECONDS and "all_gather" in self.points)
 
@@ -253,7 +253,7 @@ class MeasuredLink(Link):
     @property
     def rate_is_known(self) -> bool:
         """Whether the largest message filled a far link; otherwise the link may be far faster than `bandwidth`."""
-        if self.rate is not None or not self.far:
+        if self.rate is not None or not self.is_far:
             return True
         *smaller, largest = self._rates
         round_trips = self._transfers[-1] / self.latency
@@ -275,7 +275,7 @@ class MeasuredLink(Link):
         """
         if self.rate is not None:
             return self.rate
-        if self.far:
+        if self.is_far:
             return self._rates[-1]
         points = self.points["all_reduce"]
         (x1, y1), rates = points[-1], [math.inf]

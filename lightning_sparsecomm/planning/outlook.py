@@ -65,7 +65,7 @@ class Outlook:
         """Learns a far link's rate from ddp's step, which has far more bytes than could be measured before it; whether
         it did. A collective."""
         link, cost = self.link, self._costs.get(BASELINE)
-        if link is None or not link.far:
+        if link is None or not link.is_far:
             return False
         # A rank may have failed to rehearse ddp.
         found = None if cost is None else link.fitted(lambda each: predict(cost, each, work).seconds, step).rate

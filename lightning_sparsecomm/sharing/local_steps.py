@@ -94,7 +94,7 @@ class LocalStepsShare(GradientShare):
             if self._finishes:
                 super().prepare(turn)
                 assert self._waiting is not None
-                if self.channel.missing.found_nonfinite(self.layout) is not None:
+                if self.channel.missing.refused_segment(self.layout) is not None:
                     # It spreads to all ranks by the sum.
                     self._waiting.fill_(math.nan)
             return
@@ -108,9 +108,9 @@ class LocalStepsShare(GradientShare):
             self._weights.look(self.parameters, self._signs)
         self._gradients = self._read()
         missing = self.channel.missing
-        self._nonfinite = missing.nonfinite
-        if self._exchanges and self._weights.set.changes and missing.nonfinite is None:
-            missing.nonfinite = next(iter(self._weights.set.changes))
+        self._nonfinite = missing.refuses
+        if self._exchanges and self._weights.set.changes and missing.refuses is None:
+            missing.refuses = next(iter(self._weights.set.changes))
         self._enter()
 
     def _enter(self) -> None:
@@ -128,7 +128,7 @@ class LocalStepsShare(GradientShare):
             if not self._agree():
                 raise
             self.channel.abort()
-            self.channel.missing.nonfinite = self._nonfinite
+            self.channel.missing.refuses = self._nonfinite
             self._enter()
             super().exchange()
 
@@ -144,7 +144,7 @@ class LocalStepsShare(GradientShare):
             return
         super().exchange()
         if self._waiting.numel() and bool(self._waiting.isnan().all()):
-            found = Vector(self._waiting, nonfinite_segment=self.channel.missing.found_nonfinite(self.layout))
+            found = Vector(self._waiting, nonfinite_segment=self.channel.missing.refused_segment(self.layout))
             raise NonFiniteGradientError.somewhere(found, self._context(self._turn), self.wire)
 
     def commit(self) -> None:

@@ -180,7 +180,7 @@ def test_a_far_links_rate_is_fitted_to_something_large(rate: float) -> None:
         },
         around=network.seconds("all_reduce", 8, 2, ring=True),
     )
-    assert link.far
+    assert link.is_far
     large = network.seconds("all_reduce", 44e6, 2)
     assert link.seconds("all_reduce", 44e6, 2) > 1.5 * large
     fitted = link.fitted(lambda each: each.seconds("all_reduce", 44e6, 2), large)
@@ -203,7 +203,7 @@ def test_a_wire_that_was_far_when_the_run_began_is_measured_on_a_way_that_is_nea
     gathers = [(256.0, 2e-4), (65_536.0, 6e-4)]
     link = MeasuredLink(2, {"all_reduce": [(256.0, 2e-4)], "all_gather": gathers}, around=4e-4)
     assert link.latency < 1e-3
-    assert link.far
+    assert link.is_far
     assert 1e8 < link.bandwidth < 1e11
     for kind in ("all_reduce", "all_gather", "all_to_all", "send"):
         assert 0 < link.seconds(kind, 1e6, 2) < 1
