@@ -10,6 +10,9 @@ from lightning_sparsecomm.codecs.registry import register_index_codec
 from lightning_sparsecomm.kernels import position_kernels_for
 from lightning_sparsecomm.kernels.positions.blocks import BLOCK
 
+# Of how many successive positions a stretch of a sample is, and how many after its first one the next begins.
+_STRETCH, _APART = 8 * BLOCK, 128 * BLOCK
+
 
 @register_index_codec
 @dataclass(frozen=True)
@@ -50,6 +53,14 @@ class AdaptiveGolomb(PartialCodec):
         kernels = position_kernels_for(indices.device)
         codes = kernels.choose_codes(indices)
         return kernels.write_blocks(indices, codes) if kernels.blocks_bits(indices, codes) <= 8 * (limit - 1) else None
+
+    def estimated_bits(self, indices: Tensor) -> float:
+        """About how many bits `write_part` needs for many positions, by one in 16 of them; see `_STRETCH`."""
+        stretches = indices[: indices.numel() // _APART * _APART].view(-1, _APART)[:, : _STRETCH + 1]
+        # As if each stretch began where the one before it ends.
+        sample = stretches.diff(dim=1).view(-1).cumsum(0) - 1
+        kernels = position_kernels_for(indices.device)
+        return kernels.blocks_bits(sample, kernels.choose_codes(sample)) / sample.numel() * indices.numel()
 
     def read_part(self, section: Tensor, count: int, size: int, parameter: int) -> Tensor:
         length = section.numel()

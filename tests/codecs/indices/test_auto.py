@@ -1,4 +1,4 @@
-"""Auto: always the shortest codec, and a bound wherever Golomb could not be shorter."""
+"""Auto: the shortest codec, or of many positions a bitmap that is nearly so; bounded where Golomb could not win."""
 
 import torch
 from hypothesis import given
@@ -30,6 +30,29 @@ def test_auto_chooses_each():
     assert Auto().chosen(torch.tensor([60_000]), MAX_SIZE) == RunLength16()
     # All are equally short: the fastest to decode is chosen.
     assert Auto().chosen(torch.arange(9), 9) == RunLength16()
+
+
+def test_many_positions_go_into_a_bitmap_unless_another_code_saves_a_sixteenth():
+    generator = torch.Generator().manual_seed(0)
+    size = 200_000
+    alike = torch.rand(size, generator=generator) < 0.5
+    # Some parts are denser than others, as in trainings; in the third, a part is empty.
+    parts = torch.arange(size) // 500 % 6
+    uneven = torch.rand(size, generator=generator) < torch.where(parts == 0, 0.15, 0.6)
+    clusters = (torch.rand(size, generator=generator) < 0.9) & (torch.arange(size) < size // 2)
+    saved = []
+    for selected, codec in ((alike, Bitmap()), (uneven, Bitmap()), (clusters, AdaptiveGolomb())):
+        indices = selected.nonzero().view(-1)
+        chosen, section = Auto().encoded(indices, size)
+        assert chosen == Auto().chosen(indices, size) == codec
+        assert torch.equal(section, codec.encode(indices, size))
+        adaptive = AdaptiveGolomb().section_bytes(indices, size)
+        assert abs(AdaptiveGolomb().estimated_bits(indices) / (8 * adaptive) - 1) < 0.03
+        saved.append(1 - adaptive / Bitmap().section_bytes(indices, size))
+    assert saved[0] < 0 < saved[1] < 1 / 16 < saved[2]
+    # Of fewer, always the shortest.
+    few = uneven[:30_000].nonzero().view(-1)
+    assert Auto().chosen(few, 30_000) == AdaptiveGolomb()
 
 
 def test_auto_is_bounded_where_golomb_would_be_no_shorter():
