@@ -18,10 +18,10 @@ def default(delay: int = 0, every: int | None = None, residual_in_weights: bool 
     bits. So with any number of ranks there are about 10 times fewer bytes than with ddp in a run of 300 steps, 20 times
     in 1,000 and 50 times in 4,000.
 
-    In longer runs of a Trainer, ranks exchange in every second or fourth step, and more of the elements then, which all
-    together takes about as many bytes. In between, each steps along its own gradients. In runs of up to 5,000 steps (by
-    Adam and AdamW not in the short ones that exchange in each), it is ahead of the shared weights by what it has not
-    sent yet, too.
+    In runs of a Trainer of 2,000 steps or more (by Adam and AdamW 563), ranks exchange in every second or fourth step,
+    and more of the elements then, which all together takes about as many bytes. In between, each steps along its own
+    gradients. In runs of up to 5,000 steps (by Adam and AdamW from 563 on), it is ahead of the shared weights by what
+    it has not sent yet, too.
 
     With other optimizers values are bfloat16, of fewer elements in about as many bytes. Tables of embeddings of which a
     step meets few rows travel row by row, and are trained as with ddp.
@@ -32,10 +32,11 @@ def default(delay: int = 0, every: int | None = None, residual_in_weights: bool 
     Args:
         delay: 1 exchanges while the next step computes, as `dgc` and `local_adam` say; other optimizers wait. 0 waits.
         every: Optimizer steps between two exchanges by SGD, Adam and AdamW, as `dgc` and `local_adam` say; others
-            exchange in each. None lets a Trainer's run choose by its length, at its start: up to 562 steps each one, by
-            SGD with `residual_in_weights`; then every second, with it, as in a run of unknown length; from 5,001 on
-            without, and by SGD every fourth. With `delay`, in Fabric, between nodes, between replicas that come and
-            go, and where two optimizers hold the same parameter, it is each step, without.
+            exchange in each. None lets a Trainer's run choose by its length, at its start. By SGD it is each one in
+            fewer than 2,000 steps, with `residual_in_weights`; by Adam and AdamW in fewer than 563, without. Then it is
+            every second, with it, as in a run of unknown length; from 5,001 on without, and by SGD every fourth. With
+            `delay`, in Fabric, between nodes, between replicas that come and go, and where two optimizers hold the same
+            parameter, it is each step, without.
         residual_in_weights: With `every`, whether a rank is ahead of the shared weights by its residual too, as `dgc`
             and `local_adam` say.
 
@@ -63,8 +64,8 @@ class _Local(NamedTuple):
     in_weights: bool = False
 
 
-# A run makes local steps from so many steps on.
-_LOCAL = 563
+# A run makes local steps from so many steps on, by SGD, and by Adam and AdamW.
+_LOCAL_SGD, _LOCAL_ADAM = 2000, 563
 
 
 def _for_length(steps: float) -> Method:
@@ -72,9 +73,9 @@ def _for_length(steps: float) -> Method:
     if LIKELY_STEPS < steps < math.inf:
         # Residuals wait for too long to be in the weights. A run of unknown length sends as if it were no longer.
         return _exchanging(0, _Local(4), _Local(2))
-    if steps < _LOCAL:
-        return _exchanging(0, _Local(1, in_weights=True), _Local(1))
-    return _exchanging(0, _Local(2, in_weights=True), _Local(2, in_weights=True))
+    of_sgd = _Local(1 if steps < _LOCAL_SGD else 2, in_weights=True)
+    of_adam = _Local(1) if steps < _LOCAL_ADAM else _Local(2, in_weights=True)
+    return _exchanging(0, of_sgd, of_adam)
 
 
 def _exchanging(delay: int, of_sgd: _Local, of_adam: _Local) -> Method:
@@ -100,7 +101,7 @@ def _exchanging(delay: int, of_sgd: _Local, of_adam: _Local) -> Method:
         few_rows=True,
     )
     sgd = dgc(
-        _density(0.23, 0.88, (0.58, 0.62), of_sgd.every, 1.55),
+        _density(0.212 if of_sgd.every == 1 else 0.23, 0.88, (0.58, 0.62), of_sgd.every, 1.55),
         scope="balanced",
         values="three_bit",
         positions="short",

@@ -66,7 +66,7 @@ def test_names_of_strategies_are_those_of_recipes() -> None:
 def test_the_default_is_dgc_then_local_adam_then_gradient_dropping() -> None:
     options: Any = {"scope": "balanced", "positions": "short"}
     summed: Any = {**options, "exchange": "all_reduce", "rest_bits": 8, "few_rows": True}
-    density = ByLength(0.23, 0.88, least=0.002, most=0.58)
+    density = ByLength(0.212, 0.88, least=0.002, most=0.58)
     assert repr(default().syncs) == repr(dgc(density, values="three_bit", **summed).syncs)
     adam, density = default().fallback, ByLength(0.45, 1.0, least=0.002, most=0.74)
     assert adam is not None

@@ -27,9 +27,9 @@ from tests.run.training import chain
         (
             default(),
             math.inf,
-            "SGD by dgc(density=0.23 to 0.0558, scope='balanced', values='three_bit', positions='short',"
+            "SGD by dgc(density=0.212 to 0.0514, scope='balanced', values='three_bit', positions='short',"
             " exchange='all_reduce', rest_bits=8, few_rows=True);"
-            " 23.00% of the elements at first, 5.58% later, in each step of a run of unknown length",
+            " 21.20% of the elements at first, 5.14% later, in each step of a run of unknown length",
         ),
         (
             dgc(ByLength(unknown=0.02)),

@@ -52,8 +52,8 @@ def train(engine: Engine, module: nn.Module, steps: int) -> None:
     ("kind", "length", "expected"),
     [
         (SGD, 300, 1),
-        (SGD, 562, 1),
-        (SGD, 563, 2),
+        (SGD, 1999, 1),
+        (SGD, 2000, 2),
         (SGD, 5000, 2),
         (SGD, 5001, 4),
         (SGD, math.inf, 2),
