@@ -13,14 +13,16 @@ class Expected(NamedTuple):
     Attributes:
         steps: The Trainer's steps from the first on; infinite with manual optimization and no `max_steps`.
         epochs: Epochs from the first on.
+        of_each: Steps of each optimizer from the first on.
         left: Steps that each optimizer has still to make.
-        estimated: Whether `left` supposes one step of each optimizer for each batch: with manual optimization, only the
-            user's code knows.
+        estimated: Whether the last two suppose one step of each optimizer for each batch: with manual optimization,
+            only the user's code knows.
         may_end_sooner: Whether a callback may stop the fit at any time.
     """
 
     steps: float
     epochs: float
+    of_each: float
     left: float
     estimated: bool
     may_end_sooner: bool
@@ -39,7 +41,8 @@ def expected(trainer: "pl.Trainer") -> Expected:
     batches = trainer.num_training_batches if 0 < trainer.num_training_batches < math.inf else math.inf
     whole = _steps_in(trainer, batches, 0, max_epochs)
     # Several optimizers share the Trainer's count of steps.
-    left = min(max_steps / optimizers, whole) - trainer.global_step / optimizers
+    of_each = min(max_steps / optimizers, whole)
+    left = of_each - trainer.global_step / optimizers
     if not automatic:
         whole = math.inf
     steps = min(max_steps, whole)
@@ -47,7 +50,8 @@ def expected(trainer: "pl.Trainer") -> Expected:
     if not automatic:
         each = math.inf
     epochs = min(max_epochs, steps / each if each < math.inf else math.inf)
-    return Expected(steps, epochs, max(0, math.ceil(left)) if left < math.inf else left, not automatic, sooner)
+    of_each, left = (math.ceil(each) if each < math.inf else each for each in (of_each, left))
+    return Expected(steps, epochs, of_each, max(0, left), not automatic, sooner)
 
 
 def place_in_epochs(trainer: "pl.Trainer") -> tuple[float, bool]:

@@ -1,5 +1,6 @@
 """Lightning's question before each batch, whether rank 0 was told to stop, asked without waiting for the answer."""
 
+import logging
 import math
 import signal
 import sys
@@ -194,6 +195,9 @@ class _Notifier:
             self._place = None
 
     def _note(self, signum: int, _: object) -> None:
+        rank = self._trainer.global_rank
+        # As Lightning says it, by the same logger.
+        logging.getLogger(type(self._connector).__module__).info("[rank: %d] Received SIGTERM: %d", rank, signum)
         launcher = self._trainer.strategy.launcher
         if launcher is not None and not self.told:
             launcher.kill(signum)

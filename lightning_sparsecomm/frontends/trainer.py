@@ -118,7 +118,8 @@ class TrainerMixin(UnevenMixin, CheckpointingMixin, DDPStrategy):
         trainer, registry = self._trainer, self.engine.registry
         self._question = StopQuestion(trainer, self.engine)
         found = expected(trainer)
-        self.engine.expect(found.left, found.may_end_sooner)
+        # A resumed run is as long as before, also where one optimizer makes more steps than the others.
+        self.engine.expect(found.of_each - registry.steps if registry.steps else found.left, found.may_end_sooner)
         if self._is_trial():
             return
         length = self.engine.follow_length()
@@ -148,9 +149,7 @@ class TrainerMixin(UnevenMixin, CheckpointingMixin, DDPStrategy):
         engine = self.engine
         # A hook at an epoch's end, which finds the shared model, may step too.
         engine.replicas.view_own()
-        engine.epoch, last = place_in_epochs(self._trainer)
-        # With uneven inputs, not all ranks know it.
-        engine.ends_epoch = last and not self.uneven_inputs
+        self._note_place()
         with engine.stepping(optimizer):
             result = super().optimizer_step(optimizer, engine.closure(optimizer, closure), model, **kwargs)
         self._idle_since = time.monotonic()
@@ -160,9 +159,17 @@ class TrainerMixin(UnevenMixin, CheckpointingMixin, DDPStrategy):
         if self._chooser is not None:
             self._chooser.before_batch()
         self._question.count(self._idle_since)
+        # The user's code may share gradients in it.
+        self._note_place()
         result = super().training_step(*args, **kwargs)
         self._idle_since = time.monotonic()
         return result
+
+    def _note_place(self) -> None:
+        """Tells the engine where in its epochs the batch is."""
+        self.engine.epoch, last = place_in_epochs(self._trainer)
+        # With uneven inputs, not all ranks know it.
+        self.engine.ends_epoch = last and not self.uneven_inputs
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         if self._engine is None:

@@ -1,6 +1,8 @@
 """Whether rank 0 was told to stop, which all ranks heed in the same step, and wait for in few."""
 
 import itertools
+import logging
+import logging.handlers
 import os
 import signal
 import time
@@ -128,11 +130,14 @@ def _fit_until_told(rank: int, told: set[int], method: Method) -> tuple[str, boo
     options = {"enable_checkpointing": False, "plugins": [TorchElasticEnvironment()], **QUIET}
     trainer = pl.Trainer(strategy=strategy, devices=2, max_steps=5000, **options)
     trainer.fit_loop.epoch_loop.__class__ = _OwnLoop
-    how = "trained"
+    how, said = "trained", logging.handlers.BufferingHandler(10)
+    logging.getLogger("pytorch_lightning.trainer.connectors.signal_connector").addHandler(said)
     try:
         trainer.fit(_Told() if rank in told else _Model(), DataLoader(TensorDataset(torch.randn(5000, 4))))
     except BaseException as error:
         how = type(error).__name__
+    lines = [record.getMessage() for record in said.buffer]
+    assert lines == ([f"[rank: {rank}] Received SIGTERM: 15"] if rank in told else [])
     return how, trainer.received_sigterm and signal.getsignal(signal.SIGTERM) == before, trainer.global_step
 
 
