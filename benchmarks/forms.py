@@ -26,15 +26,57 @@ from lightning_sparsecomm.codecs import BFloat16, OneBit, ThreeBit, TwoBit, Valu
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from command_line import at_least, folder
 
-VALUES: dict[str, tuple[ValueCodec, float]] = {
+HEAD_BITS = 1 / 8
+"""Of the magnitude that a group of values shares, for each value in `Levels`."""
+
+MOMENTUM, BETAS, EPSILON = 0.9, (0.9, 0.999), 1e-8
+
+
+class Levels(NamedTuple):
+    """Elements in levels of magnitude, each so many times as high as the one below it; below the first they wait.
+
+    Which element is in which level counts by the entropy, signs a bit. A value becomes the mean of its level. A tensor
+    has as many bits as with three-bit values, which sets the lowest level.
+    """
+
+    ratio: float
+
+    def sent(self, residual: Tensor, bits: float) -> Tensor:
+        """What is sent in so many bits for each element."""
+        flat = residual.reshape(-1)
+        largest = float(flat.abs().max())
+        if largest == 0:
+            return torch.zeros_like(residual)
+        logs = flat.abs().clamp(min=1e-9 * largest).log()
+        low, high = math.log(1e-6 * largest), math.log(largest)
+        while high - low > 0.01:
+            middle = (low + high) / 2
+            low, high = (middle, high) if self._bits(self._levels(logs, middle)) > bits else (low, middle)
+        levels = self._levels(logs, high)
+        counts = levels.bincount()
+        means = torch.zeros(counts.numel(), dtype=flat.dtype).index_add_(0, levels, flat.abs()) / counts.clamp(min=1)
+        means[0] = 0
+        return (means[levels] * flat.sign()).view(residual.shape)
+
+    def _levels(self, logs: Tensor, lowest: float) -> Tensor:
+        return ((logs - lowest) / math.log(self.ratio)).floor().clamp(-1, 30).long() + 1
+
+    def _bits(self, levels: Tensor) -> float:
+        parts = levels.bincount().double() / levels.numel()
+        some = parts[parts > 0]
+        return float(-(some * some.log2()).sum() + (1 - parts[0]) * (1 + HEAD_BITS))
+
+
+VALUES: dict[str, tuple[ValueCodec | Levels, float]] = {
     "bfloat16": (BFloat16(), 16),
     "three bits": (ThreeBit(), 3.25),
     "two bits": (TwoBit(), 2.5),
     "one bit": (OneBit(), 1.125),
+    **{f"levels of {ratio}": (Levels(ratio), 3.25) for ratio in (2, 3, 4, 6)},
 }
 """The codec of values, and its bits for each."""
 
-MOMENTUM, BETAS, EPSILON = 0.9, (0.9, 0.999), 1e-8
+LEVELS = [name for name, (codec, _) in VALUES.items() if isinstance(codec, Levels)]
 
 
 class Form(NamedTuple):
@@ -90,6 +132,7 @@ def forms_of(optimizer: str) -> dict[str, Form]:
     """The forms by name."""
     if optimizer == "sgd":
         base = Form("three bits")
+        best = base._replace(finish=True, every=2, residual_in_weights=True)
         return {
             "ddp": Form(dense=True),
             "sparsecomm": base,
@@ -100,6 +143,7 @@ def forms_of(optimizer: str) -> dict[str, Form]:
             "… two-bit values": base._replace(values="two bits"),
             "… one-bit values": base._replace(values="one bit"),
             **_local_steps(base),
+            **{f"… every 2 steps, residual in weights, {name}": best._replace(values=name) for name in LEVELS},
             "… masked": base._replace(mask=True, summed=False),
             "dgc as in the paper": Form(mask=True, summed=False, follow_rate=False, balanced=False),
         }
@@ -341,10 +385,14 @@ def _piece(rank: int, size: int, ranks: int) -> slice:
     return slice(rank * length, (rank + 1) * length)
 
 
-def _sent(residual: Tensor, count: int, codec: ValueCodec | None) -> Tensor:
+def _sent(residual: Tensor, count: int, codec: ValueCodec | Levels | None) -> Tensor:
     """The largest elements, as they are rounded; all and exact without a codec."""
     if codec is None:
         return residual.clone()
+    if isinstance(codec, Levels):
+        if count < residual.numel():
+            return codec.sent(residual, _bits_at(count / residual.numel(), 3.25))
+        codec = ThreeBit()
     flat = residual.reshape(-1)
     chosen = torch.topk(flat.abs(), count).indices.sort().values
     section = codec.encode(flat[chosen], chosen, Layout([]))
