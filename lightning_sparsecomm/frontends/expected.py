@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     import pytorch_lightning as pl
 
+    from lightning_sparsecomm.run.engine import Engine
+
 
 class Expected(NamedTuple):
     """The length of a fit, infinite where unknown.
@@ -54,11 +56,14 @@ def expected(trainer: "pl.Trainer") -> Expected:
     return Expected(steps, epochs, of_each, max(0, left), not automatic, sooner)
 
 
-def place_in_epochs(trainer: "pl.Trainer") -> tuple[float, bool]:
-    """Epochs finished, with a fraction if their length is known, and whether this batch is the last of its epoch."""
+def note_place(engine: "Engine", trainer: "pl.Trainer", uneven_inputs: bool) -> None:
+    """Tells the engine how many epochs are finished, with a fraction where known, and whether this batch ends one.
+
+    With uneven inputs, not all ranks know that.
+    """
     batches = trainer.num_training_batches
     done = trainer.fit_loop.epoch_loop.batch_idx / batches if 0 < batches < math.inf else 0.0
-    return trainer.current_epoch + done, trainer.is_last_batch
+    engine.epoch, engine.ends_epoch = trainer.current_epoch + done, trainer.is_last_batch and not uneven_inputs
 
 
 def steps_left(trainer: "pl.Trainer", done: int, batches: float, later: int) -> float:

@@ -14,7 +14,7 @@ from lightning_sparsecomm.basis.groups import broadcast_object
 from lightning_sparsecomm.basis.ledger import LIGHTNING, Collective
 from lightning_sparsecomm.basis.wire import Waiting
 from lightning_sparsecomm.frontends.checkpointing import CheckpointingMixin
-from lightning_sparsecomm.frontends.expected import expected, place_in_epochs
+from lightning_sparsecomm.frontends.expected import expected, note_place
 from lightning_sparsecomm.frontends.reporting import announce, get_ready, profile_of
 from lightning_sparsecomm.frontends.stopping import NoQuestion, StopQuestion
 from lightning_sparsecomm.frontends.uneven import UnevenMixin
@@ -149,7 +149,7 @@ class TrainerMixin(UnevenMixin, CheckpointingMixin, DDPStrategy):
         engine = self.engine
         # A hook at an epoch's end, which finds the shared model, may step too.
         engine.replicas.view_own()
-        self._note_place()
+        note_place(engine, self._trainer, self.uneven_inputs)
         with engine.stepping(optimizer):
             result = super().optimizer_step(optimizer, engine.closure(optimizer, closure), model, **kwargs)
         self._idle_since = time.monotonic()
@@ -160,16 +160,10 @@ class TrainerMixin(UnevenMixin, CheckpointingMixin, DDPStrategy):
             self._chooser.before_batch()
         self._question.count(self._idle_since)
         # The user's code may share gradients in it.
-        self._note_place()
+        note_place(self.engine, self._trainer, self.uneven_inputs)
         result = super().training_step(*args, **kwargs)
         self._idle_since = time.monotonic()
         return result
-
-    def _note_place(self) -> None:
-        """Tells the engine where in its epochs the batch is."""
-        self.engine.epoch, last = place_in_epochs(self._trainer)
-        # With uneven inputs, not all ranks know it.
-        self.engine.ends_epoch = last and not self.uneven_inputs
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         if self._engine is None:

@@ -39,7 +39,7 @@ def announcement(
             following = dict.fromkeys(parts_in(list(tracked.method.syncs), ByLength))
             densities = "".join(f"; {_density(each, length, may_end_sooner)} {run}" for each in following)
             warmups = list(dict.fromkeys(filter(None, map(_warmup, _schedules(tracked.method)))))
-            densities += "".join(f"; {words}" for words in warmups)
+            densities += "".join(f"; {words}" for words in warmups) + _kept(registry.followed, length)
             bytes_sent = _words(fewer[number], bool(warmups)) if fewer else ""
             call = repr(tracked.method)
             for each in following:
@@ -76,6 +76,13 @@ def _run(method: Method, length: float, estimated: bool) -> str:
         return f"in {'each step' if every == 1 else f'one of {every} steps'} of a run of unknown length"
     steps = f"in {'each' if every == 1 else f'at least {math.ceil(length / every):,}'} of {length:,.0f} steps"
     return steps + " (if each batch makes one)" * estimated
+
+
+def _kept(followed: float | None, length: float) -> str:
+    """Says that a run of another length goes on with the method that it began with."""
+    if followed in (None, length):
+        return ""
+    return f"; it keeps its method for {'an unknown number of' if followed == math.inf else f'{followed:,.0f}'} steps"
 
 
 def _schedules(method: Method) -> Iterator[Schedule]:

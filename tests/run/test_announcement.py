@@ -14,6 +14,18 @@ from lightning_sparsecomm.sharing import Method
 from tests.run.training import chain
 
 
+def test_a_run_that_resumes_with_another_length_says_that_it_keeps_its_method(wire: Wire) -> None:
+    engine, module = Engine(default(), wire), chain()
+    engine.registry.add_module(module)
+    engine.register(torch.optim.SGD(module.parameters(), lr=0.1))
+    engine.expect(20)
+    engine.follow_length()
+    (usual,), (kept,) = (announcement(engine.registry, length, 4) for length in (20, 3000))
+    engine.close()
+    assert usual.endswith("; 58.00% of the elements in each of 20 steps")
+    assert kept.endswith(" of the elements in each of 3,000 steps; it keeps its method for 20 steps")
+
+
 @pytest.mark.parametrize(
     ("method", "length", "lines"),
     [
