@@ -2,7 +2,7 @@
 
 Each rank runs on its own host in the lab of network.py (Linux, root). In each cell ddp, ddp with torch's bfloat16 hook,
 "sparsecomm", and auto train the same model. A step is the median of those after auto has chosen, of means of two at a
-time, as "sparsecomm" exchanges in every second step of longer runs. Each run is told that
+time, as "sparsecomm" may exchange in every second step. Each run is told that
 it will have 1,000 steps, and stops earlier. Prints a Markdown table: each step's time, auto's by the faster of ddp and
 its bfloat16, auto's by the best row, each prediction by its measurement and that of the chosen method by its later
 steps, and what measuring and trying would cost a run of 1,000 steps. --resume goes on with the file of runs.

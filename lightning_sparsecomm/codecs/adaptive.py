@@ -55,7 +55,7 @@ class AdaptiveGolomb(PartialCodec):
         return kernels.write_blocks(indices, codes) if kernels.blocks_bits(indices, codes) <= 8 * (limit - 1) else None
 
     def estimated_bits(self, indices: Tensor) -> float:
-        """About how many bits `write_part` needs for many positions, by one in 16 of them; see `_STRETCH`."""
+        """About how many bits `write_part` needs for 8,192 positions or more, by one in 16 of them."""
         stretches = indices[: indices.numel() // _APART * _APART].view(-1, _APART)[:, : _STRETCH + 1]
         # As if each stretch began where the one before it ends.
         sample = stretches.diff(dim=1).view(-1).cumsum(0) - 1

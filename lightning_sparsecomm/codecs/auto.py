@@ -19,7 +19,7 @@ _MANY, _SAVES = 2**14, 1 / 16
 class Auto(IndexCoding):
     """The shortest of Raw32, RunLength16, Golomb, AdaptiveGolomb and Bitmap for the positions at hand.
 
-    It computes each codec's length, which is fast, and writes only the shortest. Of equally short ones, it takes the
+    It computes each codec's length, which is fast, and writes only one. Of equally short ones, it takes the
     first of RunLength16, Raw32, Bitmap, Golomb, AdaptiveGolomb. The payload names the chosen codec, so `Auto` itself
     has no code.
 

@@ -1,6 +1,7 @@
 """How long a Trainer's fit will be, as far as can be said at its start."""
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -15,16 +16,14 @@ class Expected(NamedTuple):
     Attributes:
         steps: The Trainer's steps from the first on; infinite with manual optimization and no `max_steps`.
         epochs: Epochs from the first on.
-        of_each: Steps of each optimizer from the first on.
-        left: Steps that each optimizer has still to make.
-        estimated: Whether the last two suppose one step of each optimizer for each batch: with manual optimization,
-            only the user's code knows.
+        left: Steps that each optimizer has still to make; negative if one has made more than its part already.
+        estimated: Whether `left` supposes one step of each optimizer for each batch: with manual optimization, only the
+            user's code knows.
         may_end_sooner: Whether a callback may stop the fit at any time.
     """
 
     steps: float
     epochs: float
-    of_each: float
     left: float
     estimated: bool
     may_end_sooner: bool
@@ -35,8 +34,8 @@ class Expected(NamedTuple):
         return self.steps / self.epochs if self.steps < math.inf and self.epochs else math.inf
 
 
-def expected(trainer: "pl.Trainer") -> Expected:
-    """Reads the limits of a Trainer that is about to train."""
+def expected(trainer: "pl.Trainer", made: Sequence[int] = ()) -> Expected:
+    """Reads the limits of a Trainer that is about to train; `made` are the steps of each optimizer in a saved run."""
     automatic, optimizers = trainer.lightning_module.automatic_optimization, max(1, len(trainer.optimizers))
     max_steps, max_epochs, sooner = _limits(trainer)
     # An epoch's length in batches may be unknown.
@@ -44,7 +43,9 @@ def expected(trainer: "pl.Trainer") -> Expected:
     whole = _steps_in(trainer, batches, 0, max_epochs)
     # Several optimizers share the Trainer's count of steps.
     of_each = min(max_steps / optimizers, whole)
-    left = of_each - trainer.global_step / optimizers
+    # A run that resumes is as long as before, also where one optimizer makes more steps than the others.
+    resumes = sum(made) == trainer.global_step > 0
+    left = of_each - max(made) if resumes else max(0, of_each - trainer.global_step / optimizers)
     if not automatic:
         whole = math.inf
     steps = min(max_steps, whole)
@@ -52,8 +53,7 @@ def expected(trainer: "pl.Trainer") -> Expected:
     if not automatic:
         each = math.inf
     epochs = min(max_epochs, steps / each if each < math.inf else math.inf)
-    of_each, left = (math.ceil(each) if each < math.inf else each for each in (of_each, left))
-    return Expected(steps, epochs, of_each, max(0, left), not automatic, sooner)
+    return Expected(steps, epochs, math.ceil(left) if left < math.inf else left, not automatic, sooner)
 
 
 def note_place(engine: "Engine", trainer: "pl.Trainer", uneven_inputs: bool) -> None:

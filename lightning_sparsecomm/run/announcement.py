@@ -20,6 +20,7 @@ def announcement(
     fewer: Sequence[float] = (),
     come_and_go: bool = False,
     may_end_sooner: bool = False,
+    usual: Method | None = None,
 ) -> list[str]:
     """A line for each optimizer, and one more where it does not suit its method.
 
@@ -31,6 +32,7 @@ def announcement(
         fewer: How many times fewer bytes each optimizer sends than with ddp; NaN where unknown.
         come_and_go: Whether ranks are replicas, of which more may join.
         may_end_sooner: Whether the run may end at any time before its length.
+        usual: The method that a new run of this length would have.
     """
     lines: list[str] = []
     for number, tracked in enumerate(registry.optimizers):
@@ -39,7 +41,7 @@ def announcement(
             following = dict.fromkeys(parts_in(list(tracked.method.syncs), ByLength))
             densities = "".join(f"; {_density(each, length, may_end_sooner)} {run}" for each in following)
             warmups = list(dict.fromkeys(filter(None, map(_warmup, _schedules(tracked.method)))))
-            densities += "".join(f"; {words}" for words in warmups) + _kept(registry.followed, length)
+            densities += "".join(f"; {words}" for words in warmups) + _kept(registry, length, usual)
             bytes_sent = _words(fewer[number], bool(warmups)) if fewer else ""
             call = repr(tracked.method)
             for each in following:
@@ -78,11 +80,12 @@ def _run(method: Method, length: float, estimated: bool) -> str:
     return steps + " (if each batch makes one)" * estimated
 
 
-def _kept(followed: float | None, length: float) -> str:
+def _kept(registry: Registry, length: float, usual: Method | None) -> str:
     """Says that a run of another length goes on with the method that it began with."""
-    if followed in (None, length):
+    followed = registry.followed
+    if followed in (None, length) or usual is None or repr(usual) == repr(registry.methods[0]):
         return ""
-    return f"; it keeps its method for {'an unknown number of' if followed == math.inf else f'{followed:,.0f}'} steps"
+    return f"; with the method of a run of {'unknown length' if followed == math.inf else f'{followed:,.0f} steps'}"
 
 
 def _schedules(method: Method) -> Iterator[Schedule]:

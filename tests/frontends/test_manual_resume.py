@@ -41,24 +41,33 @@ class Manual(pl.LightningModule):
                 optimizer.step()
 
     def on_train_epoch_end(self) -> None:
-        engine = self.trainer.strategy.engine  # type: ignore[attr-defined]
-        self.lengths.append(engine.length)
-        self.apart.append(any(share.shared_weights() for share in engine.registry.optimizers[0].shares.values()))
         if self.saves_to is not None:
             self.trainer.save_checkpoint(self.saves_to / f"{self.current_epoch}.ckpt")
+        engine = getattr(self.trainer.strategy, "engine", None)
+        if engine is None:
+            return
+        self.lengths.append(engine.length)
+        self.apart.append(any(share.shared_weights() for share in engine.registry.optimizers[0].shares.values()))
 
 
-def fit(method: Method, folder: Path, resumed: Path | None = None, **options: Any) -> Manual:
+def fit(
+    method: Method | None,
+    folder: Path,
+    resumed: Path | None = None,
+    epochs: int = EPOCHS,
+    saves: bool = False,
+    **options: Any,
+) -> Manual:
     pl.seed_everything(0, verbose=False)
     model = Manual(**options)
     samples = torch.randn(4 * BATCHES, 16, generator=torch.Generator().manual_seed(1))
-    if resumed is None:
+    if resumed is None or saves:
         model.saves_to = folder
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=1,
-        strategy=SparseCommStrategy(method=method),
-        max_epochs=EPOCHS,
+        strategy="auto" if method is None else SparseCommStrategy(method=method),
+        max_epochs=epochs,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -92,3 +101,12 @@ def test_the_length_holds_where_one_optimizer_makes_fewer_steps(tmp_path: Path) 
     density = ByLength(0.4, 0.9, least=0.002, most=0.9, steps=BATCHES * EPOCHS)
     whole = check(dgc(density), tmp_path, seldom=2, clips=False)
     assert set(whole.lengths) == {BATCHES * EPOCHS}
+
+
+@pytest.mark.filterwarnings("ignore:resuming from .* with empty memories")
+def test_a_run_that_went_on_from_one_without_sparsecomm_is_resumed_with_its_length(tmp_path: Path) -> None:
+    options: Any = {"seldom": 1, "clips": False}
+    fit(None, tmp_path, epochs=1, **options)
+    went_on = fit(default(), tmp_path, tmp_path / "0.ckpt", saves=True, **options)
+    resumed = fit(default(), tmp_path, tmp_path / "2.ckpt", **options)
+    assert len({*went_on.lengths, *resumed.lengths}) == 1

@@ -20,10 +20,14 @@ def test_a_run_that_resumes_with_another_length_says_that_it_keeps_its_method(wi
     engine.register(torch.optim.SGD(module.parameters(), lr=0.1))
     engine.expect(20)
     engine.follow_length()
-    (usual,), (kept,) = (announcement(engine.registry, length, 4) for length in (20, 3000))
+    lines = [
+        announcement(engine.registry, length, 4, usual=default().for_length(length))[0] for length in (20, 300, 3000)
+    ]
     engine.close()
-    assert usual.endswith("; 58.00% of the elements in each of 20 steps")
-    assert kept.endswith(" of the elements in each of 3,000 steps; it keeps its method for 20 steps")
+    assert lines[0].endswith("; 58.00% of the elements in each of 20 steps")
+    # A run of 300 has the same one.
+    assert lines[1].endswith("; 58.00% of the elements in each of 300 steps")
+    assert lines[2].endswith(" of the elements in each of 3,000 steps; with the method of a run of 20 steps")
 
 
 @pytest.mark.parametrize(
