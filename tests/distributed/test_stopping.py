@@ -136,8 +136,9 @@ def _fit_until_told(rank: int, told: set[int], method: Method) -> tuple[str, boo
         trainer.fit(_Told() if rank in told else _Model(), DataLoader(TensorDataset(torch.randn(5000, 4))))
     except BaseException as error:
         how = type(error).__name__
-    lines = [record.getMessage() for record in said.buffer]
-    assert lines == ([f"[rank: {rank}] Received SIGTERM: 15"] if rank in told else [])
+    # A run that is slow to stop may get to the fourth batch of another epoch, and be told again.
+    lines = {record.getMessage() for record in said.buffer}
+    assert lines == ({f"[rank: {rank}] Received SIGTERM: 15"} if rank in told else set())
     return how, trainer.received_sigterm and signal.getsignal(signal.SIGTERM) == before, trainer.global_step
 
 
