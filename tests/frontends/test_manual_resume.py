@@ -1,11 +1,13 @@
 """Manual optimization: a run that is resumed at an epoch's end is the run that never stopped."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytorch_lightning as pl
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -14,6 +16,13 @@ from lightning_sparsecomm.basis import ByLength
 from lightning_sparsecomm.methods import default, dgc
 
 BATCHES, EPOCHS = 6, 4
+
+
+@pytest.fixture(autouse=True)
+def _leaves_the_group() -> Iterator[None]:
+    """Trainers of one process join a group in this process, which later tests would find."""
+    yield
+    dist.destroy_process_group()
 
 
 class Manual(pl.LightningModule):
