@@ -129,7 +129,7 @@ def test_with_another_number_of_ranks_it_chooses_anew() -> None:
 
 
 def test_a_choice_keeps_the_form_for_the_length_that_its_run_had() -> None:
-    for followed, every in ((None, 1), (1000.0, 2), (10_000.0, 4)):
+    for followed, every in ((None, 1), (1000.0, 1), (3000.0, 2), (10_000.0, 4)):
         _, chooser = run()
         chooser.load_state_dict(state(current="sparsecomm", settled=True, ranks=2, followed=followed))
         tracked = engines[-1].registry.optimizers[0]
@@ -162,7 +162,7 @@ def test_the_form_is_kept_between_auto_and_its_default(to_auto: bool) -> None:
     plain.registry.add_module(module)
     plain.register(torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9))
     for engine in engines:
-        engine.expect(1000)
+        engine.expect(3000)
     saved, loading = (plain, engines[0]) if to_auto else (engines[0], plain)
     saved.follow_length()
     loading.state.load_state_dict(saved.state.state_dict(), as_many_ranks=True)
