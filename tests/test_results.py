@@ -53,6 +53,7 @@ def test_tables_of_sparse_binary_compression(task: str, seeds: int, monkeypatch:
         ("sbc-grid", "quality"),
         ("nodes", "steps"),
         ("streaming", "overlap"),
+        ("streaming-held-out", "overlap"),
     ],
 )
 def test_table_of_the_battery(name: str, page: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sparsecomm import Method, SparseCommStrategy
 from lightning_sparsecomm.basis import ByLength
+from lightning_sparsecomm.basis.groups import destroy_all
 from lightning_sparsecomm.methods import default, dgc
+from tests.distributed.launch import QUIET
 
 BATCHES, EPOCHS = 6, 4
 
@@ -22,7 +23,7 @@ BATCHES, EPOCHS = 6, 4
 def _leaves_the_group() -> Iterator[None]:
     """Trainers of one process join a group in this process, which later tests would find."""
     yield
-    dist.destroy_process_group()
+    destroy_all()
 
 
 class Manual(pl.LightningModule):
@@ -72,17 +73,8 @@ def fit(
     samples = torch.randn(4 * BATCHES, 16, generator=torch.Generator().manual_seed(1))
     if resumed is None or saves:
         model.saves_to = folder
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy="auto" if method is None else SparseCommStrategy(method=method),
-        max_epochs=epochs,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-        enable_checkpointing=False,
-    )
+    strategy: Any = "auto" if method is None else SparseCommStrategy(method=method)
+    trainer = pl.Trainer(devices=1, strategy=strategy, max_epochs=epochs, enable_checkpointing=False, **QUIET)
     trainer.fit(model, DataLoader(TensorDataset(samples), 4), ckpt_path=resumed)
     return model
 
