@@ -130,7 +130,7 @@ def test_the_densities_of_the_default_are_those_of_the_code() -> None:
     for column, length in enumerate(int(each.replace(",", "")) for each in lengths.split("|")[2:-1]):
         said = [row.split("|")[2:-1][column].strip(" %") for row in rows]
         for adam, (density, every, dense) in enumerate((said[:3], said[3:])):
-            for number, method in ((density, methods.default().for_length(length)), (dense, methods.default(every=1))):
+            for number, method in ((density, methods.default().for_run(length, 4)), (dense, methods.default(every=1))):
                 part = method.fallback if adam else method
                 assert part is not None
                 exact = 100 * next(parts_in(part.syncs, ByLength)).for_length(length)

@@ -126,7 +126,8 @@ class TrainerMixin(UnevenMixin, CheckpointingMixin, DDPStrategy):
         if trainer.is_global_zero:
             warn_of_short_run(registry, self.engine.warmup, found.steps, found.epochs)
             fewer = [times_fewer_bytes(self.engine, each, length, found.epoch_steps) for each in registry.optimizers]
-            told = found.estimated, fewer, self.come_and_go, found.may_end_sooner, self.method.for_length(length)
+            usual = self.method.for_run(length, self.engine.wire.world_size)
+            told = found.estimated, fewer, self.come_and_go, found.may_end_sooner, usual
             lines = announcement(registry, length, self.taking_part, *told)
             self.announced = [*lines, *advice(registry, self.num_nodes, self.num_processes)]
             announce(self.announced, trainer)

@@ -20,8 +20,8 @@ def default(delay: int = 0, every: int | None = None, residual_in_weights: bool 
 
     In runs of a Trainer of 2,000 steps or more (by Adam and AdamW 563), ranks exchange in every second or fourth step,
     and more of the elements then, which all together takes about as many bytes. In between, each steps along its own
-    gradients. In runs of up to 5,000 steps (by Adam and AdamW from 563 on), it is ahead of the shared weights by what
-    it has not sent yet, too.
+    gradients; by Adam and AdamW, more than four ranks do so only from 5,001 steps on. In runs of up to 5,000 steps (by
+    Adam and AdamW from 563 on), a rank is ahead of the shared weights by what it has not sent yet, too.
 
     With other optimizers values are bfloat16, of fewer elements in about as many bytes. Tables of embeddings of which a
     step meets few rows travel row by row, and are trained as with ddp.
@@ -34,7 +34,8 @@ def default(delay: int = 0, every: int | None = None, residual_in_weights: bool 
         every: Optimizer steps between two exchanges by SGD, Adam and AdamW, as `dgc` and `local_adam` say; others
             exchange in each. None lets a Trainer's run choose by its length, at its start. By SGD it is each one in
             fewer than 2,000 steps, with `residual_in_weights`; by Adam and AdamW in fewer than 563, without. Then it is
-            every second, with it, as in a run of unknown length; from 5,001 on without, and by SGD every fourth. With
+            every second (by Adam and AdamW, with more than 4 ranks, each one), with it, as in a run of unknown length;
+            from 5,001 on every second without, and by SGD every fourth. With
             `delay`, in Fabric, between nodes, between replicas that come and go, and where two optimizers hold the same
             parameter, it is each step, without.
         residual_in_weights: With `every`, whether a rank is ahead of the shared weights by its residual too, as `dgc`
@@ -54,7 +55,7 @@ def default(delay: int = 0, every: int | None = None, residual_in_weights: bool 
             f" {residual_in_weights!r}. Give every too, such as every=2."
         )
     method = _exchanging(delay, _Local(1), _Local(1))
-    return method if delay else method.following(_for_length)
+    return method if delay else method.following(_for_run)
 
 
 class _Local(NamedTuple):
@@ -67,14 +68,17 @@ class _Local(NamedTuple):
 # A run makes local steps from so many steps on, by SGD, and by Adam and AdamW.
 _LOCAL_SGD, _LOCAL_ADAM = 2000, 563
 
+# With so many ranks, the direction of one by Adam may be mostly noise, so that they exchange in each step.
+_MANY_RANKS = 5
 
-def _for_length(steps: float) -> Method:
-    """The default of a Trainer's run of so many steps, infinite where unknown."""
+
+def _for_run(steps: float, ranks: int) -> Method:
+    """The default of a Trainer's run of so many steps, infinite where unknown, on so many ranks."""
     if LIKELY_STEPS < steps < math.inf:
         # Residuals wait for too long to be in the weights. A run of unknown length sends as if it were no longer.
         return _exchanging(0, _Local(4), _Local(2))
     of_sgd = _Local(1 if steps < _LOCAL_SGD else 2, in_weights=True)
-    of_adam = _Local(1) if steps < _LOCAL_ADAM else _Local(2, in_weights=True)
+    of_adam = _Local(1) if steps < _LOCAL_ADAM else _Local(1 if ranks >= _MANY_RANKS else 2, in_weights=True)
     return _exchanging(0, of_sgd, of_adam)
 
 

@@ -19,7 +19,7 @@ from lightning_sparsecomm.run.engine import Engine
 from lightning_sparsecomm.run.following import form_for
 from lightning_sparsecomm.run.optimizers import TrackedOptimizer
 from lightning_sparsecomm.run.switching import adopt, switch
-from lightning_sparsecomm.sharing.method import Method
+from lightning_sparsecomm.sharing.method import Method, RunSize
 
 # ddp's first steps are not worth their time where its sums alone take so many times the best exchange, and longer.
 _HOPELESS, _HOPELESS_SECONDS = 3.0, 0.05
@@ -75,11 +75,11 @@ class AutoChooser:
         """Spent on measuring the network and rehearsing methods."""
         return self._outlook.seconds_spent
 
-    def follow(self, length: float) -> None:
-        """Takes the methods in their forms for the run's length, before the first step; equal on all ranks."""
-        forms = {name: form_for(self._engine.registry, each, length) for name, each in self._given.items()}
+    def follow(self, run: RunSize) -> None:
+        """Takes the methods in their forms for the run, before the first step; equal on all ranks."""
+        forms = {name: form_for(self._engine.registry, each, run) for name, each in self._given.items()}
         if forms != self._given:
-            self.choices, self.record.followed = {name: forms[name] for name in self.choices}, length
+            self.choices, self.record.followed = {name: forms[name] for name in self.choices}, run
 
     def begin(self, in_backward: bool = False) -> None:
         """Measures the network, rehearses the methods, and chooses how to begin. A collective, before the first step.
@@ -144,7 +144,7 @@ class AutoChooser:
         record = Record(**state)
         self.choices = dict(self._given)
         if record.followed is not None:
-            # The forms that its run had, also where this one has another length.
+            # The forms that its run had, also where this one has another length, or other ranks.
             self.follow(record.followed)
         choices = usable(self.choices, self._engine)
         if record.current not in choices:

@@ -134,7 +134,7 @@ def plan(
         if progress is not None:
             progress(name, number, len(everything))
         try:
-            rehearsed = rehearse(method.for_length(length), kinds, ranks, length)
+            rehearsed = rehearse(method.for_run(length, ranks), kinds, ranks, length)
         except TypeError as error:
             refused[name] = str(error)
         else:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from lightning_sparsecomm.methods.auto import BASELINE
 from lightning_sparsecomm.planning.links import MeasuredLink
 from lightning_sparsecomm.planning.quantities import as_rate, as_time
+from lightning_sparsecomm.run.following import run_followed
+from lightning_sparsecomm.sharing.method import RunSize
 
 # A method that is predicted to take at most so many times the best is tried, and at most so many are.
 _WORTH_TRYING, _MOST_TRIED = 1.3, 2
@@ -36,7 +38,7 @@ class Record:
         tried_again: Methods that were measured twice.
         measured, predicted: Seconds of a step; `predicted` as it was before the method was first measured.
         ranks: How many measured; 0 where unknown.
-        followed: The run's length for which methods were taken, see `Method.for_length`; None for none.
+        followed: The run for which methods were taken, see `Method.for_run`; None for none.
         history: Each switch and choice: the steps done, the method, why, and what was known then.
     """
 
@@ -48,8 +50,11 @@ class Record:
     measured: dict[str, float] = field(default_factory=dict)
     predicted: dict[str, float] = field(default_factory=dict)
     ranks: int = 0
-    followed: float | None = None
+    followed: RunSize | None = None
     history: list[dict[str, object]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.followed = run_followed(self.followed)
 
     @property
     def worth_trying(self) -> list[str]:

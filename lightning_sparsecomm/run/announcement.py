@@ -32,7 +32,7 @@ def announcement(
         fewer: How many times fewer bytes each optimizer sends than with ddp; NaN where unknown.
         come_and_go: Whether ranks are replicas, of which more may join.
         may_end_sooner: Whether the run may end at any time before its length.
-        usual: The method that a new run of this length would have.
+        usual: The method that a new run of this length on these ranks would have.
     """
     lines: list[str] = []
     for number, tracked in enumerate(registry.optimizers):
@@ -41,7 +41,7 @@ def announcement(
             following = dict.fromkeys(parts_in(list(tracked.method.syncs), ByLength))
             densities = "".join(f"; {_density(each, length, may_end_sooner)} {run}" for each in following)
             warmups = list(dict.fromkeys(filter(None, map(_warmup, _schedules(tracked.method)))))
-            densities += "".join(f"; {words}" for words in warmups) + _kept(registry, length, usual)
+            densities += "".join(f"; {words}" for words in warmups) + _kept(registry, world_size, usual)
             bytes_sent = _words(fewer[number], bool(warmups)) if fewer else ""
             call = repr(tracked.method)
             for each in following:
@@ -80,12 +80,13 @@ def _run(method: Method, length: float, estimated: bool) -> str:
     return steps + " (if each batch makes one)" * estimated
 
 
-def _kept(registry: Registry, length: float, usual: Method | None) -> str:
-    """Says that a run of another length goes on with the method that it began with."""
-    followed = registry.followed
-    if followed in (None, length) or usual is None or repr(usual) == repr(registry.methods[0]):
+def _kept(registry: Registry, world_size: int, usual: Method | None) -> str:
+    """Says that a run of another length, or on other ranks, goes on with the method that it began with."""
+    if registry.followed is None or usual is None or repr(usual) == repr(registry.methods[0]):
         return ""
-    return f"; with the method of a run of {'unknown length' if followed == math.inf else f'{followed:,.0f} steps'}"
+    steps, ranks = registry.followed
+    words = "unknown length" if steps == math.inf else f"{steps:,.0f} steps"
+    return f"; with the method of a run of {words}" + (f" on {ranks} ranks" if ranks not in (1, world_size) else "")
 
 
 def _schedules(method: Method) -> Iterator[Schedule]:

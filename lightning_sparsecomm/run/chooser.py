@@ -4,13 +4,14 @@ from typing import Protocol
 
 from lightning_sparsecomm.run.contents import State
 from lightning_sparsecomm.run.optimizers import TrackedOptimizer
+from lightning_sparsecomm.sharing.method import RunSize
 
 
 class Chooser(Protocol):
     """Looks at each step, and may switch the run to another method between two of them."""
 
-    def follow(self, length: float) -> None:
-        """Takes the methods in their forms for the run's length, before the first step; equal on all ranks."""
+    def follow(self, run: RunSize) -> None:
+        """Takes the methods in their forms for the run, before the first step; equal on all ranks."""
 
     def before_batch(self) -> None:
         """Called before a batch's forward pass, where the front end knows it."""

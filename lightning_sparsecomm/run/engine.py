@@ -100,12 +100,12 @@ class Engine:
         self.length, self.may_end_sooner = self.agreement.on_length(self.registry.steps + steps, may_end_sooner)
 
     def follow_length(self) -> float:
-        """Takes the method, or the chooser's, in the form for the run's length, which it returns."""
+        """Takes the method, or the chooser's, in the form for the run, whose length it returns."""
         length = likely_length(self.length, self.may_end_sooner)
         if self.chooser is None:
-            follow(self.registry, length)
+            follow(self.registry, (length, self.wire.world_size))
         else:
-            self.chooser.follow(length)
+            self.chooser.follow((length, self.wire.world_size))
         return length
 
     def synchronize(self, optimizer: Optimizer, max_norm: float | None = None) -> None:

@@ -1,48 +1,53 @@
-"""Takes another method for a run: before the first step, the one for its length; or any other between two steps."""
+"""Takes another method for a run: before the first step, the one that suits it; or any other between two steps."""
 
 from lightning_sparsecomm.run.choice import method_for
 from lightning_sparsecomm.run.chooser import Chooser
 from lightning_sparsecomm.run.contents import State
 from lightning_sparsecomm.run.optimizers import parameters_of
 from lightning_sparsecomm.run.registry import Registry
-from lightning_sparsecomm.sharing.method import Method
+from lightning_sparsecomm.sharing.method import Method, RunSize
 from lightning_sparsecomm.sharing.own_step import steps_as_torch
 
 
-def follow(registry: Registry, length: float) -> None:
-    """Takes the method in its form for a run's length, see `form_for`."""
-    method = form_for(registry, registry.methods[0], length)
+def follow(registry: Registry, run: RunSize) -> None:
+    """Takes the method in its form for a run, see `form_for`."""
+    method = form_for(registry, registry.methods[0], run)
     if method is not registry.methods[0]:
         adopt(registry, method)
-        registry.followed = length
+        registry.followed = run
 
 
-def follow_saved(registry: Registry, chooser: Chooser | None, choice: State | None, length: float | None) -> None:
-    """Takes the method that a saved run had, in its form, also where this run has another length.
+def follow_saved(registry: Registry, chooser: Chooser | None, state: State) -> None:
+    """Takes the method that a saved run had, in its form, also where this run has another length, or other ranks.
 
     Args:
         registry: Of this run.
         chooser: Chooses among methods, if one does.
-        choice: What the saved run's chooser has saved, if it had one. It says which length was followed, too.
-        length: Without a choice, the length that the saved run's method has followed; None for none.
+        state: Of the saved run: "choice" if something chose among methods; otherwise "followed", or what it was before.
     """
+    choice: State | None = state.get("choice")
     if chooser is not None and choice is not None:
         chooser.load_state_dict(choice)
         return
-    length = length if choice is None else choice.get("followed")
-    if length is not None and chooser is not None:
-        chooser.follow(length)
-    elif length is not None:
-        follow(registry, length)
+    run = run_followed(state.get("followed", state.get("for_length")) if choice is None else choice.get("followed"))
+    if run is not None and chooser is not None:
+        chooser.follow(run)
+    elif run is not None:
+        follow(registry, run)
 
 
-def form_for(registry: Registry, method: Method, length: float) -> Method:
-    """The method's form for a run's length, see `Method.for_length`; itself if the run has begun.
+def run_followed(saved: RunSize | float | None) -> RunSize | None:
+    """The run that a saved run's method has followed. It was only a length before ranks counted, too."""
+    return (saved, 1) if isinstance(saved, (int, float)) else saved
+
+
+def form_for(registry: Registry, method: Method, run: RunSize) -> Method:
+    """The method's form for a run, see `Method.for_run`; itself if the run has begun.
 
     It also stays as it is where it is `Registry.fixed`, and where ranks cannot step by themselves.
     """
     begun = any(tracked.steps for tracked in registry.optimizers)
-    return method if registry.fixed or begun or not can_step_alone(registry) else method.for_length(length)
+    return method if registry.fixed or begun or not can_step_alone(registry) else method.for_run(*run)
 
 
 def can_step_alone(registry: Registry) -> bool:

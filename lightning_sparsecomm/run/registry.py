@@ -26,7 +26,7 @@ from lightning_sparsecomm.sharing.adam import AdamTakeover
 from lightning_sparsecomm.sharing.bucket import BucketHook, BucketSync
 from lightning_sparsecomm.sharing.delta import DeltaSync
 from lightning_sparsecomm.sharing.gradients import NamedParameters
-from lightning_sparsecomm.sharing.method import Method
+from lightning_sparsecomm.sharing.method import Method, RunSize
 from lightning_sparsecomm.sharing.share import Share
 from lightning_sparsecomm.sharing.sync import Sync
 
@@ -41,7 +41,7 @@ class Registry:
         leading: The optimizer whose exchanges of weights also average buffers; None before the first.
         nodes: Who is on a node with this rank, where methods work between nodes; None where all ranks are alike.
         fixed: Whether the method stays as it was given, whatever the run's length.
-        followed: The length for which the method was taken, see `follow`; None for none.
+        followed: The run for which the method was taken, see `follow`; None for none.
         few_rows: Finds tables whose gradients have few rows.
     """
 
@@ -54,7 +54,7 @@ class Registry:
         self.leading: TrackedOptimizer | None = None
         self.nodes: Nodes | None = None
         self.fixed = False
-        self.followed: float | None = None
+        self.followed: RunSize | None = None
         self.few_rows = FewRows(wire)
         self._wire = wire
         self._hook = hook

@@ -92,7 +92,7 @@ class RunState:
                 self._saved(tracked) | {"shared": saved_gradients(tracked)} for tracked in self._registry.optimizers
             ],
             "leading": None if leading is None else leading.number,
-            "for_length": self._registry.followed,
+            "followed": self._registry.followed,
             "have_drifted": self.differ,
             "nodes": [] if self._registry.nodes is None else self._registry.nodes.groups,
             "weights": self._replicas.state_dict(not self.broadcasts_buffers) if self.drifts else {},
@@ -115,7 +115,7 @@ class RunState:
         Returns the parts of the state that the method cannot use, in words.
         """
         optimizers, dropped, chooser = self._registry.optimizers, [], self._chooser()
-        follow_saved(self._registry, chooser, state.get("choice"), state.get("for_length"))
+        follow_saved(self._registry, chooser, state)
         self.have_drifted = state.get("have_drifted", bool(state["weights"]))
         for saved in state["streams"] if not as_many_ranks else []:
             saved["held"] = _of_other_ranks(saved["held"], self._renewable(), state.get("nodes"))

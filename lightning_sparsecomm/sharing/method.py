@@ -15,6 +15,9 @@ from lightning_sparsecomm.sharing.bucket import BucketSync
 from lightning_sparsecomm.sharing.gradients import NamedParameters
 from lightning_sparsecomm.sharing.sync import Sync
 
+RunSize = tuple[float, int]
+"""A run's optimizer steps, infinite where unknown, and its ranks."""
+
 # Arguments that the call of a recipe shows even at their defaults.
 _TELLING = ("density", "block_density", "every")
 
@@ -41,8 +44,8 @@ class Method(Part):
             `rest=True`.
     """
 
-    by_length: Callable[[float], "Method"] | None = None
-    """Makes the method that a run of so many steps uses instead, at its start; None for one that fits any length."""
+    by_run: Callable[[float, int], "Method"] | None = None
+    """Makes what a run of so many steps and ranks uses instead, at its start; None for a method that fits any."""
 
     call: str | None = None
     """How a recipe was called, such as `dgc(density=0.01)`; None for a method composed by hand."""
@@ -114,20 +117,20 @@ class Method(Part):
         """The method and its fallbacks."""
         return [self, *([] if self.fallback is None else self.fallback.chain)]
 
-    def for_length(self, steps: float) -> "Method":
-        """The method of a run of so many optimizer steps, infinite where unknown; itself unless it depends on that."""
-        return self if self.by_length is None else self.by_length(steps)
+    def for_run(self, steps: float, ranks: int) -> "Method":
+        """The method of a run of so many optimizer steps, infinite where unknown; itself unless it depends on them."""
+        return self if self.by_run is None else self.by_run(steps, ranks)
 
-    def following(self, by_length: Callable[[float], "Method"]) -> "Method":
-        """The same method, for which a run uses what `by_length` makes of its number of steps, where it can."""
+    def following(self, by_run: Callable[[float, int], "Method"]) -> "Method":
+        """The same method, for which a run uses what `by_run` makes of its steps and ranks, where it can."""
         method = copy.copy(self)
-        method.by_length = by_length
+        method.by_run = by_run
         return method
 
     def with_syncs(self, syncs: Sequence[Sync]) -> "Method":
         """The same method with other syncs, and without fallback."""
         method = copy.copy(self)
-        method.syncs, method.fallback, method.by_length = tuple(syncs), None, None
+        method.syncs, method.fallback, method.by_run = tuple(syncs), None, None
         return method
 
     def __repr__(self) -> str:

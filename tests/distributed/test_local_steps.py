@@ -419,7 +419,7 @@ def _fit(rank: int, folder: Path, batches: int, method: Any) -> tuple[list[bool]
     return compare.after_steps, compare.after_epochs, strategy.announced
 
 
-def _often(steps: float) -> Any:
+def _often(steps: float, ranks: int) -> Any:
     return dgc(0.02, warmup_steps=0, every=2 if steps >= 10 else 1)
 
 
@@ -432,7 +432,7 @@ def _often(steps: float) -> Any:
 def test_a_run_follows_its_length_and_ends_epochs_with_weights_that_all_share(
     tmp_path: Path, batches: int, after_steps: list[bool]
 ) -> None:
-    ranks = run_ranks(tmp_path, 2, _fit, tmp_path, batches, _often(0).following(_often))
+    ranks = run_ranks(tmp_path, 2, _fit, tmp_path, batches, _often(0, 2).following(_often))
     for steps, epochs, _ in ranks:
         assert steps[:6] == after_steps
         assert epochs == [True, True]

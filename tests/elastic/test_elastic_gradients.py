@@ -30,13 +30,13 @@ pytestmark = [needs_torchft, pytest.mark.timeout(300)]
 DROPPING = methods.gradient_dropping(density=0.1)
 
 
-def _for_length(steps: float) -> Method:
+def _for_run(steps: float, ranks: int) -> Method:
     return methods.default(every=2)
 
 
 METHODS = {
     # As in a run that is long enough for local steps, which replicas that come and go cannot make.
-    "default": methods.default().following(_for_length),
+    "default": methods.default().following(_for_run),
     "gradient_dropping": DROPPING,
     "in regions": in_regions(methods.gradient_dropping(density=0.1, warmup_steps=0)),
     "ok_topk": methods.ok_topk(density=0.1),

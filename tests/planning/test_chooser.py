@@ -410,7 +410,7 @@ def test_in_a_long_run_sparsecomm_makes_local_steps(tmp_path: Path) -> None:
     (weights, record, said), (others, other, _) = run_ranks(tmp_path, 2, fit)
     np.testing.assert_array_equal(weights, others)
     assert switches(record) == switches(other) == [(0, "sparsecomm"), (8, "sparsecomm")]
-    assert record.followed == 2400
+    assert record.followed == (2400, 2)
     assert said[1].startswith(
         "sparsecomm: step 8: chose sparsecomm, which exchanges once in 2 steps. A step takes: sparsecomm 200 ms"
     )

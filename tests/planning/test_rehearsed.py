@@ -93,7 +93,7 @@ def test_weights_exchanged_every_few_steps_count_by_the_step() -> None:
 def test_local_steps_count_by_those_of_the_optimizers_own_method(name: str, every: int) -> None:
     """And not of its fallbacks: in long runs the default exchanges half as often by SGD as by Adam."""
     parameters = square_layers(200_000)
-    found = rehearse(methods.default().for_length(10_000), [(optimizer_for(name, parameters), parameters)], 4, 10_000)
+    found = rehearse(methods.default().for_run(10_000, 4), [(optimizer_for(name, parameters), parameters)], 4, 10_000)
     assert max(often for _, _, often in found.calls) == pytest.approx(1 / every)
 
 

@@ -129,7 +129,7 @@ def test_with_another_number_of_ranks_it_chooses_anew() -> None:
 
 
 def test_a_choice_keeps_the_form_for_the_length_that_its_run_had() -> None:
-    for followed, every in ((None, 1), (1000.0, 1), (3000.0, 2), (10_000.0, 4)):
+    for followed, every in ((None, 1), ((1000, 2), 1), ((3000, 2), 2), ((3000, 8), 2), ((10_000, 2), 4), (3000, 2)):
         _, chooser = run()
         chooser.load_state_dict(state(current="sparsecomm", settled=True, ranks=2, followed=followed))
         tracked = engines[-1].registry.optimizers[0]
@@ -139,15 +139,15 @@ def test_a_choice_keeps_the_form_for_the_length_that_its_run_had() -> None:
         assert sync.every == every
         # The resumed run is long, too.
         tracked.steps = 20
-        chooser.follow(2000.0)
+        chooser.follow((2000, 2))
         assert tracked.method.syncs[0] is sync
-        assert chooser.state_dict()["followed"] == followed
+        assert chooser.state_dict()["followed"] == ((followed, 1) if followed == 3000 else followed)
 
 
 def test_where_ranks_cannot_step_by_themselves_the_form_stays() -> None:
     _, chooser = run()
     engines[0].registry.fixed = True
-    chooser.follow(2000.0)
+    chooser.follow((2000, 2))
     assert chooser.record.followed is None
     assert repr(chooser.choices["sparsecomm"]) == repr(methods.default())
 
@@ -186,7 +186,7 @@ def test_intervals_that_follow_the_runs_length_are_known_when_it_is() -> None:
 def test_a_trial_takes_the_steps_of_the_optimizers_own_method() -> None:
     """Not of its fallbacks: in long runs the default exchanges half as often by SGD. Short steps take more of them."""
     module, chooser = run()
-    default, ddp, times = methods.default().for_length(10_000), methods.dense(), chooser._times
+    default, ddp, times = methods.default().for_run(10_000, 2), methods.dense(), chooser._times
     assert [times.trial_steps(each, seconds=1.0) for each in (ddp, default)] == [7, 16]
     engines[0].registry.optimizers[0].optimizer = torch.optim.AdamW(module.parameters())
     assert [times.trial_steps(each, seconds=1.0) for each in (ddp, default)] == [7, 8]

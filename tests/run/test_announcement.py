@@ -10,6 +10,7 @@ from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.methods import default, dense, dgc
 from lightning_sparsecomm.run.announcement import announcement
 from lightning_sparsecomm.run.engine import Engine
+from lightning_sparsecomm.run.following import follow
 from lightning_sparsecomm.sharing import Method
 from tests.run.training import chain
 
@@ -21,13 +22,28 @@ def test_a_run_that_resumes_with_another_length_says_that_it_keeps_its_method(wi
     engine.expect(20)
     engine.follow_length()
     lines = [
-        announcement(engine.registry, length, 4, usual=default().for_length(length))[0] for length in (20, 300, 3000)
+        announcement(engine.registry, length, ranks, usual=default().for_run(length, ranks))[0]
+        for length, ranks in ((20, 4), (300, 4), (3000, 4))
     ]
     engine.close()
     assert lines[0].endswith("; 58.00% of the elements in each of 20 steps")
     # A run of 300 has the same one.
     assert lines[1].endswith("; 58.00% of the elements in each of 300 steps")
     assert lines[2].endswith(" of the elements in each of 3,000 steps; with the method of a run of 20 steps")
+
+
+def test_a_run_that_resumes_on_other_ranks_says_that_it_keeps_its_method(wire: Wire) -> None:
+    engine, module = Engine(default(), wire), chain()
+    engine.registry.add_module(module)
+    engine.register(torch.optim.AdamW(module.parameters()))
+    follow(engine.registry, (3000, 8))
+    lines = [
+        announcement(engine.registry, 3000, ranks, usual=default().for_run(3000, ranks))[0] for ranks in (8, 16, 4)
+    ]
+    engine.close()
+    assert lines[0].endswith("; 15.00% of the elements in each of 3,000 steps")
+    assert lines[1].endswith(" in each of 3,000 steps")
+    assert lines[2].endswith(" in each of 3,000 steps; with the method of a run of 3,000 steps on 8 ranks")
 
 
 @pytest.mark.parametrize(

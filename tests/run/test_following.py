@@ -3,7 +3,6 @@
 import copy
 import math
 import pickle
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,10 +15,13 @@ from lightning_sparsecomm.basis import ByLength, Wire
 from lightning_sparsecomm.basis.parts import parts_in
 from lightning_sparsecomm.methods import default, dense, dgc
 from lightning_sparsecomm.run.engine import Engine
+from lightning_sparsecomm.run.following import follow
 from lightning_sparsecomm.run.nodes import Nodes
 from lightning_sparsecomm.sharing import GradientSync, Method
 
-FOLLOWING = dgc(0.5, warmup_steps=0).following(lambda steps: dgc(0.5, warmup_steps=0, every=2 if steps > 10 else 1))
+FOLLOWING = dgc(0.5, warmup_steps=0).following(
+    lambda steps, ranks: dgc(0.5, warmup_steps=0, every=2 if steps > 10 else 1)
+)
 
 
 def engine_of(method: Method, *kinds: Any, length: float = 100, **options: Any) -> tuple[Engine, nn.Module]:
@@ -73,6 +75,18 @@ def test_steps_between_exchanges_follow_the_length(kind: Any, length: float, exp
     assert in_weights == {(length <= 5000 or length == math.inf) and (kind is SGD or expected == 2)}
     train(engine, module, 1)
     assert every(engine) == {expected}
+
+
+@pytest.mark.usefixtures("wire")
+@pytest.mark.parametrize(
+    ("kind", "ranks", "expected"), [(AdamW, 4, 2), (AdamW, 5, 1), (AdamW, 64, 1), (SGD, 4, 2), (SGD, 64, 2)]
+)
+def test_many_ranks_exchange_in_each_step_by_adam(kind: Any, ranks: int, expected: int) -> None:
+    engine, _ = engine_of(default(), kind)
+    follow(engine.registry, (3000, ranks))
+    assert every(engine) == {expected}
+    used = [tracked.method for tracked in engine.registry.optimizers]
+    assert all(sync.residual_in_weights for sync in parts_in(used, GradientSync) if not sync.takes_few_rows)
 
 
 @pytest.mark.usefixtures("wire")
@@ -169,14 +183,31 @@ def test_a_run_that_resumes_keeps_its_method_whatever_its_length(momentum: float
         assert torch.equal(one, other)
 
 
+@pytest.mark.usefixtures("wire")
+@pytest.mark.parametrize("ranks_were_saved", [True, False])
+def test_a_run_that_resumes_on_other_ranks_keeps_its_method(ranks_were_saved: bool) -> None:
+    method = dgc(0.5).following(lambda steps, ranks: dgc(0.5, every=3 if ranks == 8 or not ranks_were_saved else 2))
+    saving, module = engine_of(method, SGD)
+    follow(saving.registry, (100, 8))
+    train(saving, module, 1)
+    saved = copy.deepcopy(saving.state.state_dict())
+    if not ranks_were_saved:
+        # As files were before ranks counted.
+        saved["for_length"] = saved.pop("followed")[0]
+    resumed, _ = engine_of(method, SGD)
+    resumed.state.load_state_dict(saved, as_many_ranks=False)
+    resumed.follow_length()
+    assert every(resumed) == {3}
+
+
 def test_methods_that_follow_the_length_travel_to_other_processes() -> None:
     method = pickle.loads(pickle.dumps(default()))
-    assert repr(method.for_length(1000)) == repr(default().for_length(1000))
+    assert repr(method.for_run(1000, 4)) == repr(default().for_run(1000, 4))
     assert repr(method) == repr(default())
-    assert default(every=2).for_length(4000).syncs[0].every == 2
+    assert default(every=2).for_run(4000, 4).syncs[0].every == 2
 
 
 def test_the_parts_of_a_method_do_not_follow_the_length() -> None:
-    method = dgc(0.1).following(partial(dgc, 0.1))
-    assert method.with_syncs(method.syncs).by_length is None
-    assert dgc(0.1).for_length(10).by_length is None
+    method = dgc(0.1).following(lambda steps, ranks: dgc(0.2))
+    assert method.with_syncs(method.syncs).by_run is None
+    assert dgc(0.1).for_run(10, 4).by_run is None
