@@ -86,7 +86,9 @@ def _kept(registry: Registry, world_size: int, usual: Method | None) -> str:
         return ""
     steps, ranks = registry.followed
     words = "unknown length" if steps == math.inf else f"{steps:,.0f} steps"
-    return f"; with the method of a run of {words}" + (f" on {ranks} ranks" if ranks not in (1, world_size) else "")
+    if ranks != world_size:
+        words += f" on {ranks} rank{'s' * (ranks > 1)}" if ranks else " by an earlier version"
+    return f"; with the method of a run of {words}"
 
 
 def _schedules(method: Method) -> Iterator[Schedule]:

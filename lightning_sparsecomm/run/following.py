@@ -38,7 +38,7 @@ def follow_saved(registry: Registry, chooser: Chooser | None, state: State) -> N
 
 def run_followed(saved: RunSize | float | None) -> RunSize | None:
     """The run that a saved run's method has followed. It was only a length before ranks counted, too."""
-    return (saved, 1) if isinstance(saved, (int, float)) else saved
+    return (saved, 0) if isinstance(saved, (int, float)) else saved
 
 
 def form_for(registry: Registry, method: Method, run: RunSize) -> Method:

@@ -16,7 +16,7 @@ from lightning_sparsecomm.sharing.gradients import NamedParameters
 from lightning_sparsecomm.sharing.sync import Sync
 
 RunSize = tuple[float, int]
-"""A run's optimizer steps, infinite where unknown, and its ranks."""
+"""A run's optimizer steps, infinite where unknown, and its ranks, 0 where unknown."""
 
 # Arguments that the call of a recipe shows even at their defaults.
 _TELLING = ("density", "block_density", "every")

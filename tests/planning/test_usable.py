@@ -141,7 +141,7 @@ def test_a_choice_keeps_the_form_for_the_length_that_its_run_had() -> None:
         tracked.steps = 20
         chooser.follow((2000, 2))
         assert tracked.method.syncs[0] is sync
-        assert chooser.state_dict()["followed"] == ((followed, 1) if followed == 3000 else followed)
+        assert chooser.state_dict()["followed"] == ((followed, 0) if followed == 3000 else followed)
 
 
 def test_where_ranks_cannot_step_by_themselves_the_form_stays() -> None:

@@ -23,13 +23,19 @@ def test_a_run_that_resumes_with_another_length_says_that_it_keeps_its_method(wi
     engine.follow_length()
     lines = [
         announcement(engine.registry, length, ranks, usual=default().for_run(length, ranks))[0]
-        for length, ranks in ((20, 4), (300, 4), (3000, 4))
+        for length, ranks in ((20, 1), (300, 1), (3000, 1))
     ]
     engine.close()
     assert lines[0].endswith("; 58.00% of the elements in each of 20 steps")
     # A run of 300 has the same one.
     assert lines[1].endswith("; 58.00% of the elements in each of 300 steps")
     assert lines[2].endswith(" of the elements in each of 3,000 steps; with the method of a run of 20 steps")
+
+
+def _kept_of(engine: Engine, ranks: int) -> str:
+    engine.registry.methods = default().chain
+    follow(engine.registry, (562, ranks))
+    return announcement(engine.registry, 3000, 4, usual=default().for_run(3000, 4))[0]
 
 
 def test_a_run_that_resumes_on_other_ranks_says_that_it_keeps_its_method(wire: Wire) -> None:
@@ -40,10 +46,13 @@ def test_a_run_that_resumes_on_other_ranks_says_that_it_keeps_its_method(wire: W
     lines = [
         announcement(engine.registry, 3000, ranks, usual=default().for_run(3000, ranks))[0] for ranks in (8, 16, 4)
     ]
+    alone, earlier = (_kept_of(engine, ranks) for ranks in (1, 0))
     engine.close()
     assert lines[0].endswith("; 15.00% of the elements in each of 3,000 steps")
     assert lines[1].endswith(" in each of 3,000 steps")
     assert lines[2].endswith(" in each of 3,000 steps; with the method of a run of 3,000 steps on 8 ranks")
+    assert alone.endswith(" in each of 3,000 steps; with the method of a run of 562 steps on 1 rank")
+    assert earlier.endswith(" in each of 3,000 steps; with the method of a run of 562 steps by an earlier version")
 
 
 @pytest.mark.parametrize(
