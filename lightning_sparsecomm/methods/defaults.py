@@ -32,11 +32,11 @@ def default(delay: int = 0, every: int | None = None, residual_in_weights: bool 
     Args:
         delay: 1 exchanges while the next step computes, as `dgc` and `local_adam` say; other optimizers wait. 0 waits.
         every: Optimizer steps between two exchanges by SGD, Adam and AdamW, as `dgc` and `local_adam` say; others
-            exchange in each. None lets a Trainer's run choose at its start. By SGD: 1 in fewer than 2,000 steps, 2 up to
-            5,000, both with `residual_in_weights`; then 4 without. By Adam and AdamW: 1 in fewer than 563 steps,
-            without; up to 5,000, with it, 2, or 1 on more than 4 ranks; then 2 without. A run of unknown length counts
-            as one of 5,000. With `delay`, in Fabric, between nodes, between replicas that come and go, and where two
-            optimizers hold the same parameter, it is 1, without.
+            exchange in each. None lets a Trainer's run choose at its start. By SGD: 1 in fewer than 2,000 steps, 2 up
+            to 5,000, both with `residual_in_weights`; then 4 without. By Adam and AdamW: 1 in fewer than 563 steps,
+            without; up to 5,000, with it, 2, or 1 on more than 4 ranks; then 2 without. A run of unknown length
+            counts as one of 5,000. With `delay`, in Fabric, between nodes, between replicas that come and go, and
+            where two optimizers hold the same parameter, it is 1, without.
         residual_in_weights: With `every`, whether a rank is ahead of the shared weights by its residual too, as `dgc`
             and `local_adam` say.
 
