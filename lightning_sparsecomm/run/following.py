@@ -29,7 +29,8 @@ def follow_saved(registry: Registry, chooser: Chooser | None, state: State) -> N
     if chooser is not None and choice is not None:
         chooser.load_state_dict(choice)
         return
-    run = run_followed(state.get("followed", state.get("for_length")) if choice is None else choice.get("followed"))
+    saved = state.get("followed", state.get("for_length")) if choice is None else choice.get("followed")
+    run = run_followed(saved)
     if run is not None and chooser is not None:
         chooser.follow(run)
     elif run is not None:

@@ -420,7 +420,7 @@ def _fit(rank: int, folder: Path, batches: int, method: Any) -> tuple[list[bool]
 
 
 def _often(steps: float, ranks: int) -> Any:
-    return dgc(0.02, warmup_steps=0, every=2 if steps >= 10 else 1)
+    return dgc(0.02, warmup_steps=0, every=ranks if steps >= 10 else 1)
 
 
 @pytest.mark.few(1)

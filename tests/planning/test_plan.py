@@ -136,6 +136,18 @@ def test_the_default_is_planned_in_its_form_for_the_runs_length() -> None:
     assert rows["sparsecomm"].exposed < 0.7 * rows["each"].exposed
 
 
+@pytest.mark.parametrize(("ranks", "form"), [(4, "second"), (5, "each")])
+def test_the_default_is_planned_in_its_form_for_the_ranks(ranks: int, form: str) -> None:
+    """By Adam, more than four exchange in each step."""
+    parameters = square_layers(100_000)
+    kinds = [(optimizer_for("adamw", parameters), parameters)]
+    forms = {"each": 1, "second": 2}
+    candidates = {name: methods.default(every=every, residual_in_weights=True) for name, every in forms.items()}
+    rows = plan(kinds, ranks, Network(1e9), Work(0.05), length=3000, candidates=candidates).rows
+    assert rows["sparsecomm"].link_bytes == rows[form].link_bytes
+    assert rows["each"].link_bytes != rows["second"].link_bytes
+
+
 def test_an_unknown_quality_is_refused() -> None:
     with pytest.raises(ValueError, match="quality must be one of exact, rounded, trained; got 'good'"):
         planned(20e6, quality="good")

@@ -137,6 +137,10 @@ def test_a_choice_keeps_the_form_for_the_length_that_its_run_had() -> None:
         sync = tracked.method.syncs[0]
         assert isinstance(sync, GradientSync)
         assert sync.every == every
+        if followed is not None:
+            # By Adam, to which the method falls back, ranks count, too.
+            of_run = followed if isinstance(followed, tuple) else (followed, 0)
+            assert repr(chooser.choices["sparsecomm"]) == repr(methods.default().for_run(*of_run))
         # The resumed run is long, too.
         tracked.steps = 20
         chooser.follow((2000, 2))
