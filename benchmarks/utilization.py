@@ -90,11 +90,11 @@ class Layers(pl.LightningModule):
 
 
 class Ends(pl.Callback):
-    """Notes when steps end, and when what is measured begins."""
+    """Notes when steps end, and when what is measured begins and ends, after so many `periods`."""
 
-    def __init__(self, peak: "Peak") -> None:
+    def __init__(self, peak: "Peak", periods: int) -> None:
         self.times: list[float] = []
-        self._peak = peak
+        self._peak, self._last = peak, EVERY * (1 + periods)
 
     def on_train_batch_end(self, *_: Any) -> None:
         """After each step."""
@@ -105,10 +105,12 @@ class Ends(pl.Callback):
         self.times.append(time.monotonic())
         if len(self.times) == EVERY:
             self._peak.begin()
+        elif len(self.times) == self._last:
+            self._peak.end()
 
 
 class Peak:
-    """The most bytes that a network device has carried within a second, in one direction, since `begin`; a context."""
+    """The most bytes that a network device has carried within a second, one way, from `begin` to `end`; a context."""
 
     def __enter__(self) -> "Peak":
         self.bytes = 0
@@ -121,9 +123,13 @@ class Peak:
         """Forgets what was before, such as the first weights that rank 0 has sent."""
         self.bytes = 0
 
-    def __exit__(self, *_: object) -> None:
+    def end(self) -> None:
+        """What follows does not count, such as the exchange of what is left when training ends."""
         self._over.set()
         self._thread.join()
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
 
     def _watch(self) -> None:
         seen: deque[tuple[float, int, int]] = deque()
@@ -146,7 +152,7 @@ def host(rank: int, row: str, options: argparse.Namespace, ready: Any) -> tuple[
     # The last step also exchanges what is left, and waits for it: it is not measured.
     steps = EVERY * (1 + options.periods) + 2 * DELAY
     with Peak() as peak:
-        ends = Ends(peak)
+        ends = Ends(peak, options.periods)
         (torchft if row.startswith("torchft") else ours)(rank, row, learner, steps, ready, ends)
     return ends.times, peak.bytes
 
