@@ -100,13 +100,21 @@ def test_tables_of_steps(script: str, name: str, monkeypatch: pytest.MonkeyPatch
     assert [line for line in printed if line not in lines] == []
 
 
-@pytest.mark.parametrize(("name", "page"), [("churn", "faults"), ("utilization", "overlap")])
+@pytest.mark.parametrize(
+    ("name", "page"),
+    [
+        ("churn", "faults"),
+        ("utilization", "overlap"),
+        ("utilization-often", "overlap"),
+        ("utilization-peaks", "overlap"),
+    ],
+)
 def test_tables_of_replicas(name: str, page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     runs = json.loads((RESULTS / f"{name}.json").read_text())["runs"]
     lines = lines_of(page)
-    printed = import_module(name).table(runs).splitlines()
+    printed = import_module(name.partition("-")[0]).table(runs).splitlines()
     assert len(printed) > 2
     assert [line for line in printed if line not in lines] == []
 
