@@ -2,11 +2,11 @@
 
     python benchmarks/utilization.py
 
-Each row trains ten million parameters on hosts of the lab (see `network.py`), with 30 steps between two exchanges of a
-parameter. A step sleeps until it has taken `--step-ms`, as if an accelerator computed it, so that hosts which share two
-cores do not wait for each other's training; what exchanges compute they do share. After one period, `--periods` are
-measured, without the end of training, where all wait for what is left. Utilization is the time that as many steps take
-without exchanges, by the time that they take.
+Each row trains ten million parameters, in twelve equal layers, on hosts of the lab (see `network.py`), with 30 steps
+between two exchanges of a parameter. A step sleeps until it has taken `--step-ms`, as if an accelerator computed it, so
+that hosts which share two cores do not wait for each other's training; what exchanges compute they do share. After one
+period, `--periods` are measured, without the end of training, where all wait for what is left. Utilization is the time
+that as many steps take without exchanges, by the time that they take.
 
 Streamed rows exchange the model in parts, and use what they get some steps later. The last row does so in every second
 step. `torchft` is torchft's own DiLoCo.
@@ -57,7 +57,7 @@ ROWS = (
     OFTEN,
 )
 NETWORKS = ("50mbit", "30mbit, rtt 100ms")
-LAYERS = 10
+LAYERS = 12
 PORT = 29510
 LONGEST_SECONDS = 570.0
 WINDOW_SECONDS, LOOK_SECONDS = 1.0, 0.05
@@ -272,7 +272,8 @@ def main() -> None:
     add("--resume", action="store_true", help="keep the runs in --output")
     add("--only-print", action="store_true", help="print the table of --output")
     options = parser.parse_args()
-    settings = {name: getattr(options, name) for name in ("ranks", "parameters", "step_ms", "periods")} | versions()
+    chosen = {name: getattr(options, name) for name in ("ranks", "parameters", "step_ms", "periods")}
+    settings = chosen | {"layers": LAYERS} | versions()
     runs = load(options.output, settings, options.resume or options.only_print)
     cells = itertools.product(range(options.turns), options.networks, options.rows)
     for turn, network, row in () if options.only_print else cells:
