@@ -117,7 +117,11 @@ class Network(Link):
             # TCP's window opens once, and for the largest segments furthest.
             opening = max(opening, self._ring_seconds(size, ranks, idle) - at_once)
         (short, filled), (long, filled_too) = sorted(zip(alone, filling))
-        both = max(short, filled + filled_too * short / long) if long else 0.0
+        if not short:
+            return opening + long
+        # What one sends finds the other's segments on the link, for that part of the time, and waits as long.
+        waiting = filled * filled_too / long
+        both = max(short + waiting, filled + filled_too * short / long)
         return opening + both + long - short
 
     def _ring_seconds(self, handed_bytes: float, ranks: int, idle: float) -> float:
@@ -129,7 +133,9 @@ class Network(Link):
         # The second of a pair arrives after the first; a single one is the last, and arrives after all.
         last = self.rtt + transfer if single else min(self.rtt, transfer)
         one_way = pairs * max(2 * transfer, self.rtt + transfer) + last
-        return 2 * one_way + hops("all_reduce", ranks) * self.call + self._ramp(2 * size, idle)
+        # Segments need so little of TCP's window that only a first sum finds it too small.
+        opening = self._ramp(2 * size, idle) if idle == math.inf else 0.0
+        return 2 * one_way + hops("all_reduce", ranks) * self.call + opening
 
     def _call_seconds(self, sent: float, count: int, connections: int, idle: float) -> float:
         """Of a call that puts `sent` bytes on the link in `count` hops, each over so many connections at once."""
@@ -163,7 +169,7 @@ class MeasuredLink(Link):
         around: Seconds of the smallest sum around the ring, where others went straight; None where all went around.
             Then `points` need only the smallest sum.
         rate: Bits per second of a far link, where `fitted` has found it, or how low it cannot be; None for what its
-            largest gather tells.
+            gathers tell.
 
     Raises:
         ValueError: Another number of ranks is asked for, or a collective that was not measured.
@@ -271,12 +277,13 @@ class MeasuredLink(Link):
         """Bits per second on the link that a sum reaches.
 
         From its two largest sizes, or from the smallest to the largest where that is less: either may be off by chance.
-        Where a hop takes more than 4 ms, from the largest gather, or a bound; where it was fitted, `rate`.
+        Where a hop takes more than 4 ms, from the gather that was fastest for its size, as TCP's window may have slowed
+        down larger ones, or a bound; where it was fitted, `rate`.
         """
         if self.rate is not None:
             return self.rate
         if self.is_far:
-            return self._rates[-1]
+            return max(self._rates)
         points = self.points["all_reduce"]
         (x1, y1), rates = points[-1], [math.inf]
         for x0, y0 in (points[-2], points[0]):

@@ -15,6 +15,7 @@ from lightning_sparsecomm.planning.rehearsed import Rehearsed
 from lightning_sparsecomm.planning.usable import rehearsals, trained_by
 from lightning_sparsecomm.run.engine import Engine
 from lightning_sparsecomm.run.length import likely_length
+from lightning_sparsecomm.sharing.gradients import has_few_rows
 from lightning_sparsecomm.sharing.method import Method
 
 
@@ -37,29 +38,36 @@ class Outlook:
         # Before the first step, which alone tells, for methods that are chosen later.
         engine.registry.few_rows.wanted = True
         self._costs: dict[str, Rehearsed] = {}
-        self._trained = 0
+        self._rehearsed_for: object = None
 
     def look(self, choices: Mapping[str, Method]) -> None:
         """Measures the network, and rehearses the methods where that was not done yet for these parameters. A
         collective."""
-        engine, begin = self._engine, time.perf_counter()
-        self.link = measure_link(engine.wire, self._seconds, self.device)
-        kinds = trained_by(engine)
-        trained = sum(parameter.numel() for _, parameters in kinds for _, parameter in parameters)
-        if trained != self._trained:
-            # The first time, or parameters have been unfrozen since.
-            self._trained = trained
-            length = likely_length(engine.length, engine.may_end_sooner)
-            self._costs = rehearsals(choices, kinds, engine.wire.world_size, length)
+        begin = time.perf_counter()
+        self.link = measure_link(self._engine.wire, self._seconds, self.device)
         self.seconds_spent += time.perf_counter() - begin
+        self._rehearse(choices)
 
     def predicted(self, choices: Mapping[str, Method], work: Work) -> dict[str, float]:
         """Seconds of a step with each method, agreed on by all ranks; infinite where one could not rehearse it. A
         collective."""
         assert self.link is not None
+        self._rehearse(choices)
         costs = [self._costs.get(name) for name in choices]
         mine = [math.inf if each is None else predict(each, self.link, work).seconds for each in costs]
         return dict(zip(choices, agreed(self._engine.wire, mine, self.device)))
+
+    def _rehearse(self, choices: Mapping[str, Method]) -> None:
+        """Rehearses the methods, and again where parameters have been unfrozen since, or the first step has told that
+        gradients have few rows."""
+        engine, begin = self._engine, time.perf_counter()
+        kinds = trained_by(engine)
+        trained = [(id(parameter), has_few_rows(parameter)) for _, named in kinds for _, parameter in named]
+        if trained != self._rehearsed_for:
+            self._rehearsed_for = trained
+            length = likely_length(engine.length, engine.may_end_sooner)
+            self._costs = rehearsals(choices, kinds, engine.wire.world_size, length)
+            self.seconds_spent += time.perf_counter() - begin
 
     def learn_rate(self, step: float, work: Work) -> bool:
         """Learns a far link's rate from ddp's step, which has far more bytes than could be measured before it; whether

@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,7 +29,7 @@ from lightning_sparsecomm.sharing.bucket import BucketSync
 from lightning_sparsecomm.sharing.delta import DeltaSync
 from lightning_sparsecomm.sharing.delta_share import DeltaShare
 from lightning_sparsecomm.sharing.gradient import GradientSync
-from lightning_sparsecomm.sharing.gradients import NamedParameters
+from lightning_sparsecomm.sharing.gradients import NamedParameters, has_few_rows
 from lightning_sparsecomm.sharing.method import Method
 
 # Elements of the small model.
@@ -78,6 +78,12 @@ class Rehearsed:
         """Bytes that a rank puts on the link."""
         return sum(often * link_bytes(kind, size, self.ranks) for kind, size, often in self.calls)
 
+    def and_also(self, other: "Rehearsed") -> "Rehearsed":
+        """A step that does both."""
+        seconds = {name: value + other.seconds[name] for name, value in self.seconds.items()}
+        held_bytes = self.held_bytes + other.held_bytes
+        return replace(self, seconds=seconds, calls=self.calls + other.calls, held_bytes=held_bytes)
+
 
 def rehearse(
     method: Method,
@@ -105,6 +111,11 @@ def rehearse(
     """
     if isinstance(method.syncs[0], BucketSync):
         return _rehearse_buckets(method, [p for _, named in kinds for _, p in named], ranks)
+    tables, others = _split(kinds, has_few_rows), _split(kinds, lambda weight: not has_few_rows(weight))
+    if tables and others and any(sync.takes_few_rows for sync in parts_in(method, GradientSync)):
+        # Exchanged by themselves, and stand-ins have another part of them than of all others.
+        rows, rest = (rehearse(method, each, ranks, length, elements, timed) for each in (tables, others))
+        return rest.and_also(rows)
     shapes = [parameter.shape for _, named in kinds for _, parameter in named]
     if not timed:
         kinds = [(optimizer, stand_ins.few_of_each_shape(method, named)) for optimizer, named in kinds]
@@ -120,6 +131,12 @@ def rehearse(
             plays = [_play(method, kinds, ranks, length, fraction, each, timed and each in ends) for each in HALVED]
             result = _of_whole(shapes, plays)
     return replace(result, name=repr(method))
+
+
+def _split(kinds: Kinds, wanted: Callable[[Parameter], bool]) -> Kinds:
+    """Those parameters, and their optimizers."""
+    parts = [(optimizer, [each for each in named if wanted(each[1])]) for optimizer, named in kinds]
+    return [(optimizer, named) for optimizer, named in parts if named]
 
 
 def _of_whole(shapes: Shapes, plays: Sequence[tuple[Rehearsed, Shapes]]) -> Rehearsed:
@@ -195,7 +212,7 @@ class _Stage:
             self.optimizers.append(alike(optimizer, weights))
         self.weights = [weight for each in self.optimizers for group in each.param_groups for weight in group["params"]]
         self.engine.length = length
-        self._gradients = itertools.cycle([[_gradient_like(weight) for weight in self.weights] for _ in range(3)])
+        self._gradients = itertools.cycle([list(map(stand_ins.gradient_for, self.weights)) for _ in range(3)])
 
     def play(self, local: int, step: int = LATE, apart: int = 0) -> Rehearsed:
         """Some repetitions of a late step, or of another one, so many steps after an exchange of weights.
@@ -259,9 +276,3 @@ def _rehearse_buckets(method: Method, parameters: Sequence[Parameter], ranks: in
         computing = (time.perf_counter() - begin) * sum(p.numel() for p in parameters) / _ELEMENTS
     seconds = dict.fromkeys(PHASES, 0.0) | {"update": computing}
     return Rehearsed(repr(method), ranks, seconds, tuple(calls), 0.0, overlaps=True)
-
-
-def _gradient_like(weight: Tensor) -> Tensor:
-    """Random values with the heavy tails that gradients have."""
-    normal = torch.randn(weight.shape, device=weight.device)
-    return (normal * normal.abs() * 1e-3).to(weight.dtype)

@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_sparsecomm.sharing.gradients import NamedParameters
+from lightning_sparsecomm.sharing.gradients import NamedParameters, has_few_rows, note_few_rows
 from lightning_sparsecomm.sharing.method import Method
 
 # Rows, columns and lengths of vectors are cut to a multiple of so many, as long as there are as many: methods treat in
@@ -19,6 +20,9 @@ _LEAST = 128
 
 # Of one shape, so many parameters tell what all of them send.
 _ALIKE = 3
+
+# The part of rows that a gradient of few rows has: at most a twentieth, often far fewer, and either takes few bytes.
+_FEW_ROWS = 0.01
 
 # Headers, lengths and statuses take fewer bytes for a tensor.
 _HEADERS = 64
@@ -70,7 +74,19 @@ def few_of_each_shape(method: Method, parameters: NamedParameters) -> NamedParam
 def stand_in(parameter: Parameter, fraction: float, halved: Halved) -> Parameter:
     """A smaller parameter. The first dimension counts its rows, all others together its columns."""
     values = torch.randn(_shape(parameter.shape, fraction, halved), device=parameter.device)
-    return Parameter(values.to(parameter.dtype))
+    small = Parameter(values.to(parameter.dtype))
+    note_few_rows(small, has_few_rows(parameter))
+    return small
+
+
+def gradient_for(weight: Parameter) -> Tensor:
+    """Random values with the heavy tails that gradients have; zero in most rows, where that is known."""
+    normal = torch.randn(weight.shape, device=weight.device)
+    gradient = normal * normal.abs() * 1e-3
+    if has_few_rows(weight):
+        zero = torch.randperm(len(weight), device=weight.device)[math.ceil(len(weight) * _FEW_ROWS) :]
+        gradient[zero] = 0
+    return gradient.to(weight.dtype)
 
 
 def _shape(shape: Sequence[int], fraction: float, halved: Halved = HALVED[0]) -> list[int]:

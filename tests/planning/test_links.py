@@ -55,6 +55,23 @@ def test_a_window_is_halved_for_each_timeout_that_the_connection_was_idle() -> N
     assert more == pytest.approx(0.02)
 
 
+def test_a_sum_around_the_ring_finds_the_window_too_small_only_at_first() -> None:
+    network = Network(1e9, rtt=0.1, **EXACT)
+    first, later, at_once = (
+        network.seconds("all_reduce", 44e6, 2, ring=True, idle=idle) for idle in (math.inf, 0.6, 0.0)
+    )
+    assert later == at_once
+    assert first - later == pytest.approx(0.1 * math.log2(2 * 44e6 / 42 / 14480), rel=0.05)
+
+
+def test_the_fastest_gather_tells_the_rate_where_the_window_slows_down_a_larger_one() -> None:
+    """Measured over 1 Gbit/s: 8 MiB waited for two round trips more than 2 MiB."""
+    gathers = [(256.0, 0.1006), (131_072.0, 0.1378), (2_097_152.0, 0.1423), (8_388_608.0, 0.3284)]
+    link = MeasuredLink(2, {"all_reduce": [(256.0, 0.1005)], "all_gather": gathers}, around=0.2004)
+    assert link.rate_is_known
+    assert link.bandwidth == pytest.approx(427e6, rel=0.01)
+
+
 def test_a_ring_passes_two_segments_in_a_round_trip_whatever_its_rate() -> None:
     """Of 1 MiB each, as Gloo's sums do."""
     for ranks, passed in ((2, 21), (4, 33)):

@@ -68,18 +68,39 @@ def test_ddps_network_is_idle_until_the_first_bucket() -> None:
         return network.seconds("all_reduce", size, 2, ring=True, idle=idle)
 
     row = predict(buckets(24e6, 1e6), network, Work(0.9, overlapped=0.3))
-    # A thread sums the first one, and another the second meanwhile.
-    assert row.exposed == pytest.approx(sums(24e6, 0.6) - 0.3)
+    # A thread sums the first one, and another the second meanwhile, which delays it a little.
+    assert row.exposed == pytest.approx(network.buckets_seconds([24e6, 1e6], 2, 0.6) - 0.3)
+    assert row.exposed == pytest.approx(sums(24e6, 0.6) - 0.3, rel=0.01)
     # The slowest rank's forward pass is as much longer.
     row = predict(buckets(24e6, 1e6), network, Work(0.9, overlapped=0.3, straggler=1.5))
-    assert row.network == pytest.approx(sums(24e6, 0.9))
+    assert row.network == pytest.approx(network.buckets_seconds([24e6, 1e6], 2, 0.9))
     # Of the last bucket: a larger one has opened the window, a smaller one has not, and none has.
     for sizes, idle in (((25e6, 1e6), 0.0), ((1e6, 2e6), 0.9), ((1e6,), 3.0)):
         row = predict(buckets(*sizes), network, Work(3.0, overlapped=2.1))
         assert row.exposed == pytest.approx(sums(sizes[-1], idle))
     # What was measured may overlap more than a step computes.
     row = predict(buckets(24e6, 1e6), network, Work(0.3, overlapped=0.5))
-    assert row.network == pytest.approx(sums(24e6, 0.0))
+    assert row.network == pytest.approx(network.buckets_seconds([24e6, 1e6], 2, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("rtt", "sizes", "measured"),
+    [
+        (0.02, [9.5e6, 26.5e6, 8.7e6], 0.523),
+        (0.02, [4.75e6, 13.25e6, 4.35e6], 0.297),
+        (0.02, [33.8e6, 9.1e6], 0.581),
+        (0.02, [16.9e6, 4.55e6], 0.307),
+        (0.1, [9.5e6, 26.5e6, 8.7e6], 1.533),
+        (0.1, [4.75e6, 13.25e6, 4.35e6], 0.875),
+        (0.1, [33.8e6, 9.1e6], 1.950),
+    ],
+)
+def test_sums_at_a_time_delay_each_other_by_as_much_as_was_measured(
+    rtt: float, sizes: list[float], measured: float
+) -> None:
+    """Two ranks behind cables of 1 Gbit/s, of which a sum without length reached 0.87, after pauses of up to 0.6 s."""
+    for idle in (0.0, 0.6):
+        assert Network(870e6, rtt).buckets_seconds(sizes, 2, idle) == pytest.approx(measured, rel=0.13)
 
 
 def test_two_buckets_are_summed_at_a_time() -> None:

@@ -12,6 +12,7 @@ from lightning_sparsecomm.planning import MeasuredLink, Work, predict, rehearse,
 from lightning_sparsecomm.planning.planner import optimizer_for
 from lightning_sparsecomm.planning.rehearsed import Rehearsed
 from lightning_sparsecomm.planning.stand_ins import extrapolated
+from lightning_sparsecomm.sharing.gradients import note_few_rows
 
 
 def rehearsed(method: Method, size: int = 200_000, optimizer: str = "sgd", **options: Any) -> Rehearsed:
@@ -46,6 +47,22 @@ def test_models_of_any_size_and_shape_are_rehearsed(shape: tuple[int, ...]) -> N
         kinds = [(optimizer_for("sgd", parameters), parameters)]
         seen = rehearse(method, kinds, 4, length=1000, elements=50_000, timed=False)
         assert 0 < seen.link_bytes < 7 * math.prod(shape)
+
+
+@pytest.mark.parametrize("elements", [4_000_000, 400_000])
+def test_a_table_with_gradients_of_few_rows_sends_those(elements: int) -> None:
+    table, weight = torch.nn.Parameter(torch.zeros(8000, 128)), torch.nn.Parameter(torch.zeros(512, 512))
+    note_few_rows(table, True)
+
+    def sent(**parameters: torch.nn.Parameter) -> float:
+        kinds = [(optimizer_for("sgd", list(parameters.items())), list(parameters.items()))]
+        return rehearse(methods.default(), kinds, 2, length=1000, elements=elements).link_bytes
+
+    rows = sent(table=table, weight=weight) - sent(weight=weight)
+    # A hundredth of the rows, in bfloat16, each with its position.
+    assert rows == pytest.approx(80 * (2 * 128 + 8), rel=0.1)
+    note_few_rows(table, False)
+    assert sent(table=table, weight=weight) - sent(weight=weight) > 7 * rows
 
 
 def test_no_figure_is_negative() -> None:

@@ -21,6 +21,7 @@ from lightning_sparsecomm.planning.rehearsed import rehearse
 from lightning_sparsecomm.planning.usable import rehearsals, trained_by
 from lightning_sparsecomm.run.engine import Engine
 from lightning_sparsecomm.sharing import GradientSync, Method
+from lightning_sparsecomm.sharing.gradients import note_few_rows
 
 engines: list[Engine] = []
 
@@ -63,6 +64,16 @@ def test_when_parameters_are_unfrozen_methods_are_rehearsed_anew() -> None:
     module[0].requires_grad_(True)  # type: ignore[index]
     chooser._outlook.look(chooser.choices)
     assert chooser._outlook._costs["ddp"].link_bytes == 4 * (4000 + 100)
+
+
+def test_tables_of_few_rows_that_the_first_step_has_found_are_rehearsed_as_such() -> None:
+    module, chooser = run()
+    chooser.begin()
+    before = chooser._outlook._costs["sparsecomm"]
+    note_few_rows(module[0].weight, True)  # type: ignore[index, arg-type]
+    decide(chooser)
+    # Rows are gathered by themselves.
+    assert len(chooser._outlook._costs["sparsecomm"].calls) > len(before.calls)
 
 
 def test_what_another_optimizers_turn_freezes_still_counts() -> None:
