@@ -105,8 +105,6 @@ def test_tables_of_steps(script: str, name: str, monkeypatch: pytest.MonkeyPatch
     [
         ("churn", "faults"),
         ("utilization", "overlap"),
-        ("utilization-often", "overlap"),
-        ("utilization-peaks", "overlap"),
     ],
 )
 def test_tables_of_replicas(name: str, page: str, monkeypatch: pytest.MonkeyPatch) -> None:
