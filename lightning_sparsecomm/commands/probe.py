@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> None:
             else:
                 print(_text(names, link, pairs, coding))
                 if layout is not None:
-                    sums = link.buckets_seconds(layout.buckets_bytes, wire.world_size, idle=0.0)
+                    sums = link.buckets_seconds(layout.buckets_bytes, wire.world_size)
                     print(f"\n{layout.table()}\nTheir sums take about {as_time(sums)} here, by the figures above.")
 
 

@@ -23,6 +23,9 @@ _LEAST_TIMEOUT = 0.2
 # believed. The link was full if there were so many, or more than one and a smaller message was about as fast.
 _LEAST_TRIPS, _FULL_TRIPS, _AS_FAST = 0.25, 2.0, 1 / 1.3
 
+OPENING_TRIPS = 10
+"""Round trips in which TCP's window opens for any message."""
+
 # Bits per second that no link has. What takes about as long with them is round trips, and tells no rate.
 _NO_RATE, _BY_ROUND_TRIPS = 1e13, 0.9
 
@@ -45,12 +48,13 @@ class Link(ABC):
             ranks: Number of ranks.
             ring: Whether it goes around Gloo's ring over a long way too, as DDP's own sums do.
             idle: Seconds since these ranks last sent something as large; infinite for a first message. Over a long way,
-                TCP's window becomes smaller meanwhile, and opens again in some round trips.
+                TCP's window becomes smaller meanwhile, and opens again in some round trips. A ring's segments need so
+                little of it that only a first sum finds it too small.
         """
 
-    def buckets_seconds(self, sizes: Sequence[float], ranks: int, idle: float = math.inf) -> float:
-        """What DDP's sums of buckets of so many bytes take, each ready before those in front of it are done."""
-        return self.seconds("all_reduce", sum(sizes), ranks, ring=True, idle=idle)
+    def buckets_seconds(self, sizes: Sequence[float], ranks: int, first: bool = False) -> float:
+        """What DDP's sums of buckets of such bytes take, one after another; `first`, they find TCP's window closed."""
+        return self.seconds("all_reduce", sum(sizes), ranks, ring=True, idle=math.inf if first else 0.0)
 
 
 @dataclass(frozen=True)
@@ -102,20 +106,19 @@ class Network(Link):
             # A message to each of the others, all at once.
             return (ranks - 2) * self.call + self._call_seconds(sent, 1, ranks - 1, idle)
         if collective == "all_reduce":
-            return self._ring_seconds(handed_bytes, ranks, idle)
+            return self._ring_seconds(handed_bytes, ranks, first=idle == math.inf)
         return self._call_seconds(sent, hops(collective, ranks), 1, idle)
 
-    def buckets_seconds(self, sizes: Sequence[float], ranks: int, idle: float = math.inf) -> float:
+    def buckets_seconds(self, sizes: Sequence[float], ranks: int, first: bool = False) -> float:
         # Gloo sums two buckets at a time, in two threads. Of each thread: its seconds if it were alone, and how many of
-        # them its bytes need.
+        # them its bytes need. TCP's window opens once, and for the largest segments furthest.
         alone, filling, opening = [0.0, 0.0], [0.0, 0.0], 0.0
         for size in sizes if ranks > 1 else ():
             thread = alone.index(min(alone))
-            at_once = self._ring_seconds(size, ranks, idle=0.0)
-            alone[thread] += at_once
+            taken = self._ring_seconds(size, ranks)
+            alone[thread] += taken
             filling[thread] += link_bytes("all_reduce", size, ranks) * self._byte_seconds
-            # TCP's window opens once, and for the largest segments furthest.
-            opening = max(opening, self._ring_seconds(size, ranks, idle) - at_once)
+            opening = max(opening, self._ring_seconds(size, ranks, first) - taken)
         (short, filled), (long, filled_too) = sorted(zip(alone, filling))
         if not short:
             return opening + long
@@ -124,7 +127,7 @@ class Network(Link):
         both = max(short + waiting, filled + filled_too * short / long)
         return opening + both + long - short
 
-    def _ring_seconds(self, handed_bytes: float, ranks: int, idle: float) -> float:
+    def _ring_seconds(self, handed_bytes: float, ranks: int, first: bool = False) -> float:
         """Of Gloo's sum around the ring: pieces are added up, then passed on. Each segment takes a round trip."""
         of_each = math.ceil(max(handed_bytes / _SEGMENT_BYTES, 2 * ranks) / ranks)
         size = handed_bytes / (of_each * ranks)
@@ -133,9 +136,7 @@ class Network(Link):
         # The second of a pair arrives after the first; a single one is the last, and arrives after all.
         last = self.rtt + transfer if single else min(self.rtt, transfer)
         one_way = pairs * max(2 * transfer, self.rtt + transfer) + last
-        # Segments need so little of TCP's window that only a first sum finds it too small.
-        opening = self._ramp(2 * size, idle) if idle == math.inf else 0.0
-        return 2 * one_way + hops("all_reduce", ranks) * self.call + opening
+        return 2 * one_way + hops("all_reduce", ranks) * self.call + self._ramp(2 * size, math.inf if first else 0.0)
 
     def _call_seconds(self, sent: float, count: int, connections: int, idle: float) -> float:
         """Of a call that puts `sent` bytes on the link in `count` hops, each over so many connections at once."""
@@ -225,9 +226,9 @@ class MeasuredLink(Link):
         slope = max(0.0, (y1 - y0) / (x1 - x0))
         return max(y0 + slope * (handed_bytes - x0), min(y for _, y in points))
 
-    def buckets_seconds(self, sizes: Sequence[float], ranks: int, idle: float = math.inf) -> float:
+    def buckets_seconds(self, sizes: Sequence[float], ranks: int, first: bool = False) -> float:
         far = self.is_far and ranks == self.ranks
-        return self._network.buckets_seconds(sizes, ranks, idle) if far else super().buckets_seconds(sizes, ranks, idle)
+        return self._network.buckets_seconds(sizes, ranks, first) if far else super().buckets_seconds(sizes, ranks)
 
     @property
     def _network(self) -> Network:
@@ -258,12 +259,13 @@ class MeasuredLink(Link):
 
     @property
     def rate_is_known(self) -> bool:
-        """Whether the largest message filled a far link; otherwise the link may be far faster than `bandwidth`."""
+        """Whether a far link's rate is believed; otherwise the link may be far faster than `bandwidth`."""
         if self.rate is not None or not self.is_far:
             return True
         *smaller, largest = self._rates
         round_trips = self._transfers[-1] / self.latency
-        # A smaller message that was as fast shows that the window was open.
+        # More are due to the link, or to a window that a training finds no wider; a smaller message that was as fast
+        # shows that it was open.
         return round_trips > _FULL_TRIPS or (round_trips > 1 and any(rate > _AS_FAST * largest for rate in smaller))
 
     @property
@@ -277,13 +279,14 @@ class MeasuredLink(Link):
         """Bits per second on the link that a sum reaches.
 
         From its two largest sizes, or from the smallest to the largest where that is less: either may be off by chance.
-        Where a hop takes more than 4 ms, from the gather that was fastest for its size, as TCP's window may have slowed
-        down larger ones, or a bound; where it was fitted, `rate`.
+        Where a hop takes more than 4 ms, from the largest gather, or a bound. Where that took so few round trips that
+        TCP's window may have held it up, from the one that was fastest for its size. Where it was fitted, `rate`.
         """
         if self.rate is not None:
             return self.rate
         if self.is_far:
-            return max(self._rates)
+            *_, largest = self._rates
+            return largest if self._transfers[-1] > OPENING_TRIPS * self.latency else max(self._rates)
         points = self.points["all_reduce"]
         (x1, y1), rates = points[-1], [math.inf]
         for x0, y0 in (points[-2], points[0]):

@@ -4,8 +4,8 @@
 
 A method that exchanges at the step waits for all its collectives, one after another. DDP's buckets are on the wire
 while the backward pass goes on, so only what is left at its end is waited for. Between exchanges the network is idle
-while ranks compute, and over a long way TCP's window becomes smaller. Each rank is taken to have processor cores of its
-own.
+while ranks compute, and over a long way TCP's window becomes smaller, of which DDP's sums need little. Each rank is
+taken to have processor cores of its own.
 """
 
 import math
@@ -91,18 +91,17 @@ def predict(rehearsed: Rehearsed, link: Link, work: Work) -> Predicted:
         work: What a rank computes besides.
     """
     ranks, compute = rehearsed.ranks, work.seconds * work.straggler
-    idle = compute or math.inf
     if rehearsed.overlaps:
         # Buckets follow one another without a gap; the last one is ready when the backward pass ends.
         sizes = [size for _, size, _ in rehearsed.calls]
         hiding = work.backward * work.straggler
-        before = max(0.0, idle - hiding) if len(sizes) > 1 else idle
-        network = link.buckets_seconds(sizes, ranks, idle=before)
+        network = link.buckets_seconds(sizes, ranks, first=not compute)
         # An earlier bucket that is as large has opened TCP's window for the last one.
-        before = before if sizes[-1] > max(sizes[:-1], default=0.0) else 0.0
-        exposed = max(link.seconds("all_reduce", sizes[-1], ranks, ring=True, idle=before), network - hiding)
+        first = not compute and sizes[-1] > max(sizes[:-1], default=0.0)
+        last = link.seconds("all_reduce", sizes[-1], ranks, ring=True, idle=math.inf if first else 0.0)
+        exposed = max(last, network - hiding)
     else:
-        exposed = network = _one_after_another(rehearsed, link, idle + rehearsed.computing)
+        exposed = network = _one_after_another(rehearsed, link, (compute or math.inf) + rehearsed.computing)
     return Predicted(
         rehearsed.name,
         compute,

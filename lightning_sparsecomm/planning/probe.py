@@ -9,15 +9,15 @@ from torch import Tensor
 
 from lightning_sparsecomm.basis.ledger import PROBING, Collective
 from lightning_sparsecomm.basis.wire import Wire
-from lightning_sparsecomm.planning.links import MeasuredLink
+from lightning_sparsecomm.planning.links import OPENING_TRIPS, MeasuredLink
 
-# Bytes handed over; the largest tell the rate, and are left out on a link where they would take too long. Of fewer than
-# the smallest, Gloo's ring makes fewer messages, and saves round trips.
+# Bytes handed over; the larger ones tell the rate, and are left out on a link where they would take too long. Of fewer
+# than the smallest, Gloo's ring makes fewer messages, and saves round trips.
 _SMALLEST = 256
 _SIZES = (_SMALLEST, 16 * 2**10, 128 * 2**10, 2**20, 8 * 2**20)
 _FAR_SIZES = (128 * 2**10, 2 * 2**20, 8 * 2**20)
-# Over a long way, in round trips: how long measuring may take, and a message that still opens TCP's window.
-_ROUND_TRIPS, _OPENING = 60, 10
+# Over a long way, in round trips: how long measuring may take.
+_ROUND_TRIPS = 60
 _REPETITIONS = 3
 
 # Where the smallest sum and gather take longer than this together, other sizes are measured once.
@@ -65,7 +65,7 @@ def _measure_far(measuring: "_Measuring", seconds: float) -> MeasuredLink:
     least = measuring.points["all_gather"][0][1]
     for size, larger in itertools.zip_longest(_FAR_SIZES, _FAR_SIZES[1:]):
         taken = measuring.take(size, 1, gathers)
-        if taken < _OPENING * latency:
+        if taken < OPENING_TRIPS * latency:
             # That opened TCP's window. Other messages find it open.
             measuring.points["all_gather"].pop()
             taken = measuring.take(size, _REPETITIONS - 1, gathers)

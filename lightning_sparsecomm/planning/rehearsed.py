@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,7 +21,7 @@ from lightning_sparsecomm.basis.phases import PHASES
 from lightning_sparsecomm.planning import stand_ins
 from lightning_sparsecomm.planning.exchanges import LATE, every_late, first_steps, share_of_exchanges
 from lightning_sparsecomm.planning.model_layout import ddp_buckets
-from lightning_sparsecomm.planning.stand_ins import HALVED, Halved, extrapolated, features
+from lightning_sparsecomm.planning.stand_ins import HALVED, HALVED_TABLES, Halved, extrapolated, features
 from lightning_sparsecomm.run.choice import method_for
 from lightning_sparsecomm.run.engine import Engine
 from lightning_sparsecomm.run.rehearsal import alike, own_randomness
@@ -38,14 +38,15 @@ _ELEMENTS = 4_000_000
 # In the first step buffers are touched for the first time; only from the second on does a residual hold something.
 _WARM_UP_STEPS, _STEPS = 2, 3
 
+# Of `features`, the first that are numbers of elements.
+_SIZES_FROM = 3
+
 # A step of the first stage, where the exchange of that is another one.
 _FIRST = 0
 
 
 Kinds = Sequence[tuple[Optimizer, NamedParameters]]
 """Optimizers, with the parameters that each trains."""
-
-Shapes = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -78,12 +79,6 @@ class Rehearsed:
         """Bytes that a rank puts on the link."""
         return sum(often * link_bytes(kind, size, self.ranks) for kind, size, often in self.calls)
 
-    def and_also(self, other: "Rehearsed") -> "Rehearsed":
-        """A step that does both."""
-        seconds = {name: value + other.seconds[name] for name, value in self.seconds.items()}
-        held_bytes = self.held_bytes + other.held_bytes
-        return replace(self, seconds=seconds, calls=self.calls + other.calls, held_bytes=held_bytes)
-
 
 def rehearse(
     method: Method,
@@ -111,62 +106,68 @@ def rehearse(
     """
     if isinstance(method.syncs[0], BucketSync):
         return _rehearse_buckets(method, [p for _, named in kinds for _, p in named], ranks)
-    tables, others = _split(kinds, has_few_rows), _split(kinds, lambda weight: not has_few_rows(weight))
-    if tables and others and any(sync.takes_few_rows for sync in parts_in(method, GradientSync)):
-        # Exchanged by themselves, and stand-ins have another part of them than of all others.
-        rows, rest = (rehearse(method, each, ranks, length, elements, timed) for each in (tables, others))
-        return rest.and_also(rows)
-    shapes = [parameter.shape for _, named in kinds for _, parameter in named]
+    parameters = [parameter for _, named in kinds for _, parameter in named]
     if not timed:
         kinds = [(optimizer, stand_ins.few_of_each_shape(method, named)) for optimizer, named in kinds]
     taken = [parameter for _, named in kinds for _, parameter in named]
     fraction = stand_ins.fraction_for(taken, elements)
+    takes_few = any(sync.takes_few_rows for sync in parts_in(method, GradientSync))
+    by_rows = takes_few and any(map(has_few_rows, taken))
     with own_randomness(kinds), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
-        if fraction == 1 and len(taken) == len(shapes):
-            result, _ = _play(method, kinds, ranks, length, fraction, HALVED[0], timed)
+        if fraction == 1 and len(taken) == len(parameters):
+            result, _ = _play(method, kinds, ranks, length, fraction, HALVED[0], by_rows, timed)
         else:
-            ends = HALVED[0], HALVED[-1]
-            plays = [_play(method, kinds, ranks, length, fraction, each, timed and each in ends) for each in HALVED]
-            result = _of_whole(shapes, plays)
+            sets, ends = (*HALVED, HALVED_TABLES) if by_rows else HALVED, (HALVED[0], HALVED[-1], HALVED_TABLES)
+            plays = [
+                _play(method, kinds, ranks, length, fraction, each, by_rows, timed and each in ends) for each in sets
+            ]
+            result = _of_whole(features(parameters, by_rows), plays)
     return replace(result, name=repr(method))
 
 
-def _split(kinds: Kinds, wanted: Callable[[Parameter], bool]) -> Kinds:
-    """Those parameters, and their optimizers."""
-    parts = [(optimizer, [each for each in named if wanted(each[1])]) for optimizer, named in kinds]
-    return [(optimizer, named) for optimizer, named in parts if named]
-
-
-def _of_whole(shapes: Shapes, plays: Sequence[tuple[Rehearsed, Shapes]]) -> Rehearsed:
-    """What a step takes with parameters of these shapes, by what it took with several sets of smaller ones."""
-    (result, of_result), (least, of_least) = plays[0], plays[-1]
-    total, played, less = (sum(map(math.prod, each)) for each in (shapes, of_result, of_least))
-    # A part of what a step takes does not grow with the model.
-    more = (total - played) / (played - less) if played > less else 0.0
-    seconds = {name: value + more * max(0.0, value - least.seconds[name]) for name, value in result.seconds.items()}
-    sets, whole = [features(each) for _, each in plays], features(shapes)
+def _of_whole(whole: Sequence[float], plays: Sequence[tuple[Rehearsed, Sequence[float]]]) -> Rehearsed:
+    """What a step takes with parameters of these features, by what it took with several sets of smaller ones."""
+    (result, played), *smaller = plays
+    sizes, seconds = range(_SIZES_FROM, len(whole)), dict(result.seconds)
+    # The smallest set, and the one with smaller tables.
+    for least, less in smaller[len(HALVED) - 2 :]:
+        halved = [size for size in sizes if less[size] < played[size]]
+        total, more, fewer = (sum(each[size] for size in halved) for each in (whole, played, less))
+        # A part of what a step takes does not grow with the model.
+        grown = (total - more) / (more - fewer) if halved else 0.0
+        for name, value in result.seconds.items():
+            seconds[name] += grown * max(0.0, value - least.seconds[name])
     calls = result.calls
+    sets = [each for _, each in plays]
     if all([kind for kind, _, _ in each.calls] == [kind for kind, _, _ in calls] for each, _ in plays):
         columns = zip(*(each.calls for each, _ in plays))
-        sizes = [extrapolated([size for _, size, _ in column], sets, whole) for column in columns]
+        sent = [extrapolated([size for _, size, _ in column], sets, whole) for column in columns]
     else:
         # Lengths and statuses do not grow with the model.
-        sizes = [size * total / played if size > 256 else size for _, size, _ in calls]
-    calls = tuple((kind, size, often) for (kind, _, often), size in zip(calls, sizes))
+        grown = sum(whole[size] for size in sizes) / sum(played[size] for size in sizes)
+        sent = [size * grown if size > 256 else size for _, size, _ in calls]
+    calls = tuple((kind, size, often) for (kind, _, often), size in zip(calls, sent))
     held_bytes = extrapolated([each.held_bytes for each, _ in plays], sets, whole)
     return replace(result, seconds=seconds, calls=calls, held_bytes=held_bytes)
 
 
 def _play(
-    method: Method, kinds: Kinds, ranks: int, length: float, fraction: float, halved: Halved, timed: bool
-) -> tuple[Rehearsed, Shapes]:
-    """A step on stand-ins that are so much smaller, and their shapes."""
+    method: Method,
+    kinds: Kinds,
+    ranks: int,
+    length: float,
+    fraction: float,
+    halved: Halved,
+    by_rows: bool,
+    timed: bool,
+) -> tuple[Rehearsed, Sequence[float]]:
+    """A step on stand-ins that are so much smaller, and their features."""
     chain = method.chain
     chosen = [method_for(optimizer, chain, named) for optimizer, named in kinds]
     every = every_late(chosen, length)
-    stage = _Stage(method, kinds, ranks, length, fraction, halved, _STEPS if timed else 1)
+    stage = _Stage(method, kinds, ranks, length, fraction, halved, by_rows, _STEPS if timed else 1)
     # Gradients are exchanged in steps that `every` divides, weights so many steps after the last time.
     last = LATE - LATE % every
     between = stage.play(0, last + 1) if every > 1 else None
@@ -178,7 +179,7 @@ def _play(
         result = _mixed(stage.play(0, _FIRST), result, 1 - min(first, length) / length)
     result = replace(result, held_bytes=max(held_between, stage.held_bytes()))
     stage.close()
-    return result, [weight.shape for weight in stage.weights]
+    return result, features(stage.weights, by_rows)
 
 
 class _Stage:
@@ -192,6 +193,7 @@ class _Stage:
         length: float,
         fraction: float,
         halved: Halved,
+        by_rows: bool,
         steps: int,
     ) -> None:
         self.ranks = ranks
@@ -206,7 +208,7 @@ class _Stage:
         self.engine = Engine(method, self.wire)
         self.optimizers: list[Optimizer] = []
         for optimizer, parameters in kinds:
-            small = [(name, stand_ins.stand_in(parameter, fraction, halved)) for name, parameter in parameters]
+            small = [(name, stand_ins.stand_in(parameter, fraction, halved, by_rows)) for name, parameter in parameters]
             self.engine.registry.known |= {id(parameter): (name, parameter) for name, parameter in small}
             weights = [parameter for _, parameter in small]
             self.optimizers.append(alike(optimizer, weights))

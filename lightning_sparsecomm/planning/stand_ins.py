@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_sparsecomm.sharing.gradients import NamedParameters, has_few_rows, note_few_rows
+from lightning_sparsecomm.sharing.gradients import NamedParameters, few_rows_of, has_few_rows, note_few_rows
 from lightning_sparsecomm.sharing.method import Method
 
 # Rows, columns and lengths of vectors are cut to a multiple of so many, as long as there are as many: methods treat in
@@ -21,19 +21,17 @@ _LEAST = 128
 # Of one shape, so many parameters tell what all of them send.
 _ALIKE = 3
 
-# The part of rows that a gradient of few rows has: at most a twentieth, often far fewer, and either takes few bytes.
-_FEW_ROWS = 0.01
-
 # Headers, lengths and statuses take fewer bytes for a tensor.
 _HEADERS = 64
 
 
 class Halved(NamedTuple):
-    """What a set of stand-ins has half of."""
+    """What a set of stand-ins has half of; tables of few rows have half of their rows with `tables` alone."""
 
     rows: bool = False
     columns: bool = False
     vectors: bool = False
+    tables: bool = False
 
 
 HALVED = (
@@ -43,7 +41,10 @@ HALVED = (
     Halved(rows=True, columns=True),
     Halved(rows=True, columns=True, vectors=True),
 )
-"""As many sets as `features` has numbers: the whole one first, the smallest one last."""
+"""As many sets as `features` has numbers without tables: the whole one first, the smallest one last."""
+
+HALVED_TABLES = Halved(tables=True)
+"""One set more, where there are tables."""
 
 
 def fraction_for(parameters: Sequence[Parameter], elements: int) -> float:
@@ -71,21 +72,28 @@ def few_of_each_shape(method: Method, parameters: NamedParameters) -> NamedParam
     return few
 
 
-def stand_in(parameter: Parameter, fraction: float, halved: Halved) -> Parameter:
-    """A smaller parameter. The first dimension counts its rows, all others together its columns."""
-    values = torch.randn(_shape(parameter.shape, fraction, halved), device=parameter.device)
-    small = Parameter(values.to(parameter.dtype))
-    note_few_rows(small, has_few_rows(parameter))
+def stand_in(parameter: Parameter, fraction: float, halved: Halved, by_rows: bool = False) -> Parameter:
+    """A smaller parameter. The first dimension counts its rows, all others together its columns.
+
+    Args:
+        parameter: The parameter.
+        fraction: How much smaller.
+        halved: What it has half of, besides.
+        by_rows: Whether a table of few rows is to be one as well.
+    """
+    rows = few_rows_of(parameter) if by_rows else 0
+    shape = _shape(parameter.shape, fraction, Halved(rows=halved.tables) if rows else halved)
+    small = Parameter(torch.randn(shape, device=parameter.device).to(parameter.dtype))
+    note_few_rows(small, math.ceil(rows * shape[0] / len(parameter)) if rows else 0)
     return small
 
 
 def gradient_for(weight: Parameter) -> Tensor:
-    """Random values with the heavy tails that gradients have; zero in most rows, where that is known."""
+    """Random values with the heavy tails that gradients have, in all rows or in few."""
     normal = torch.randn(weight.shape, device=weight.device)
     gradient = normal * normal.abs() * 1e-3
     if has_few_rows(weight):
-        zero = torch.randperm(len(weight), device=weight.device)[math.ceil(len(weight) * _FEW_ROWS) :]
-        gradient[zero] = 0
+        gradient[torch.randperm(len(weight), device=weight.device)[few_rows_of(weight) :]] = 0
     return gradient.to(weight.dtype)
 
 
@@ -97,12 +105,16 @@ def _shape(shape: Sequence[int], fraction: float, halved: Halved = HALVED[0]) ->
     return [_cut(rows, fraction, _LEAST, halved.rows), _cut(columns, fraction, least, halved.columns), *inner]
 
 
-def features(shapes: Sequence[Sequence[int]]) -> list[float]:
-    """What bytes and memory may grow with: tensors, rows, columns and elements of matrices, elements of vectors."""
-    matrices = [(shape[0], math.prod(shape[1:])) for shape in shapes if len(shape) > 1]
+def features(parameters: Sequence[Parameter], by_rows: bool = False) -> list[float]:
+    """What bytes and memory may grow with: tensors, rows, columns and elements of matrices, elements of vectors; and,
+    `by_rows`, elements of tables of few rows, which then are no matrices."""
+    tables = [each for each in parameters if by_rows and has_few_rows(each)]
+    apart = {id(each) for each in tables}
+    matrices = [(len(each), each[0].numel()) for each in parameters if each.dim() > 1 and id(each) not in apart]
     rows, columns = (float(sum(each)) for each in zip(*matrices)) if matrices else (0.0, 0.0)
     elements = float(sum(rows * columns for rows, columns in matrices))
-    return [float(len(shapes)), rows, columns, elements, float(sum(shape[0] for shape in shapes if len(shape) == 1))]
+    vectors = float(sum(each.numel() for each in parameters if each.dim() == 1))
+    return [float(len(parameters)), rows, columns, elements, vectors, float(sum(each.numel() for each in tables))]
 
 
 def extrapolated(found: Sequence[float], sets: Sequence[Sequence[float]], whole: Sequence[float]) -> float:

@@ -1,6 +1,6 @@
 """Tables whose gradients have few rows, such as embeddings of many ids: found in the first step, once and for all."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -8,7 +8,13 @@ from torch.nn import Parameter
 
 from lightning_sparsecomm.basis.ledger import SETUP, link_bytes
 from lightning_sparsecomm.basis.wire import Wire
-from lightning_sparsecomm.sharing.gradients import NamedParameters, has_few_rows, note_few_rows, note_sparse_gradient
+from lightning_sparsecomm.sharing.gradients import (
+    NamedParameters,
+    few_rows_of,
+    has_few_rows,
+    note_few_rows,
+    note_sparse_gradient,
+)
 from lightning_sparsecomm.sharing.sync import Sync
 
 # Rows take at least so many times fewer bytes than ddp's sum of the whole table.
@@ -46,7 +52,7 @@ class FewRows:
         elif isinstance(module.weight, Parameter) and id(module.weight) not in self._tables:
             self._tables.add(id(module.weight))
             # What an earlier run has noted on the parameter itself.
-            note_few_rows(module.weight, False)
+            note_few_rows(module.weight, 0)
 
     def judge(self, parameters: Iterable[Parameter], syncs: Iterable[Sync]) -> bool:
         """Finds them among parameters that `syncs` begin to exchange, each once, and the same on all ranks.
@@ -62,19 +68,19 @@ class FewRows:
             # All payloads are as long as the longest.
             most = self._wire.all_gather(counts, SETUP).amax(0)
         for table, rows in zip(tables, most.tolist()):
-            note_few_rows(table, _are_few(rows, table, self._wire.world_size))
+            note_few_rows(table, int(rows) if _are_few(rows, table, self._wire.world_size) else 0)
         self._judged |= {id(each) for each in tables}
         return True
 
     @staticmethod
-    def state_dict(named: NamedParameters) -> list[str]:
-        """The names of those found."""
-        return [name for name, parameter in named if has_few_rows(parameter)]
+    def state_dict(named: NamedParameters) -> dict[str, int]:
+        """Of those found, by name, the most rows of a rank."""
+        return {name: few_rows_of(parameter) for name, parameter in named if has_few_rows(parameter)}
 
-    def load_state_dict(self, named: NamedParameters, names: Collection[str]) -> None:
+    def load_state_dict(self, named: NamedParameters, found: Mapping[str, int]) -> None:
         """Takes over what `state_dict` returned, before these parameters are exchanged."""
         for name, parameter in named:
-            note_few_rows(parameter, name in names)
+            note_few_rows(parameter, found.get(name, 0))
             self._judged.add(id(parameter))
 
 

@@ -210,7 +210,7 @@ class RunState:
         tracked.steps = saved["steps"]
         tracked.samples.load_state_dict(saved.get("samples", ()))
         named = {name: each for name, each in self._registry.held_by(tracked.optimizer) if name in members}
-        few_rows = () if self._registry.fixed else saved.get("few_rows", ())
+        few_rows = {} if self._registry.fixed else saved.get("few_rows", {})
         self._registry.few_rows.load_state_dict(list(named.items()), few_rows)
         if not named:
             return [f"all of optimizer {tracked.number}"] if members else []

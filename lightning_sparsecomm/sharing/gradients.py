@@ -27,14 +27,19 @@ def has_sparse_gradient(parameter: Parameter) -> bool:
     return getattr(parameter, _SPARSE, False)
 
 
-def note_few_rows(parameter: Tensor, few: bool) -> None:
-    """Notes whether few rows of this table's gradient are not zero; equal on all ranks."""
-    setattr(parameter, _FEW_ROWS, few)
+def note_few_rows(parameter: Tensor, rows: int) -> None:
+    """Notes how many rows of this table's gradient are not zero if these are few, else 0; equal on all ranks."""
+    setattr(parameter, _FEW_ROWS, rows)
+
+
+def few_rows_of(parameter: Parameter) -> int:
+    """What `note_few_rows` has noted last; 0 without it."""
+    return getattr(parameter, _FEW_ROWS, 0)
 
 
 def has_few_rows(parameter: Parameter) -> bool:
-    """What `note_few_rows` has noted last; False without it."""
-    return getattr(parameter, _FEW_ROWS, False)
+    """Whether `note_few_rows` has found few rows."""
+    return few_rows_of(parameter) > 0
 
 
 def wide_dtype(parameters: NamedParameters) -> torch.dtype:

@@ -66,7 +66,7 @@ def _train(rank: int, method: Method, kind: Any, options: dict[str, Any]) -> tup
     for number in range(STEPS):
         step(engine, model, optimizer, number)
         tables.append(model.ids.weight.detach().numpy().copy())
-    found = engine.state.state_dict()["streams"][0].get("few_rows", [])
+    found = list(engine.state.state_dict()["streams"][0].get("few_rows", {}))
     engine.close()
     return tables, found, engine.wire.ledger.link_bytes(GRADIENTS)
 
@@ -122,7 +122,7 @@ def _others(rank: int, fixed: bool) -> tuple[list[str], list[float], list[str]]:
         engine.replicas.view_shared()
         ahead.append(float((own - model.head.weight.detach()).abs().max()))
         engine.replicas.view_own()
-    found = engine.state.state_dict()["streams"][0].get("few_rows", [])
+    found = list(engine.state.state_dict()["streams"][0].get("few_rows", {}))
     engine.close()
 
     engine, model, optimizer = make(gradient_dropping(0.2), torch.optim.Adam, {"lr": 0.1})
@@ -162,7 +162,7 @@ def _resume(rank: int, rows: int) -> tuple[list[str], list[bytes]]:
         for number in range(2, STEPS):
             step(*each, number, rows)
         ends.append(b"".join(weight.detach().numpy().tobytes() for weight in each[1].parameters()))
-    found = again.state.state_dict()["streams"][0]["few_rows"]
+    found = list(again.state.state_dict()["streams"][0]["few_rows"])
     return found, ends
 
 

@@ -61,26 +61,23 @@ def test_a_window_that_closes_while_ranks_compute_opens_once_in_an_exchange() ->
     assert predict(rehearsed, network, Work(0.0)).exposed == pytest.approx(at_once + closed)
 
 
-def test_ddps_network_is_idle_until_the_first_bucket() -> None:
+def test_ddps_sums_find_tcps_window_closed_only_at_first() -> None:
     network = Network(1e9, rtt=0.1, **EXACT)
 
-    def sums(size: float, idle: float) -> float:
+    def sums(size: float, idle: float = 0.0) -> float:
         return network.seconds("all_reduce", size, 2, ring=True, idle=idle)
 
     row = predict(buckets(24e6, 1e6), network, Work(0.9, overlapped=0.3))
     # A thread sums the first one, and another the second meanwhile, which delays it a little.
-    assert row.exposed == pytest.approx(network.buckets_seconds([24e6, 1e6], 2, 0.6) - 0.3)
-    assert row.exposed == pytest.approx(sums(24e6, 0.6) - 0.3, rel=0.01)
-    # The slowest rank's forward pass is as much longer.
-    row = predict(buckets(24e6, 1e6), network, Work(0.9, overlapped=0.3, straggler=1.5))
-    assert row.network == pytest.approx(network.buckets_seconds([24e6, 1e6], 2, 0.9))
+    assert sums(24e6) - 0.3 < row.exposed < sums(24e6) - 0.29
+    # Where it is not known what a rank computes, these may be the first sums.
+    first = predict(buckets(24e6, 1e6), network, Work(0.0, overlapped=0.3))
+    assert first.network - row.network == pytest.approx(sums(24e6, math.inf) - sums(24e6))
     # Of the last bucket: a larger one has opened the window, a smaller one has not, and none has.
-    for sizes, idle in (((25e6, 1e6), 0.0), ((1e6, 2e6), 0.9), ((1e6,), 3.0)):
-        row = predict(buckets(*sizes), network, Work(3.0, overlapped=2.1))
-        assert row.exposed == pytest.approx(sums(sizes[-1], idle))
-    # What was measured may overlap more than a step computes.
-    row = predict(buckets(24e6, 1e6), network, Work(0.3, overlapped=0.5))
-    assert row.network == pytest.approx(network.buckets_seconds([24e6, 1e6], 2, 0.0))
+    for sizes, idle in (((25e6, 1e6), 0.0), ((1e6, 2e6), math.inf), ((1e6,), math.inf)):
+        assert predict(buckets(*sizes), network, Work(0.0, overlapped=9)).exposed == pytest.approx(
+            sums(sizes[-1], idle)
+        )
 
 
 @pytest.mark.parametrize(
@@ -98,21 +95,20 @@ def test_ddps_network_is_idle_until_the_first_bucket() -> None:
 def test_sums_at_a_time_delay_each_other_by_as_much_as_was_measured(
     rtt: float, sizes: list[float], measured: float
 ) -> None:
-    """Two ranks behind cables of 1 Gbit/s, of which a sum without length reached 0.87, after pauses of up to 0.6 s."""
-    for idle in (0.0, 0.6):
-        assert Network(870e6, rtt).buckets_seconds(sizes, 2, idle) == pytest.approx(measured, rel=0.13)
+    """Two ranks behind cables of 1 Gbit/s, of which a sum without length reached 0.87; docs/network.md, "Long ways"."""
+    assert Network(870e6, rtt).buckets_seconds(sizes, 2) == pytest.approx(measured, rel=0.13)
 
 
 def test_two_buckets_are_summed_at_a_time() -> None:
     for sizes, alone in (((12e6, 30e6, 9e6), [30e6]), ((30e6, 12e6, 9e6, 9e6), [12e6, 9e6, 9e6])):
         far = Network(math.inf, rtt=0.1, call=0.0, copying=0.0)
         taken = sum(far.seconds("all_reduce", size, 4, ring=True, idle=0.0) for size in alone)
-        assert far.buckets_seconds(sizes, 4, idle=0.0) == pytest.approx(taken)
+        assert far.buckets_seconds(sizes, 4) == pytest.approx(taken)
         # A link that they fill takes all their bytes, and so does one without length.
         for rtt in (0.0, 0.01):
             slow = Network(10e6, rtt=rtt, call=0.0)
             taken = 8 * link_bytes("all_reduce", sum(sizes), 4) / 10e6 * 1538 / 1448
-            assert slow.buckets_seconds(sizes, 4, idle=0.0) == pytest.approx(taken, rel=0.01)
+            assert slow.buckets_seconds(sizes, 4) == pytest.approx(taken, rel=0.01)
     assert Network(10e6, rtt=0.1).buckets_seconds([1e6], 1) == 0
 
 

@@ -50,19 +50,29 @@ def test_models_of_any_size_and_shape_are_rehearsed(shape: tuple[int, ...]) -> N
 
 
 @pytest.mark.parametrize("elements", [4_000_000, 400_000])
-def test_a_table_with_gradients_of_few_rows_sends_those(elements: int) -> None:
+@pytest.mark.parametrize("length", [1000, 3000])
+def test_a_table_with_gradients_of_few_rows_sends_those(length: int, elements: int) -> None:
     table, weight = torch.nn.Parameter(torch.zeros(8000, 128)), torch.nn.Parameter(torch.zeros(512, 512))
-    note_few_rows(table, True)
+    note_few_rows(table, 80)
 
-    def sent(**parameters: torch.nn.Parameter) -> float:
+    def played(method: Method, **parameters: torch.nn.Parameter) -> Rehearsed:
         kinds = [(optimizer_for("sgd", list(parameters.items())), list(parameters.items()))]
-        return rehearse(methods.default(), kinds, 2, length=1000, elements=elements).link_bytes
+        return rehearse(method, kinds, 2, length=length, elements=elements)
 
-    rows = sent(table=table, weight=weight) - sent(weight=weight)
-    # A hundredth of the rows, in bfloat16, each with its position.
-    assert rows == pytest.approx(80 * (2 * 128 + 8), rel=0.1)
-    note_few_rows(table, False)
-    assert sent(table=table, weight=weight) - sent(weight=weight) > 7 * rows
+    # Beside it, layers exchange in each step, also in a run in which they would in every second one.
+    both = played(methods.default().for_run(length, 2), table=table, weight=weight)
+    in_each = played(methods.default(every=1), table=table, weight=weight)
+    assert sum(often for _, _, often in both.calls) == sum(often for _, _, often in in_each.calls)
+    # In bfloat16, each with its position.
+    assert both.calls[-1][1] == pytest.approx(80 * (2 * 128 + 8), rel=0.05)
+    if length == 1000:
+        rest = played(methods.default(every=1), weight=weight).link_bytes
+        assert both.link_bytes - both.calls[-1][1] == pytest.approx(rest, rel=0.1)
+    # A method that does not take them apart fills its residual with what few rows bring one after another.
+    others = methods.dgc(0.1)
+    with_mark = played(others, table=table, weight=weight).link_bytes
+    note_few_rows(table, 0)
+    assert played(others, table=table, weight=weight).link_bytes == with_mark
 
 
 def test_no_figure_is_negative() -> None:

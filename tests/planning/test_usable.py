@@ -70,7 +70,7 @@ def test_tables_of_few_rows_that_the_first_step_has_found_are_rehearsed_as_such(
     module, chooser = run()
     chooser.begin()
     before = chooser._outlook._costs["sparsecomm"]
-    note_few_rows(module[0].weight, True)  # type: ignore[index, arg-type]
+    note_few_rows(module[0].weight, 1)  # type: ignore[index, arg-type]
     decide(chooser)
     # Rows are gathered by themselves.
     assert len(chooser._outlook._costs["sparsecomm"].calls) > len(before.calls)
