@@ -14,7 +14,7 @@ from lightning_sparsecomm.basis.stream import Stream
 from lightning_sparsecomm.channel import AdamMoments, Channel, ClipLocalNorm
 from lightning_sparsecomm.channel.momentum import Velocity
 from lightning_sparsecomm.sharing.delta_share import DeltaShare
-from lightning_sparsecomm.sharing.fragments import FragmentedShare, FragmentOrder, check_fragments, layer_of
+from lightning_sparsecomm.sharing.fragments import FragmentedShare, FragmentOrder, check_fragments, layers_of
 from lightning_sparsecomm.sharing.gradients import NamedParameters, wide_dtype
 from lightning_sparsecomm.sharing.moments import check_moments, objection_to
 from lightning_sparsecomm.sharing.others import Own, all_of
@@ -60,7 +60,7 @@ class DeltaSync(Sync):
         fragment_order: Which layers a part has: every P-th of P parts, "strided", or neighbours, "sequential".
         delay: Optimizer steps between the start of an exchange and its use; training goes on meanwhile. 0 waits for it.
         mix: What becomes of the local weights w then: "keep" what was trained meanwhile; or a number α of
-            α·w + (1 − α)·anchor. 0 drops it.
+            α·w + (1 − α)·anchor. 0 drops it. Without a delay nothing is, and it makes no difference.
         moments: Parts of the local optimizer's state to average too, such as Adam's "exp_avg", each with the number of
             exchanges after which that happens. Those that the optimizer does not keep are left out; one must be there.
             Only without a delay.
@@ -73,7 +73,8 @@ class DeltaSync(Sync):
             is below 1, or more than `every` or the layers; `delay` is negative or not below `every`; `mix` is neither
             "keep" nor in [0, 1); a number of `moments` is below 1, or there is a delay too; `residual_in_weights` with
             a delay, or without an `ErrorFeedback`.
-        TypeError: `outer` is an optimizer instead of a callable that makes one, or `channel` is no channel.
+        TypeError: `outer` is an optimizer instead of a callable that makes one, `channel` is no channel, or `moments`
+            no mapping.
     """
 
     drifts = True
@@ -106,7 +107,7 @@ class DeltaSync(Sync):
         check_fragments(fragments, fragment_order, least_every(every))
         check_delay(delay, mix, least_every(every))
         check_outer(outer)
-        check_moments(moments or {})
+        check_moments({} if moments is None else moments)
         if moments and delay:
             raise ValueError(f"moments must be None with delay={delay}, as they go with the weights. Use delay=0.")
         if not isinstance(channel, Channel):
@@ -140,7 +141,7 @@ class DeltaSync(Sync):
         return super().objection(optimizer) or objection_to(optimizer, self.moments)
 
     def check(self, parameters: NamedParameters) -> None:
-        layers = len({layer_of(name) for name, _ in parameters})
+        layers = len(set(layers_of(parameters, self.fragments)))
         if parameters and self.fragments > max(1, layers):
             raise ValueError(
                 f"fragments must be at most the number of layers, {layers}; got {self.fragments}. Use"

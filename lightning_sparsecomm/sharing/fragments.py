@@ -1,6 +1,7 @@
 """Parameters in fragments, each of which is exchanged at a time of its own."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
@@ -29,15 +30,36 @@ def check_fragments(count: int, order: FragmentOrder, least_every: int) -> None:
     check_one_of("fragment_order", order, get_args(FragmentOrder), "Use 'strided'.")
 
 
-def layer_of(name: str) -> str:
-    """The layer that a parameter belongs to: its name up to the first number, or else up to its last part.
+def layer_of(name: str, numbers: int = 1) -> str:
+    """The layer that a parameter belongs to: its name up to the first number, or so many, or else up to its last part.
 
     >>> layer_of("blocks.3.attention.weight"), layer_of("head.bias"), layer_of("scale")
     ('blocks.3', 'head', '')
     """
     parts = name.split(".")
-    number = next((place for place, part in enumerate(parts) if part.isdigit()), len(parts) - 2)
-    return ".".join(parts[: number + 1])
+    places = [place for place, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[: (places[numbers - 1] if len(places) >= numbers else len(parts) - 2) + 1])
+
+
+def layers_of(parameters: NamedParameters, count: int) -> list[str]:
+    """The layer of each parameter. One that has more than a fragment's share of all elements is cut into its own.
+
+    >>> from torch import nn
+    >>> nested = nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.Linear(9, 9), nn.Linear(9, 9)))
+    >>> sorted(set(layers_of(list(nested.named_parameters()), count=2)))
+    ['0', '1.0', '1.1']
+    """
+    numbers = [1] * len(parameters)
+    share = sum(parameter.numel() for _, parameter in parameters) / count
+    while True:
+        layers = [layer_of(name, number) for (name, _), number in zip(parameters, numbers)]
+        sizes = Counter[str]()
+        for layer, (_, parameter) in zip(layers, parameters):
+            sizes[layer] += parameter.numel()
+        deeper = [number + (sizes[layer] > share) for layer, number in zip(layers, numbers)]
+        if layers == [layer_of(name, number) for (name, _), number in zip(parameters, deeper)]:
+            return layers
+        numbers = deeper
 
 
 def fragments_of(parameters: NamedParameters, count: int, order: FragmentOrder) -> list[NamedParameters]:
@@ -52,15 +74,17 @@ def fragments_of(parameters: NamedParameters, count: int, order: FragmentOrder) 
     Returns:
         `count` fragments. Where there are fewer layers, the last ones are empty.
     """
-    sizes: dict[str, int] = {}
-    for name, parameter in parameters:
-        sizes[layer_of(name)] = sizes.get(layer_of(name), 0) + parameter.numel()
+    layers = layers_of(parameters, count)
+    sizes = Counter[str]()
+    for layer, (_, parameter) in zip(layers, parameters):
+        sizes[layer] += parameter.numel()
     if order == "strided":
         numbers = [place % count for place in range(len(sizes))]
     else:
         numbers = _sequential(list(sizes.values()), count)
     fragment_of = dict(zip(sizes, numbers))
-    return [[pair for pair in parameters if fragment_of[layer_of(pair[0])] == number] for number in range(count)]
+    pairs = list(zip(layers, parameters))
+    return [[pair for layer, pair in pairs if fragment_of[layer] == number] for number in range(count)]
 
 
 def is_due(step: int, every: int, fragment: int, count: int) -> bool:

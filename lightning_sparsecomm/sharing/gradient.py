@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from torch.optim import LBFGS, SGD, Optimizer
 
 from lightning_sparsecomm.basis import Layout, Wire
-from lightning_sparsecomm.basis.arguments import check_booleans, check_one_of
+from lightning_sparsecomm.basis.arguments import check_booleans, check_one_of, is_whole_number
 from lightning_sparsecomm.basis.schedules import Every, check_every
 from lightning_sparsecomm.channel import (
     EF21,
@@ -123,7 +123,7 @@ class GradientSync(Sync):
 
     def _when(self, delay: int, every: Every, residual_in_weights: bool) -> None:
         check_booleans(residual_in_weights=residual_in_weights)
-        if isinstance(delay, bool) or delay not in (0, 1):
+        if not is_whole_number(delay) or delay not in (0, 1):
             raise ValueError(
                 f"delay must be 0 or 1, in optimizer steps; got {delay!r}. Use 1 for an exchange in flight."
             )

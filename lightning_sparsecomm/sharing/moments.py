@@ -16,7 +16,11 @@ from lightning_sparsecomm.sharing.gradients import NamedParameters
 
 
 def check_moments(moments: Mapping[str, int]) -> None:
-    """Raises `ValueError` unless each kind of state has a number of exchanges."""
+    """Raises `ValueError` unless each kind of state has a number of exchanges, `TypeError` where it is no mapping."""
+    if not isinstance(moments, Mapping):
+        raise TypeError(
+            f"moments must give a number of exchanges for each kind of state; got {moments!r}. Use {{'exp_avg': 3}}."
+        )
     for kind, exchanges in moments.items():
         what = f"exchanges of weights between two averages of the optimizer's {kind!r}"
         check_whole_number(f"moments[{kind!r}]", exchanges, 1, what, "Use 1 for each exchange.")

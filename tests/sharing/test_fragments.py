@@ -15,7 +15,7 @@ from lightning_sparsecomm.codecs import SparseCodec, TopK
 from lightning_sparsecomm.exchange import DenseAllReduce, Gather
 from lightning_sparsecomm.sharing import DeltaSync, Turn
 from lightning_sparsecomm.sharing.delta_share import DeltaShare
-from lightning_sparsecomm.sharing.fragments import FragmentedShare, FragmentOrder, fragments_of, is_due
+from lightning_sparsecomm.sharing.fragments import FragmentedShare, FragmentOrder, fragments_of, is_due, layers_of
 
 DENSE = Channel(DenseAllReduce())
 WIDTHS = (8, 1, 1, 2, 4)
@@ -62,6 +62,18 @@ def test_fragments_have_whole_layers(order: FragmentOrder, expected: list[list[s
     pieces = fragments_of(named, 2, order)
     assert [sorted({name.split(".")[0] for name, _ in piece}) for piece in pieces] == expected
     assert sorted(name for piece in pieces for name, _ in piece) == sorted(name for name, _ in named)
+
+
+@pytest.mark.parametrize("order", ["strided", "sequential"])
+def test_a_layer_that_holds_others_is_cut_where_it_is_too_large_for_a_fragment(order: FragmentOrder) -> None:
+    inner = nn.Sequential(*(nn.Linear(16, 16) for _ in range(9)))
+    network = nn.Sequential(nn.Linear(4, 16), inner, nn.Linear(16, 4))
+    named = [(f"net.{name}", parameter) for name, parameter in network.named_parameters()]
+    sizes = [sum(parameter.numel() for _, parameter in piece) for piece in fragments_of(named, 3, order)]
+    assert max(sizes) < 0.45 * sum(sizes)
+    DeltaSync(DENSE, every=10, fragments=9).check(named)
+    # One that fits stays whole.
+    assert len(set(layers_of(named, 1))) == 3
 
 
 @pytest.mark.parametrize("order", ["strided", "sequential"])
@@ -191,6 +203,11 @@ def test_one_fragment_is_the_share_itself(wire: Wire) -> None:
 def test_refuses(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         DeltaSync(DENSE, **options)
+
+
+def test_refuses_moments_without_numbers_of_exchanges() -> None:
+    with pytest.raises(TypeError, match=r"moments must give a number .*; got \['exp_avg'\]\. Use {'exp_avg'"):
+        DeltaSync(DENSE, every=3, moments=["exp_avg"])  # type: ignore[arg-type]
 
 
 def test_refuses_more_fragments_than_layers() -> None:

@@ -423,6 +423,7 @@ def test_parameters_that_join_while_an_exchange_is_in_flight() -> None:
     ("channel", "options", "words"),
     [
         (Channel(DenseAllReduce(), [ErrorFeedback()]), {"delay": 2}, "delay must be 0 or 1, in optimizer steps; got 2"),
+        (Channel(DenseAllReduce(), [ErrorFeedback()]), {"delay": 1.0}, "delay must be 0 or 1, in .*; got 1.0. Use 1"),
         (Channel(DenseAllReduce(), [ErrorFeedback()]), {"delay": True}, "delay must be 0 or 1, in .*; got True. Use 1"),
         (
             Channel(DenseAllReduce(), [ErrorFeedback()]),
