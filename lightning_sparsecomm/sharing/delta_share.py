@@ -1,6 +1,6 @@
 """What runs an exchange of changes of weights for one optimizer."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -25,6 +25,9 @@ from lightning_sparsecomm.sharing.takeover import MOMENTA, mask_momentum_
 
 # Kinds of state besides those of the channel and of the anchors.
 _STEPS, _EXCHANGES, _SET = "steps", "exchanges", "set by the user"
+
+IN_FLIGHT = "in flight, arrives"
+"""What a share with a delay saves of an exchange that has not been used yet: after which step it will be."""
 
 
 class Delayed(Protocol):
@@ -201,7 +204,7 @@ class DeltaShare(PartShare):
 
     def load_state_dict(self, saved: Saved) -> None:
         names = [name for name, _ in self.parameters]
-        saved = strip_prefix(type(self.sync).__name__, saved)
+        saved = _landed(strip_prefix(type(self.sync).__name__, saved), self.all_names)
         steps = pop_named(saved, _STEPS, self.all_names)
         self.steps = max(steps.values(), default=0)
         self._starts.load_state_dict(saved, self.all_names)
@@ -244,3 +247,16 @@ class DeltaShare(PartShare):
 def scaled(changes: Sequence[Tensor | None], weight: float) -> Sequence[Tensor | None]:
     """The changes times a factor. Not in place: `take_back` needs them as they were."""
     return changes if weight == 1 else [None if change is None else change * weight for change in changes]
+
+
+def _landed(saved: Saved, names: Iterable[str]) -> Saved:
+    """What was saved. Raises `ValueError` where an exchange of these parameters was in flight.
+
+    What that has sent is in no residual any more, and not in the anchor yet.
+    """
+    if saved.get(IN_FLIGHT, {}).keys() & set(names):
+        raise ValueError(
+            "delay must be at least 1 to resume from a checkpoint that was saved with an exchange in flight; got"
+            " delay=0. Resume with the delay that it had, or from a checkpoint that was saved when training ended."
+        )
+    return saved

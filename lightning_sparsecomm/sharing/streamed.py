@@ -11,7 +11,7 @@ from lightning_sparsecomm.basis import UPDATES, Wire
 from lightning_sparsecomm.basis.arguments import check_whole_number, is_number
 from lightning_sparsecomm.basis.stream import Stream
 from lightning_sparsecomm.channel.saved import Saved, add_prefix, pop_named, strip_prefix
-from lightning_sparsecomm.sharing.delta_share import Delayed, DeltaShare, scaled
+from lightning_sparsecomm.sharing.delta_share import IN_FLIGHT, Delayed, DeltaShare, scaled
 from lightning_sparsecomm.sharing.flown import Arrived, by_name, fly, load_arrived, saved_arrived
 from lightning_sparsecomm.sharing.flown import Mix as Mix
 from lightning_sparsecomm.sharing.gradients import NamedParameters
@@ -175,13 +175,13 @@ class StreamedShare(InFlightShare[dict[str, Tensor]], DeltaShare):
             ours |= saved_arrived(self._arrived, self._began)
         if self.under_way:
             # Also after an error, which ranks that exchange other parts of the model may not have met.
-            ours["in flight, arrives"] = dict.fromkeys(self.all_names, self._arrives)
+            ours[IN_FLIGHT] = dict.fromkeys(self.all_names, self._arrives)
         return saved | add_prefix(type(self.sync).__name__, {kind: parts for kind, parts in ours.items() if parts})
 
     def load_state_dict(self, saved: Saved) -> None:
         ours = strip_prefix(type(self.sync).__name__, saved)
         arrived, self._began = load_arrived(ours, self.parameters)
-        arrives = pop_named(ours, "in flight, arrives", self.all_names)
+        arrives = pop_named(ours, IN_FLIGHT, self.all_names)
         self._arrived = arrived if arrives else None
         self._arrives = max(arrives.values(), default=0)
         self._apart = any(pop_named(ours, "apart", self.all_names).values())

@@ -196,6 +196,15 @@ def test_a_run_resumes_with_an_exchange_in_flight(wire: Wire, outer: Any, steps:
     assert torch.equal(run.weights, resumed.weights)
 
 
+def test_only_a_run_with_a_delay_resumes_with_an_exchange_in_flight(wire: Wire) -> None:
+    """Without one, what was sent would be sent again: it is in no residual any more, and not in the anchor yet."""
+    flying, landed = Run(wire, SPARSE, 8), Run(wire, SPARSE, 10)
+    share = DeltaSync(SPARSE, every=4).start(SGD(landed.module.parameters(), lr=0.1), landed.named, wire)
+    with pytest.raises(ValueError, match=r"delay must be at least 1 .*; got delay=0\. Resume with the delay"):
+        share.load_state_dict(flying.share.state_dict())
+    share.load_state_dict(landed.share.state_dict())
+
+
 def test_measuring_the_model_in_flight_sees_the_anchor(wire: Wire) -> None:
     run = Run(wire, steps=5)
     pairs = run.share.shared_weights()
