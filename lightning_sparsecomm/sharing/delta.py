@@ -60,7 +60,7 @@ class DeltaSync(Sync):
         fragment_order: Which layers a part has: every P-th of P parts, "strided", or neighbours, "sequential".
         delay: Optimizer steps between the start of an exchange and its use; training goes on meanwhile. 0 waits for it.
         mix: What becomes of the local weights w then: "keep" what was trained meanwhile; or a number α of
-            α·w + (1 − α)·anchor. 0 drops it. Without a delay nothing is, and it makes no difference.
+            α·w + (1 − α)·anchor. 0 drops it. It makes no difference without a delay.
         moments: Parts of the local optimizer's state to average too, such as Adam's "exp_avg", each with the number of
             exchanges after which that happens. Those that the optimizer does not keep are left out; one must be there.
             Only without a delay.
