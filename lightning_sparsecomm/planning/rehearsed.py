@@ -6,8 +6,9 @@ import math
 import statistics
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from lightning_sparsecomm.basis.phases import PHASES
 from lightning_sparsecomm.planning import stand_ins
 from lightning_sparsecomm.planning.exchanges import LATE, every_late, first_steps, share_of_exchanges
 from lightning_sparsecomm.planning.model_layout import ddp_buckets
-from lightning_sparsecomm.planning.stand_ins import HALVED, HALVED_TABLES, Halved, extrapolated, features
+from lightning_sparsecomm.planning.stand_ins import HALVED, HALVED_TABLES, extrapolated, features, stand_in
 from lightning_sparsecomm.run.choice import method_for
 from lightning_sparsecomm.run.engine import Engine
 from lightning_sparsecomm.run.rehearsal import alike, own_randomness
@@ -47,6 +48,9 @@ _FIRST = 0
 
 Kinds = Sequence[tuple[Optimizer, NamedParameters]]
 """Optimizers, with the parameters that each trains."""
+
+Small = Callable[[Parameter], Parameter]
+"""Makes the stand-in of a parameter."""
 
 
 @dataclass(frozen=True)
@@ -117,12 +121,11 @@ def rehearse(
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
         if fraction == 1 and len(taken) == len(parameters):
-            result, _ = _play(method, kinds, ranks, length, fraction, HALVED[0], by_rows, timed)
+            result, _ = _play(method, kinds, ranks, length, partial(stand_in, by_rows=by_rows), timed)
         else:
             sets, ends = (*HALVED, HALVED_TABLES) if by_rows else HALVED, (HALVED[0], HALVED[-1], HALVED_TABLES)
-            plays = [
-                _play(method, kinds, ranks, length, fraction, each, by_rows, timed and each in ends) for each in sets
-            ]
+            smaller = [(each, partial(stand_in, fraction=fraction, halved=each, by_rows=by_rows)) for each in sets]
+            plays = [_play(method, kinds, ranks, length, small, timed and each in ends) for each, small in smaller]
             result = _of_whole(features(parameters, by_rows), plays)
     return replace(result, name=repr(method))
 
@@ -154,20 +157,13 @@ def _of_whole(whole: Sequence[float], plays: Sequence[tuple[Rehearsed, Sequence[
 
 
 def _play(
-    method: Method,
-    kinds: Kinds,
-    ranks: int,
-    length: float,
-    fraction: float,
-    halved: Halved,
-    by_rows: bool,
-    timed: bool,
+    method: Method, kinds: Kinds, ranks: int, length: float, small: Small, timed: bool
 ) -> tuple[Rehearsed, Sequence[float]]:
-    """A step on stand-ins that are so much smaller, and their features."""
+    """A step on smaller stand-ins, and their features."""
     chain = method.chain
     chosen = [method_for(optimizer, chain, named) for optimizer, named in kinds]
     every = every_late(chosen, length)
-    stage = _Stage(method, kinds, ranks, length, fraction, halved, by_rows, _STEPS if timed else 1)
+    stage = _Stage(method, kinds, ranks, length, small, _STEPS if timed else 1)
     # Gradients are exchanged in steps that `every` divides, weights so many steps after the last time.
     last = LATE - LATE % every
     between = stage.play(0, last + 1) if every > 1 else None
@@ -179,23 +175,13 @@ def _play(
         result = _mixed(stage.play(0, _FIRST), result, 1 - min(first, length) / length)
     result = replace(result, held_bytes=max(held_between, stage.held_bytes()))
     stage.close()
-    return result, features(stage.weights, by_rows)
+    return result, features(stage.weights, by_rows=True)
 
 
 class _Stage:
     """An engine on a wire without a network, with stand-ins for the parameters."""
 
-    def __init__(
-        self,
-        method: Method,
-        kinds: Kinds,
-        ranks: int,
-        length: float,
-        fraction: float,
-        halved: Halved,
-        by_rows: bool,
-        steps: int,
-    ) -> None:
+    def __init__(self, method: Method, kinds: Kinds, ranks: int, length: float, small: Small, steps: int) -> None:
         self.ranks = ranks
         self.steps = steps
         self.wire = MirrorWire(ranks)
@@ -208,9 +194,9 @@ class _Stage:
         self.engine = Engine(method, self.wire)
         self.optimizers: list[Optimizer] = []
         for optimizer, parameters in kinds:
-            small = [(name, stand_ins.stand_in(parameter, fraction, halved, by_rows)) for name, parameter in parameters]
-            self.engine.registry.known |= {id(parameter): (name, parameter) for name, parameter in small}
-            weights = [parameter for _, parameter in small]
+            named = [(name, small(parameter)) for name, parameter in parameters]
+            self.engine.registry.known |= {id(parameter): (name, parameter) for name, parameter in named}
+            weights = [parameter for _, parameter in named]
             self.optimizers.append(alike(optimizer, weights))
         self.weights = [weight for each in self.optimizers for group in each.param_groups for weight in group["params"]]
         self.engine.length = length

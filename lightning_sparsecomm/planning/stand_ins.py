@@ -72,7 +72,9 @@ def few_of_each_shape(method: Method, parameters: NamedParameters) -> NamedParam
     return few
 
 
-def stand_in(parameter: Parameter, fraction: float, halved: Halved, by_rows: bool = False) -> Parameter:
+def stand_in(
+    parameter: Parameter, fraction: float = 1.0, halved: Halved = HALVED[0], by_rows: bool = False
+) -> Parameter:
     """A smaller parameter. The first dimension counts its rows, all others together its columns.
 
     Args:
