@@ -2,6 +2,10 @@
 
 One process, one thread. Rows are timed in turns, so that other load on the machine hits all of them. The reference is
 timed on fewer positions: it takes about a hundred bytes of memory per bit.
+
+`--payloads` measures whole payloads of methods instead, of a normally distributed vector in one tensor of 4,096
+columns: bits per value sent, millions of the vector's elements per second that selection reads, and millions of sent
+values per second that are encoded once they are selected, and decoded.
 """
 
 import argparse
@@ -10,13 +14,19 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
 import torch
+from defaults import method_of
 from torch import Tensor
 
-from lightning_sparsecomm.codecs import INDEX_CODECS, Auto, IndexCodec, IndexCoding
+from lightning_sparsecomm import Method
+from lightning_sparsecomm.basis import Layout, Round, Vector
+from lightning_sparsecomm.basis.parts import parts_in
+from lightning_sparsecomm.codecs import INDEX_CODECS, Auto, IndexCodec, IndexCoding, SparseCodec
+from lightning_sparsecomm.codecs.sparse import encode_sparse
 from lightning_sparsecomm.kernels import PositionKernels, position_kernels_for
 
 
@@ -54,6 +64,52 @@ def seconds(call: Callable[[], object], kernels: PositionKernels) -> float:
         return time.perf_counter() - begin
 
 
+def codec_of(method: Method) -> SparseCodec:
+    """The codec of a method's payloads. Raises `ValueError` where it has none, or several."""
+    codecs = list(parts_in(method, SparseCodec))
+    if len(codecs) != 1:
+        raise ValueError(f"payloads must be methods with one sparse codec; got {method!r}. Use 'sparse_loco()'.")
+    return codecs[0]
+
+
+def payloads(names: list[str], elements: int, rounds: int) -> str:
+    """A table of whole payloads: a row for each method, given by its call, of a vector of about so many elements."""
+    shape = (max(1, elements // 4096), 4096)
+    context = Round(Layout([("weight", shape)]))
+    vector = Vector(torch.randn(shape, generator=torch.Generator().manual_seed(0)).flatten())
+    calls: dict[str, tuple[tuple[int, int, int], list[Callable[[], object]]]] = {}
+    bits: dict[str, float] = {}
+    for name in names:
+        codec = codec_of(method_of(name))
+        selected, values = codec.select(vector, context), codec.value_codec(context)
+        encode = partial(encode_sparse, selected, context.layout, values, codec.indices)
+        payload = encode()
+        sent, size = selected.indices.numel(), vector.values.numel()
+        select, decode = partial(codec.select, vector, context), partial(codec.decode, payload, size)
+        calls[name] = (size, sent, sent), [select, encode, decode]
+        bits[name] = 8 * payload.numel() / sent
+    times: dict[str, list[list[float]]] = {name: [[], [], []] for name in names}
+    for number in range(2 + rounds):
+        for name, (_, row) in calls.items():
+            for taken, call in zip(times[name], row, strict=True):
+                begin = time.perf_counter()
+                call()
+                if number >= 2:
+                    taken.append(time.perf_counter() - begin)
+    lines = ["| method | values sent | bits a value | select | encode | decode |", "|---|---:|---:|---:|---:|---:|"]
+    for name, (counts, _) in calls.items():
+        speeds = [spread(count, taken) for count, taken in zip(counts, times[name], strict=True)]
+        cells = [f"`{name}`", f"{counts[1]:,}", f"{bits[name]:.3f}", *speeds]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def spread(count: int, seconds_of: list[float]) -> str:
+    """Millions a second: the median, and the least and the most."""
+    rates = [count / taken / 1e6 for taken in seconds_of]
+    return f"{statistics.median(rates):.3g} ({min(rates):.3g} to {max(rates):.3g})"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
@@ -62,8 +118,17 @@ def main() -> None:
     add("--densities", type=float, nargs="+", default=[0.1, 0.01, 0.001], metavar="P", help="fractions of all elements")
     add("--rounds", type=int, default=15, metavar="N", help="timed calls of each row, after 2 warm-up calls")
     add("--output", type=Path, metavar="FILE", help="JSON file for all times")
+    add("--payloads", nargs="+", metavar="METHOD", help="whole payloads of these methods, such as 'sparse_loco()'")
+    add("--elements", type=int, default=10_000_000, metavar="N", help="length of the vector for --payloads")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.payloads:
+        try:
+            print(payloads(options.payloads, options.elements, options.rounds))
+        except ValueError as error:
+            parser.error(str(error))
+        print(f"\n{platform.processor() or platform.machine()}, torch {torch.__version__}")
+        return
 
     codings: list[IndexCoding] = [*INDEX_CODECS.values(), Auto()]
     cells: dict[str, tuple[int, Callable[[], object]]] = {}
@@ -93,11 +158,8 @@ def main() -> None:
     print(f"million positions per second, median (least to most) of {options.rounds}\n")
     print(f"| codec | density | bits per position | {' | '.join(columns)} |\n|{'---|' * 7}")
     for name, length in lengths.items():
-        shown = []
-        for column in columns:
-            count = cells[f"{name} | {column}"][0]
-            rates = [count / taken / 1e6 for taken in times[f"{name} | {column}"]]
-            shown.append(f"{statistics.median(rates):.3g} ({min(rates):.3g} to {max(rates):.3g})")
+        keys = [f"{name} | {column}" for column in columns]
+        shown = [spread(cells[key][0], times[key]) for key in keys]
         print(f"| {name} | {length:.3f} | {' | '.join(shown)} |")
     print(f"\n{platform.processor() or platform.machine()}, torch {torch.__version__}")
     if options.output:

@@ -143,6 +143,13 @@ def least_every(every: Every) -> int:
     return max(1, round(min(every.bounds, default=1))) if isinstance(every, Schedule) else every
 
 
+def most_every(every: Every) -> float:
+    """The largest number that `every_at` can return; infinity where the schedule's bounds are not known."""
+    if not isinstance(every, Schedule):
+        return every
+    return max(1.0, round(max(every.bounds))) if every.bounds else math.inf
+
+
 def _scheduled_wrong(rule: str, number: object, schedule: Schedule, when: str = "") -> ValueError:
     return ValueError(f"{rule}; got {number!r} from {schedule!r}{when}. Correct the schedule.")
 

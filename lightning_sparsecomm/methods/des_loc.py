@@ -1,11 +1,14 @@
 """Local optimizers whose moments are averaged too, less often than the weights."""
 
+from functools import partial
+
 from lightning_sparsecomm.basis.arguments import check_whole_number
 from lightning_sparsecomm.basis.schedules import Every
 from lightning_sparsecomm.channel import Channel
 from lightning_sparsecomm.exchange import DenseAllReduce
 from lightning_sparsecomm.exchange.dense import WireDtype
 from lightning_sparsecomm.sharing import DeltaSync, Method
+from lightning_sparsecomm.sharing.streamed import Mix
 from lightning_sparsecomm.sharing.sync import Buffers
 
 
@@ -34,9 +37,12 @@ class des_loc(Method):
         buffers: What happens to floating-point buffers: "average" in each exchange, "own" for each rank, or "broadcast"
             before every forward pass, as under ddp.
         fragments: In how many parts of whole layers to exchange, each every `every` steps, one after another.
+        delay: Steps between the start of an exchange and its use; training goes on meanwhile. 0 waits for it.
+        mix: The local weights then: "keep" what was trained meanwhile, or their share α in α·w + (1 − α)·anchor.
 
     Raises:
-        ValueError: `every`, `first_every`, `second_every` or `fragments` below 1, or an unknown `wire_dtype`.
+        ValueError: `every`, `first_every`, `second_every` or `fragments` below 1, a delay of `every` or more, or an
+            unknown `wire_dtype`.
         TypeError: At setup, with an optimizer that keeps other state than these moments.
     """
 
@@ -48,9 +54,11 @@ class des_loc(Method):
         wire_dtype: WireDtype = "same",
         buffers: Buffers = "average",
         fragments: int = 1,
+        delay: int = 0,
+        mix: Mix = "keep",
     ) -> None:
         check_whole_number("first_every", first_every, 1, "averages of the weights to one of moments", "Use 3.")
         check_whole_number("second_every", second_every, 1, "averages of the weights to one of moments", "Use 6.")
         moments = {"exp_avg": first_every, "momentum_buffer": first_every, "exp_avg_sq": second_every}
-        channel = Channel(DenseAllReduce(wire_dtype))
-        super().__init__([DeltaSync(channel, every, buffers=buffers, fragments=fragments, moments=moments)])
+        streaming = partial(DeltaSync, fragments=fragments, delay=delay, mix=mix, moments=moments)
+        super().__init__([streaming(Channel(DenseAllReduce(wire_dtype)), every, buffers=buffers)])

@@ -1,11 +1,14 @@
 """Averages in every step at first, and every few steps later."""
 
+from functools import partial
+
 from lightning_sparsecomm.basis.arguments import check_booleans, check_whole_number
 from lightning_sparsecomm.basis.schedules import Stages
 from lightning_sparsecomm.channel import Channel
 from lightning_sparsecomm.exchange import DenseAllReduce
 from lightning_sparsecomm.exchange.dense import WireDtype
 from lightning_sparsecomm.sharing import DeltaSync, Method
+from lightning_sparsecomm.sharing.streamed import Mix
 from lightning_sparsecomm.sharing.sync import Buffers
 
 
@@ -32,9 +35,13 @@ class post_local_sgd(Method):
         wire_dtype: Dtype of changes on the wire: "same" (float32 or wider), "float32", "float16" or "bfloat16".
         buffers: What happens to floating-point buffers: "average" in each exchange, "own" for each rank, or "broadcast"
             before every forward pass, as under ddp.
+        fragments: In how many parts of whole layers to exchange later, each every `every` steps, one after another.
+        delay: Steps between the start of a later exchange and its use; training goes on meanwhile. 0 waits for it.
+        mix: The local weights then: "keep" what was trained meanwhile, or their share α in α·w + (1 − α)·anchor.
 
     Raises:
-        ValueError: `dense_steps` or `every` below 1, or an unknown `wire_dtype`.
+        ValueError: `dense_steps`, `every` or `fragments` below 1, a delay of `every` or more, or an unknown
+            `wire_dtype`.
         TypeError: `average_moments` is neither True nor False; at setup, an optimizer keeps other state than SGD's
             momentum and Adam's moments, and it is to be averaged.
     """
@@ -46,10 +53,14 @@ class post_local_sgd(Method):
         average_moments: bool = True,
         wire_dtype: WireDtype = "same",
         buffers: Buffers = "average",
+        fragments: int = 1,
+        delay: int = 0,
+        mix: Mix = "keep",
     ) -> None:
         check_whole_number("dense_steps", dense_steps, 1, "steps in which all is averaged", "Use 1000, for example.")
         check_whole_number("every", every, 1, "optimizer steps between two averages", "Use 16, for example.")
         check_booleans(average_moments=average_moments)
         moments = dict.fromkeys(("momentum_buffer", "exp_avg", "exp_avg_sq"), 1) if average_moments else None
+        streaming = partial(DeltaSync, fragments=fragments, delay=delay, mix=mix, moments=moments)
         stages = Stages([1, every], steps=[0, dense_steps])
-        super().__init__([DeltaSync(Channel(DenseAllReduce(wire_dtype)), stages, buffers=buffers, moments=moments)])
+        super().__init__([streaming(Channel(DenseAllReduce(wire_dtype)), stages, buffers=buffers)])

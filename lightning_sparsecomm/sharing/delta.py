@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from lightning_sparsecomm.basis import Wire
 from lightning_sparsecomm.basis.arguments import check_booleans, check_one_of
-from lightning_sparsecomm.basis.schedules import Every, check_every, least_every
+from lightning_sparsecomm.basis.scheduled import Every, check_every, every_at, most_every
 from lightning_sparsecomm.basis.stream import Stream
 from lightning_sparsecomm.channel import AdamMoments, Channel, ClipLocalNorm
 from lightning_sparsecomm.channel.momentum import Velocity
@@ -56,14 +56,15 @@ class DeltaSync(Sync):
         min_dimensions: Parameters of fewer dimensions do not go through it.
         rest: Whether all that no other sync takes goes through it, whatever the patterns.
         fragments: In how many parts to exchange them, each every `every` steps, one part after another. Every exchange
-            sends one part, so the peak of bytes is lower by as much. Buffers are averaged with the last part.
+            sends one part, so the peak of bytes is lower by as much; several parts while a schedule's `every` is lower.
+            Buffers are averaged with the last part.
         fragment_order: Which layers a part has: every P-th of P parts, "strided", or neighbours, "sequential".
         delay: Optimizer steps between the start of an exchange and its use; training goes on meanwhile. 0 waits for it.
+            At most `every` − 1, also while a schedule's `every` is lower.
         mix: What becomes of the local weights w then: "keep" what was trained meanwhile; or a number α of
             α·w + (1 − α)·anchor. 0 drops it. It makes no difference without a delay.
         moments: Parts of the local optimizer's state to average too, such as Adam's "exp_avg", each with the number of
             exchanges after which that happens. Those that the optimizer does not keep are left out; one must be there.
-            Only without a delay.
         residual_in_weights: Whether a rank trains on from the anchor plus its residual, and not from the anchor alone:
             so its gradients see what it has trained and not sent yet. The channel needs an `ErrorFeedback`; only
             without a delay, and not between nodes. Then replicas differ right after an exchange too.
@@ -71,8 +72,8 @@ class DeltaSync(Sync):
     Raises:
         ValueError: `every` is not a whole number of at least 1; `buffers` or `fragment_order` is unknown; `fragments`
             is below 1, or more than `every` or the layers; `delay` is negative or not below `every`; `mix` is neither
-            "keep" nor in [0, 1); a number of `moments` is below 1, or there is a delay too; `residual_in_weights` with
-            a delay, or without an `ErrorFeedback`.
+            "keep" nor in [0, 1); a number of `moments` is below 1; `residual_in_weights` with a delay, or without an
+            `ErrorFeedback`.
         TypeError: `outer` is an optimizer instead of a callable that makes one, `channel` is no channel, or `moments`
             no mapping.
     """
@@ -104,12 +105,10 @@ class DeltaSync(Sync):
         check_every("every", every)
         check_booleans(mask_momentum=mask_momentum, residual_in_weights=residual_in_weights)
         check_one_of("buffers", buffers, get_args(Buffers), "Use 'average', which sends them with each exchange.")
-        check_fragments(fragments, fragment_order, least_every(every))
-        check_delay(delay, mix, least_every(every))
+        check_fragments(fragments, fragment_order, most_every(every))
+        check_delay(delay, mix, most_every(every))
         check_outer(outer)
         check_moments({} if moments is None else moments)
-        if moments and delay:
-            raise ValueError(f"moments must be None with delay={delay}, as they go with the weights. Use delay=0.")
         if not isinstance(channel, Channel):
             raise TypeError(
                 f"channel must be a Channel of an exchange and memories; got {channel!r}. Use"
@@ -136,6 +135,10 @@ class DeltaSync(Sync):
         self.mix = mix
         self.moments: Mapping[str, int] = dict(moments or {})
         self.residual_in_weights = residual_in_weights
+
+    def delay_at(self, step: int, epoch: float) -> int:
+        """Steps between an exchange that starts then and its use: it arrives before the next one starts."""
+        return min(self.delay, every_at(self.every, step, epoch) - 1)
 
     def objection(self, optimizer: Optimizer) -> str | None:
         return super().objection(optimizer) or objection_to(optimizer, self.moments)

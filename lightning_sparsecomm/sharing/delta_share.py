@@ -88,9 +88,9 @@ class DeltaShare(PartShare):
     def due(self, turn: Turn) -> bool:
         if turn.kind == "weights":
             every, count = every_at(self.sync.every, turn.step, turn.epoch), self.sync.fragments
-            if count == 1:
-                return self.steps >= max(1, round(every * self.pace))
-            return self.steps > 0 and is_due(turn.step, every, self._fragment, count)
+            # Fragments too: where a schedule changes `every`, their times may move past them.
+            waited = self.steps >= max(1, round(every * self.pace))
+            return waited or (count > 1 and self.steps > 0 and is_due(turn.step, every, self._fragment, count))
         return turn.kind == "end" and self._differs
 
     def before_step(self) -> None:
@@ -146,7 +146,7 @@ class DeltaShare(PartShare):
                 self._moments.exchange(self.optimizer, self.parameters, self.wire)
 
     def commit(self) -> None:
-        self._moments.commit()
+        self._moments.commit(self.optimizer, self.parameters)
         if not self.parameters:
             self._reset_weights()
             return

@@ -12,6 +12,7 @@ from lightning_sparsecomm.channel.saved import Saved, pop_named
 from lightning_sparsecomm.sharing.anchored import Anchored
 from lightning_sparsecomm.sharing.averaging import averaged
 from lightning_sparsecomm.sharing.gradients import NamedParameters
+from lightning_sparsecomm.sharing.moments import Moments
 from lightning_sparsecomm.sharing.set_weights import SetWeights
 
 Mix = float | Literal["keep"]
@@ -53,6 +54,7 @@ def fly(
     changes: Sequence[Tensor | None],
     weights: Mapping[str, Tensor],
     noticed: SetWeights,
+    moments: Moments,
     context: Round,
     wire: Wire,
 ) -> dict[str, Tensor]:
@@ -67,6 +69,7 @@ def fly(
         # Not only when this lands: others may wait in what an exchange has started, until that is dropped.
         channel.abort()
         raise
+    moments.average(list(weights.items()), wire)
     names = [name for name in weights if name in found]
     return dict(zip(names, averaged([weights[name] for name in names], wire))) if names else {}
 

@@ -19,13 +19,13 @@ FragmentOrder = Literal["strided", "sequential"]
 """Which layers a fragment has: every P-th, or as many that follow one another."""
 
 
-def check_fragments(count: int, order: FragmentOrder, least_every: int) -> None:
-    """Raises `ValueError` unless parameters can be exchanged in so many fragments within `least_every` steps."""
+def check_fragments(count: int, order: FragmentOrder, most_every: float) -> None:
+    """Raises `ValueError` unless each of so many fragments can have a step of its own among `most_every` steps."""
     check_whole_number("fragments", count, 1, "parts exchanged one after another", "Use 1 to exchange all at once.")
-    if count > least_every:
+    if count > most_every:
         raise ValueError(
-            f"fragments must be at most every, {least_every} steps, so that each has a step of its own; got {count}."
-            f" Use fragments={least_every}."
+            f"fragments must be at most every, {most_every:.0f} steps, so that each has a step of its own; got {count}."
+            f" Use fragments={most_every:.0f}."
         )
     check_one_of("fragment_order", order, get_args(FragmentOrder), "Use 'strided'.")
 
@@ -91,7 +91,8 @@ def is_due(step: int, every: int, fragment: int, count: int) -> bool:
     """Whether a fragment is exchanged after a step, counted from 0: each every `every` steps, evenly staggered.
 
     The last one is exchanged after every multiple of `every`. This depends on the step alone, so fragments stay
-    staggered after an aborted turn, and in a run that resumes.
+    staggered after an aborted turn, and in a run that resumes. Where there are more fragments than steps, several are
+    exchanged in one.
 
     >>> [[step + 1 for step in range(12) if is_due(step, 6, fragment, 3)] for fragment in range(3)]
     [[2, 8], [4, 10], [6, 12]]

@@ -65,9 +65,10 @@ class InFlightShare(Share, Generic[T]):
             self.failure = error
 
     def _void(self) -> None:
-        """Waits for what is in flight, and forgets it."""
+        """Waits for what is in flight, and forgets it: memories are as before it."""
         if self._flight is not None:
             # The first error is known already.
             with suppress(Exception):
                 self._flight.wait()
         self._flight, self.failure = None, None
+        self.channel.abort()

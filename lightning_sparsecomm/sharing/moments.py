@@ -2,7 +2,8 @@
 
 import inspect
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,8 +12,12 @@ from torch.optim import Optimizer
 
 from lightning_sparsecomm.basis import PARAMETERS, Wire
 from lightning_sparsecomm.basis.arguments import check_whole_number
+from lightning_sparsecomm.channel.saved import Saved, pop_named
 from lightning_sparsecomm.sharing.averaging import average_
 from lightning_sparsecomm.sharing.gradients import NamedParameters
+
+# Which of an optimizer's `betas` is the decay of a kind of state.
+_BETAS = {"exp_avg": 0, "exp_avg_sq": 1}
 
 
 def check_moments(moments: Mapping[str, int]) -> None:
@@ -81,10 +86,21 @@ def _state_of(optimizer: Optimizer, weight: Tensor) -> dict[str, Tensor]:
     return {kind: each for kind, each in tensors.items() if each.dim() and each.is_floating_point()}
 
 
+States = Mapping[str, Mapping[str, Tensor]]
+"""Parts of an optimizer's state, by the name under which the optimizer keeps them, and by parameter name."""
+
+# Saved of an average in flight, by kind of state.
+_BEGAN, _MEANS = "in flight, {} at its start", "in flight, mean of {}"
+
+
 class Moments:
     """Averages parts of an optimizer's state, each after a number of exchanges of its own.
 
     A rank that has no state of a parameter, as it never had a gradient for it, neither counts nor gets any.
+
+    What steps have added to the state between the start of an average and its use is kept: with the decay β of the
+    state in a step, such as Adam's `betas`, s ← βⁿ · mean + (s − βⁿ · s at the start) after n steps, as if the mean had
+    been there from the start. State whose decay the optimizer's options do not tell becomes the mean.
 
     Args:
         every: After how many exchanges, by the name under which the optimizer keeps that state.
@@ -96,39 +112,101 @@ class Moments:
     def __init__(self, every: Mapping[str, int]) -> None:
         self.exchanges = 0
         self._every = every
-        self._means: list[tuple[Tensor, Tensor]] = []
+        # What is due in the exchange that goes on, as it was when that started, and the means.
+        self._began: States = {}
+        self._means: States = {}
 
-    def exchange(self, optimizer: Optimizer, parameters: NamedParameters, wire: Wire) -> None:
-        """Averages what is due with this exchange, and notes the means. A collective, if anything is.
+    def start(self, optimizer: Optimizer, parameters: NamedParameters, later: bool) -> None:
+        """Notes what is due with an exchange that starts now: a copy of it, if steps go on meanwhile."""
+        due = [kind for kind, every in self._every.items() if (self.exchanges + 1) % every == 0]
+        self._began = {
+            kind: {
+                name: _wide(state, copy=True) if later else state.detach()
+                for name, weight in parameters
+                if (state := optimizer.state.get(weight, {}).get(kind)) is not None
+            }
+            for kind in due
+        }
+
+    def average(self, weights: Sequence[tuple[str, Tensor]], wire: Wire) -> None:
+        """Averages what is due of these parameters. A collective, if anything is.
 
         Bytes: 4 for each element (8 in float64), and 4 for each parameter and kind.
         """
-        due = [kind for kind, every in self._every.items() if (self.exchanges + 1) % every == 0]
-        held = [optimizer.state.get(weight, {}).get(kind) for kind in due for _, weight in parameters]
-        if not held:
+        places = [(kind, name) for kind in self._began for name, _ in weights]
+        if not places:
             return
-        weights = [weight for _ in due for _, weight in parameters]
-        own = [torch.zeros_like(weight) if state is None else state for weight, state in zip(weights, held)]
-        means = [each.detach().to(torch.promote_types(each.dtype, torch.float32), copy=True) for each in own]
-        holders = torch.tensor([float(state is not None) for state in held], device=weights[0].device)
-        average_([*means, holders], wire)
+        like = [weight.detach() for _ in self._began for _, weight in weights]
+        held = [self._began[kind].get(name) for kind, name in places]
+        own = [_wide(torch.zeros_like(each) if state is None else state, copy=True) for state, each in zip(held, like)]
+        holders = torch.tensor([float(state is not None) for state in held], device=like[0].device)
+        average_([*own, holders], wire)
         counts = holders.mul(wire.world_size).round().tolist()
-        for state, mean, count in zip(held, means, counts):
+        means: dict[str, dict[str, Tensor]] = {kind: {} for kind in self._began}
+        for (kind, name), state, mean, count in zip(places, held, own, counts):
             if state is not None:
-                self._means.append((state, mean if count == wire.world_size else mean.mul_(wire.world_size / count)))
+                means[kind][name] = mean if count == wire.world_size else mean.mul_(wire.world_size / count)
+        self._means = means
+
+    def exchange(self, optimizer: Optimizer, parameters: NamedParameters, wire: Wire) -> None:
+        """Both, without steps in between."""
+        self.start(optimizer, parameters, later=False)
+        self.average(parameters, wire)
 
     @property
     def just_averaged(self) -> list[str]:
         """The kinds that were averaged with the last exchange."""
         return [kind for kind, every in self._every.items() if self.exchanges and self.exchanges % every == 0]
 
-    def commit(self) -> None:
-        """Writes the means into the optimizer's state, and counts the exchange."""
-        for state, mean in self._means:
-            state.copy_(mean)
-        self._means = []
+    def commit(self, optimizer: Optimizer, parameters: NamedParameters, steps: int = 0) -> None:
+        """Uses the means, so many optimizer steps after `start`, and counts the exchange."""
+        groups = {id(weight): group for group in optimizer.param_groups for weight in group["params"]}
+        for kind, means in self._means.items():
+            for name, weight in parameters:
+                state = optimizer.state.get(weight, {}).get(kind)
+                if state is None or name not in means:
+                    continue
+                decay = _decay_of(kind, groups[id(weight)]) if steps else None
+                if decay is None:
+                    state.copy_(means[name])
+                else:
+                    # Their difference first: it is what steps have added, and must not round below zero.
+                    added = _wide(state).sub(self._began[kind][name], alpha=decay**steps)
+                    state.copy_(added.add_(means[name], alpha=decay**steps))
+        self.abort()
         self.exchanges += 1
 
     def abort(self) -> None:
-        """Forgets the means: the optimizer's state stays as it was."""
-        self._means = []
+        """Forgets what is due, and the means: the optimizer's state stays as it was."""
+        self._began, self._means = {}, {}
+
+    def state_dict(self) -> Saved:
+        """Of an average in flight that has ended, what it needs, by kind and name."""
+        saved: Saved = {_MEANS.format(kind): dict(parts) for kind, parts in self._means.items() if parts}
+        return saved | {_BEGAN.format(kind): dict(self._began[kind]) for kind, parts in self._means.items() if parts}
+
+    def load_state_dict(self, saved: Saved, parameters: NamedParameters) -> None:
+        """Takes out of `saved` what `state_dict` returned for some parameters, to their devices."""
+        devices = {name: weight.device for name, weight in parameters}
+
+        def taken(form: str) -> States:
+            held = {kind: pop_named(saved, form.format(kind), list(devices)) for kind in self._every}
+            return {
+                kind: {name: each.to(devices[name], copy=True) for name, each in parts.items()}
+                for kind, parts in held.items()
+                if parts
+            }
+
+        self._began, self._means = taken(_BEGAN), taken(_MEANS)
+
+
+def _wide(state: Tensor, copy: bool = False) -> Tensor:
+    return state.detach().to(torch.promote_types(state.dtype, torch.float32), copy=copy)
+
+
+def _decay_of(kind: str, group: Mapping[str, Any]) -> float | None:
+    """The factor on a kind of state in each step, by a group of its optimizer; None where that does not tell."""
+    if kind == "momentum_buffer":
+        return float(group["momentum"]) if "momentum" in group else None
+    betas = group.get("betas", ())
+    return float(betas[_BETAS[kind]]) if kind in _BETAS and len(betas) > _BETAS[kind] else None

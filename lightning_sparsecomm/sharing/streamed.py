@@ -23,13 +23,13 @@ from lightning_sparsecomm.sharing.starts import change_from
 from lightning_sparsecomm.sharing.takeover import mask_momentum_
 
 
-def check_delay(delay: int, mix: Mix, least_every: int) -> None:
-    """Raises `ValueError` unless an exchange can be applied so many steps after its start."""
+def check_delay(delay: int, mix: Mix, most_every: float) -> None:
+    """Raises `ValueError` unless an exchange can be applied so many steps after its start, `most_every` at most."""
     check_whole_number("delay", delay, 0, "optimizer steps between an exchange's start and its use", "Use 0 to wait.")
-    if 0 < delay >= least_every:
+    if 0 < delay >= most_every:
         raise ValueError(
-            f"delay must be below every, {least_every} steps, so that an exchange has arrived before the next one of"
-            f" the same weights starts; got {delay}. Use a larger every, or delay={least_every - 1}."
+            f"delay must be below every, {most_every:.0f} steps, so that an exchange has arrived before the next one of"
+            f" the same weights starts; got {delay}. Use a larger every, or delay={most_every - 1:.0f}."
         )
     if mix != "keep" and not (is_number(mix) and 0 <= mix < 1):
         raise ValueError(
@@ -43,6 +43,8 @@ class Streamed(Delayed, Protocol):
     delay: int
     mix: Mix
 
+    def delay_at(self, step: int, epoch: float) -> int: ...
+
 
 class StreamedShare(InFlightShare[dict[str, Tensor]], DeltaShare):
     """A `DeltaShare` whose exchange starts after one step and is applied `delay` steps later.
@@ -52,13 +54,15 @@ class StreamedShare(InFlightShare[dict[str, Tensor]], DeltaShare):
 
     Memories, selection, coding and collectives run in the stream's thread. Who needs the memories meanwhile, such as a
     save, waits for it. The anchor does not change before t + τ. When training ends, what is in flight is applied first,
-    and what was trained since is exchanged as without delay.
+    and what was trained since is exchanged as without delay; so is all while a schedule has an exchange in each step.
 
     Source: Douillard et al. 2025, Streaming DiLoCo, which mixes. To keep what was trained meanwhile is ours.
 
     Attributes:
-        stream, delay: Where its exchanges take place, and steps between the start of one and its use.
+        stream, delay: Where its exchanges take place, and steps between the start of the last one and its use.
     """
+
+    sync: Streamed
 
     def __init__(
         self,
@@ -70,19 +74,16 @@ class StreamedShare(InFlightShare[dict[str, Tensor]], DeltaShare):
         own: Own = all_of,
         stream: Stream | None = None,
     ) -> None:
-        self.delay, self._mix = sync.delay, sync.mix
-        self.stream = stream or Stream(wire)
+        self.delay, self.stream = sync.delay, stream or Stream(wire)
         self._arrived: Arrived | None = None
         # The weights when the exchange in flight started, by name, and the step after which it is applied.
         self._began: dict[str, Tensor] = {}
         self._arrives = 0
         # What taking it back needs: steps before its start, and what the user had set by then.
         self._steps_before, self._noticed = 0, SetWeights()
-        # Whether an exchange was taken back, and is to be made again.
-        self._again = False
-        # Whether weights may differ from the anchors.
-        self._apart = False
-        self._turn: Literal["start", "land", "end"] = "start"
+        # Whether an exchange was taken back, and is to be made again; whether weights may differ from the anchors.
+        self._again = self._apart = False
+        self._turn: Literal["start", "land", "whole"] = "start"
         super().__init__(sync, optimizer, parameters, wire, fragment, own)
 
     def extend(self, parameters: NamedParameters) -> None:
@@ -91,7 +92,7 @@ class StreamedShare(InFlightShare[dict[str, Tensor]], DeltaShare):
 
     @property
     def closes_round(self) -> bool:
-        return self._turn == "start"
+        return self._turn == "start" or (self._turn == "whole" and not self._last)
 
     @property
     def trained(self) -> int:
@@ -109,8 +110,10 @@ class StreamedShare(InFlightShare[dict[str, Tensor]], DeltaShare):
         super().after_step()
 
     def prepare(self, turn: Turn) -> None:
-        self._turn = "end" if turn.kind == "end" else "land" if self.under_way else "start"
-        if self._turn == "end":
+        waits = turn.kind == "end" or not (self.under_way or self.sync.delay_at(turn.step, turn.epoch))
+        self._turn = "whole" if waits else "land" if self.under_way else "start"
+        if waits:
+            self._again = False
             self._finish()
             self._apply()
             super().prepare(turn)
@@ -118,13 +121,13 @@ class StreamedShare(InFlightShare[dict[str, Tensor]], DeltaShare):
             self._start(turn)
 
     def exchange(self) -> None:
-        if self._turn == "end":
+        if self._turn == "whole":
             super().exchange()
         elif self._turn == "land":
             self._finish()
 
     def commit(self) -> None:
-        if self._turn == "end":
+        if self._turn == "whole":
             super().commit()
             self._apart = False
         elif self._turn == "land":
@@ -143,7 +146,7 @@ class StreamedShare(InFlightShare[dict[str, Tensor]], DeltaShare):
         return super().to_hand_out() + [(weight, weight.detach()) for weight, _ in self.in_common()]
 
     def handed_out(self) -> None:
-        if self._turn == "end":
+        if self._turn == "whole":
             super().handed_out()
 
     def abort(self) -> None:
@@ -155,32 +158,30 @@ class StreamedShare(InFlightShare[dict[str, Tensor]], DeltaShare):
 
     def take_back(self) -> None:
         """As if the exchange in flight had not begun; it is due again. Weights have gone on, and stay as they are."""
-        if self._turn == "end":
+        if self._turn == "whole":
             super().take_back()
         elif self.under_way:
             self._void()
-            self.channel.abort()
+            self._moments.abort()
             self._arrived, self._began, self._again = None, {}, True
             self.steps += self._steps_before
             self._set_weights.found = self._noticed.found | self._set_weights.found
 
-    def shared_weights(self) -> list[tuple[Tensor, Tensor]]:
-        return self.anchored.pairs(self.parameters) + self.others.pairs() if self._apart else []
-
     def state_dict(self) -> Saved:
         self._finish_between_turns()
-        saved = super().state_dict()
         ours: Saved = {"apart": dict.fromkeys((*self.anchors, *self.others.values), True) if self._apart else {}}
         if self._arrived is not None:
-            ours |= saved_arrived(self._arrived, self._began)
+            ours |= saved_arrived(self._arrived, self._began) | self._moments.state_dict()
         if self.under_way:
             # Also after an error, which ranks that exchange other parts of the model may not have met.
             ours[IN_FLIGHT] = dict.fromkeys(self.all_names, self._arrives)
-        return saved | add_prefix(type(self.sync).__name__, {kind: parts for kind, parts in ours.items() if parts})
+        ours = {kind: parts for kind, parts in ours.items() if parts}
+        return super().state_dict() | add_prefix(type(self.sync).__name__, ours)
 
     def load_state_dict(self, saved: Saved) -> None:
         ours = strip_prefix(type(self.sync).__name__, saved)
         arrived, self._began = load_arrived(ours, self.parameters)
+        self._moments.load_state_dict(ours, self.parameters)
         arrives = pop_named(ours, IN_FLIGHT, self.all_names)
         self._arrived = arrived if arrives else None
         self._arrives = max(arrives.values(), default=0)
@@ -193,34 +194,35 @@ class StreamedShare(InFlightShare[dict[str, Tensor]], DeltaShare):
         # An error that was found between turns is raised when the exchange would have landed.
         return self._flight is not None or self._arrived is not None or self.failure is not None
 
-    def _look(self) -> None:
+    @property
+    def _differs(self) -> bool:
         # Steps count from the last start, and weights differ until the end.
-        self._set_weights.look(self.parameters, trained=self._apart or self.steps > 0)
+        return self._apart
 
     def _start(self, turn: Turn) -> None:
         self._bind()
-        self._arrives, self._again = turn.step + self.delay, False
-        self._steps_before, self.steps = self.steps, 0
+        self.delay, self._again = self.sync.delay_at(turn.step, turn.epoch), False
+        self._arrives, self._steps_before, self.steps = turn.step + self.delay, self.steps, 0
         # A collective of all ranks, where nodes have several.
         beside = self.stream.wire(UPDATES)
+        self._moments.start(self.optimizer, self.parameters, later=True)
         if not self.parameters:
             self._arrived = Arrived({}, {}, {})
             return
         with self.wire.ledger.exchanging():
             weights = {name: weight.detach().clone() for name, weight in self.parameters}
             changes = [change_from(weight, self.anchored.of(name)) for name, weight in weights.items()]
-            self._began = weights if self._mix == "keep" else {}
+            self._began = weights if self.sync.mix == "keep" else {}
             # What is set from now on belongs to the next exchange.
             self._noticed = self._set_weights.take()
             sent, context = scaled(changes, self.weight), self._context(turn, "weight update")
-            work = partial(fly, self.channel, sent, weights, self._noticed, context)
+            work = partial(fly, self.channel, sent, weights, self._noticed, self._moments, context)
             self._flight = self.stream.start(work, beside)
 
     def _finish(self) -> None:
         """Waits for what is in flight, and lets memories forget what was sent. Nothing is applied yet."""
         with self.wire.ledger.exchanging():
-            landed = self._land()
-            if landed is None:
+            if (landed := self._land()) is None:
                 return
             set_means, exchanged = landed
             if set_means and self.wire.rank == 0:
@@ -238,8 +240,9 @@ class StreamedShare(InFlightShare[dict[str, Tensor]], DeltaShare):
             arrived, self._arrived = self._arrived, None
             # What was set in flight stays as it is: the next exchange averages it.
             weights = [named for named in self.parameters if named[0] not in self._set_weights.found]
-            arrived.move(self.anchored, weights, self._began, self._mix)
+            arrived.move(self.anchored, weights, self._began, self.sync.mix)
             self._began = {}
             self._set_weights.note(self.parameters)
+            self._moments.commit(self.optimizer, self.parameters, self.steps)
             if arrived.sent:
                 mask_momentum_(self.optimizer, self.parameters, arrived.sent_of(self.parameters), self.layout)

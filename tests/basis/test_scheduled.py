@@ -14,6 +14,7 @@ from lightning_sparsecomm.basis.scheduled import (
     density_at,
     every_at,
     least_every,
+    most_every,
 )
 from lightning_sparsecomm.basis.schedules import Exponential, Stages
 
@@ -55,3 +56,4 @@ def test_schedules_must_give_numbers() -> None:
     check_density("p", Odd(10))
     check_every("h", Odd(0))
     assert [least_every(every) for every in (4, Stages([9, 3], steps=[0, 5]), Odd(7))] == [4, 3, 1]
+    assert [most_every(every) for every in (4, Stages([3, 9], steps=[0, 5]), Odd(7))] == [4, 9, math.inf]

@@ -207,11 +207,20 @@ def test_gpu_says_that_there_is_none(monkeypatch: pytest.MonkeyPatch, capsys: py
 def test_coding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--positions=2000", "--reference-positions=300", "--rounds=2", "--densities", "0.1", "0.01"]
     monkeypatch.setattr("sys.argv", ["coding.py", *arguments, f"--output={tmp_path}/out.json"])
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
     runpy.run_path(str(BENCHMARKS / "coding.py"), run_name="__main__")
     written = json.loads((tmp_path / "out.json").read_text())
     # Six ways to write, and the choice, at two densities; in two directions, by two kernels.
     assert (len(written["bits"]), len(written["seconds"])) == (14, 56)
     assert "| Golomb() | 0.01 |" in capsys.readouterr().out
+    monkeypatch.setattr("sys.argv", ["coding.py", "--payloads", "sparse_loco()", "--elements=81920", "--rounds=2"])
+    runpy.run_path(str(BENCHMARKS / "coding.py"), run_name="__main__")
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| `sparse_loco()` | 1,280 |")]
+    assert 9.5 < float(row.split("|")[3]) < 10.3
+    monkeypatch.setattr("sys.argv", ["coding.py", "--payloads", "diloco()"])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(BENCHMARKS / "coding.py"), run_name="__main__")
+    assert "payloads must be methods with one sparse codec; got diloco(every=500)" in capsys.readouterr().err
 
 
 def test_entropy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

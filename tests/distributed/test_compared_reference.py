@@ -79,7 +79,8 @@ def _train(
         average = average_of(average, weights, step) if step else weights.clone()
         found["weights"].append(weights.numpy().copy())
         share = next(iter(engine.registry.optimizers[0].shares.values()))
-        found["residual"] += [flat(each.held["residual"].parts) for each in share.channel.residuals]
+        channels = [unit.channel for unit in getattr(share, "fragments", [share])]
+        found["residual"] += [flat(each.held["residual"].parts) for channel in channels for each in channel.residuals]
     found["average"] = [average.numpy()]
     if every_step:
         engine.settle()
@@ -153,6 +154,45 @@ def test_federated_averaging_with_a_fraction_and_weights(tmp_path: Path) -> None
         for trained, own in zip(ranks, local):
             np.testing.assert_allclose(trained["weights"][step], own, rtol=1e-9, atol=1e-9)
     assert len(rounds) == 3 and all(len(clients) == 2 for clients in rounds)
+
+
+@pytest.mark.parametrize("average_moments", [True, False])
+def test_post_local_sgd_is_ddp_and_then_streams(tmp_path: Path, average_moments: bool) -> None:
+    """Later, each of two fragments is exchanged every 4 steps, two steps apart, and used a step after that.
+
+    Momentum that is averaged counts as if its mean had been there from the start.
+    """
+    first, every, delay = 10, 4, 1
+    method = post_local_sgd(first, every, average_moments=average_moments, fragments=2, delay=delay)
+    ranks = run_ranks(tmp_path, 3, _train, method, dense, 0.9)
+    tensors = np.split(np.arange(sum(SIZES)), np.cumsum(SIZES)[:-1])
+    fragments = [np.concatenate(tensors[number::2]) for number in range(2)]
+    weights = [starting_weights().astype(np.float64) for _ in range(3)]
+    momenta = [np.zeros(sum(SIZES)) for _ in range(3)]
+    # By fragment: what weights were when its exchange began, and momenta that began as their mean.
+    flights: dict[int, tuple[int, list[np.ndarray], list[np.ndarray]]] = {}
+    landed = 0
+    for step in range(STEPS):
+        gradients = [dense(rank, step) for rank in range(3)]
+        momenta = [0.9 * momentum + gradient for momentum, gradient in zip(momenta, gradients)]
+        weights = [own - 0.1 * momentum for own, momentum in zip(weights, momenta)]
+        for _, _, prompt in flights.values():
+            for rank, gradient in enumerate(gradients):
+                prompt[rank] = 0.9 * prompt[rank] + gradient
+        for number, places in enumerate(fragments):
+            if step < first or (step + 1 - 2 * (number + 1)) % every == 0:
+                prompt = [np.mean(momenta, axis=0)] * 3 if average_moments else [each.copy() for each in momenta]
+                flights[number] = step + delay * (step >= first), [own.copy() for own in weights], prompt
+            if number in flights and flights[number][0] == step:
+                _, began, prompt = flights.pop(number)
+                mean = np.mean(began, axis=0)
+                for own, then, momentum, other in zip(weights, began, momenta, prompt):
+                    own[places] = mean[places] + (own[places] - then[places])
+                    momentum[places] = other[places]
+                landed += step >= first
+        for trained, own in zip(ranks, weights):
+            np.testing.assert_allclose(trained["weights"][step], own, rtol=1e-9, atol=1e-9)
+    assert landed > 4
 
 
 @pytest.mark.parametrize("average_moments", [True, False])

@@ -17,6 +17,7 @@ from lightning_sparsecomm.methods import des_loc, diloco, federated_averaging, m
 from lightning_sparsecomm.run.engine import Engine
 from lightning_sparsecomm.sharing import Method
 from lightning_sparsecomm.sharing.delta_share import DeltaShare
+from lightning_sparsecomm.sharing.fragments import FragmentedShare
 from lightning_sparsecomm.sharing.share import Share
 from lightning_sparsecomm.sharing.streamed import Mix
 from tests.distributed.launch import run_ranks
@@ -351,10 +352,15 @@ def test_fragments_and_delays_step_by_step(tmp_path: Path, name: str) -> None:
             np.testing.assert_allclose(held, residual, rtol=2e-5, atol=2e-6 * scale)
 
 
+@pytest.mark.parametrize("delay", [0, 2])
 @pytest.mark.parametrize("adam", [True, False], ids=["adam", "momentum"])
-def test_moments_are_averaged_less_often_than_weights(tmp_path: Path, adam: bool) -> None:
-    """DES-LOC: every 3 steps the weights, every 6 the first moment, every 12 the second; not after the last step."""
-    ranks = run_ranks(tmp_path, WORLD_SIZE, _train, des_loc(every=3, first_every=2, second_every=4), adam, 1, True)
+def test_moments_are_averaged_less_often_than_weights(tmp_path: Path, adam: bool, delay: int) -> None:
+    """DES-LOC: every 3 steps the weights, every 6 the first moment, every 12 the second; not after the last step.
+
+    With a delay, ranks train on with moments of their own. Those that began as the mean take their place later.
+    """
+    method = des_loc(every=3, first_every=2, second_every=4, delay=delay)
+    ranks = run_ranks(tmp_path, WORLD_SIZE, _train, method, adam, 1, True)
     start = starting_weights().astype(np.float64)
     optimizers: list[Any] = [Adam(0.01, eps=EPSILON) if adam else SGD(0.1, 0.9) for _ in range(WORLD_SIZE)]
     first = "first" if adam else "buffer"
@@ -362,20 +368,27 @@ def test_moments_are_averaged_less_often_than_weights(tmp_path: Path, adam: bool
     all_gradients = [gradients_of(rank) for rank in range(WORLD_SIZE)]
     assert STEPS > 12
 
-    def average(kind: str) -> None:
-        mean = np.mean([getattr(optimizer, kind) for optimizer in optimizers], axis=0)
-        for optimizer in optimizers:
-            setattr(optimizer, kind, mean.copy())
-
+    # As the others would be, had the means been there at once; and what weights were then, and their mean.
+    prompt: list[Any] = []
+    began, mean = weights, start
+    kinds: list[str] = []
     for step in range(STEPS):
         moved = zip(optimizers, weights, all_gradients)
         weights = [optimizer.step(own, gradients[step].astype(np.float64)) for optimizer, own, gradients in moved]
+        for optimizer, gradients in zip(prompt, all_gradients):
+            optimizer.step(start, gradients[step].astype(np.float64))
         if (step + 1) % 3 == 0:
-            weights = [np.mean(weights, axis=0)] * WORLD_SIZE
-        if (step + 1) % 6 == 0:
-            average(first)
-        if (step + 1) % 12 == 0 and adam:
-            average("second")
+            began, mean, prompt = weights, np.mean(weights, axis=0), copy.deepcopy(optimizers)
+            kinds = [first] * ((step + 1) % 6 == 0) + ["second"] * ((step + 1) % 12 == 0 and adam)
+            for kind in kinds:
+                average = np.mean([getattr(optimizer, kind) for optimizer in optimizers], axis=0)
+                for optimizer in prompt:
+                    setattr(optimizer, kind, average.copy())
+        if step >= delay and (step + 1 - delay) % 3 == 0 and step > 1:
+            weights = [mean + (own - then) for own, then in zip(weights, began)]
+            for optimizer, other in zip(optimizers, prompt):
+                for kind in kinds:
+                    setattr(optimizer, kind, getattr(other, kind).copy())
         for trained, own, optimizer in zip(ranks, weights, optimizers, strict=True):
             np.testing.assert_allclose(trained.weights[step], own, rtol=1e-10, atol=1e-12)
             np.testing.assert_allclose(trained.momentum[step], getattr(optimizer, first), rtol=1e-10, atol=1e-12)
@@ -383,6 +396,47 @@ def test_moments_are_averaged_less_often_than_weights(tmp_path: Path, adam: bool
     assert STEPS % 3, "so that the last exchange is that of the end"
     # One number for each element, one for each tensor; moments have a row of their own.
     assert ranks[0].handed_bytes == (STEPS // 3 + 1) * 8 * (n + len(SIZES))
+
+
+def _trained_sent_and_held(rank: int, method: Method, every_step: bool) -> tuple[Vector, Vector, Vector]:
+    """What the optimizer of a rank has changed in a whole training, what the rank sent, and what it holds back."""
+    module = Parameters()
+    engine = Engine(recorded(method), Wire())
+    engine.registry.add_module(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    trained = np.zeros(sum(SIZES))
+    for gradient in gradients_of(rank):
+        for parameter, part in zip(module.parameters(), torch.from_numpy(gradient).split(SIZES)):
+            parameter.grad = part.clone().view(parameter.shape)
+        with engine.stepping(optimizer):
+            engine.synchronize(optimizer)
+            before = flat(p.detach() for p in module.parameters()).astype(np.float64)
+            optimizer.step()
+            trained += flat(p.detach() for p in module.parameters()) - before
+        if every_step:
+            _state(engine)  # As a save would, it waits for what is in flight.
+    engine.settle()
+    share = _share(engine)
+    sent = dict.fromkeys((f"parts.{number}" for number in range(len(SIZES))), 0.0)
+    for unit in share.fragments if isinstance(share, FragmentedShare) else [share]:
+        exchange = unit.channel.exchange
+        assert isinstance(exchange, Recording)
+        for each in exchange.sent:
+            assert isinstance(each, SparseVector)
+            for segment, part in zip(unit.layout.segments, unit.layout.flats(each.dense()), strict=True):
+                sent[segment.name] = sent[segment.name] + part.double().numpy()
+    held = _whole(_state(engine)["DeltaSync.ErrorFeedback"]).astype(np.float64)
+    engine.close()
+    return trained, np.concatenate([np.broadcast_to(part, size) for part, size in zip(sent.values(), SIZES)]), held
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize(("fragments", "delay"), [(1, 0), (1, 1), (1, 5), (2, 0), (3, 2), (4, 5)])
+def test_in_fragments_and_late_all_that_has_changed_is_sent_or_held(tmp_path: Path, fragments: int, delay: int) -> None:
+    method = sbc(0.02, every=6, fragments=fragments, delay=delay)
+    for trained, sent, held in run_ranks(tmp_path, WORLD_SIZE, _trained_sent_and_held, method, delay == 5):
+        assert np.abs(sent).max() > 0 and np.abs(held).max() > 0
+        np.testing.assert_allclose(sent + held, trained, rtol=1e-5, atol=1e-5 * np.abs(trained).max())
 
 
 def _sent_and_held(rank: int, method: Method) -> tuple[Vector, Vector, Vector]:

@@ -92,6 +92,7 @@ CASES = {
     "muon, in fragments in flight": Case(methods.diloco(every=3, fragments=2, delay=1), muon),
     "des_loc": Case(methods.des_loc(every=2, first_every=1, second_every=2), adamw),
     "des_loc, in fragments": Case(methods.des_loc(every=3, first_every=1, second_every=2, fragments=3), adamw),
+    "des_loc, in flight": Case(methods.des_loc(every=3, first_every=1, second_every=2, fragments=2, delay=1), adamw),
     "gradients and changes": Case(mixed(), adamw),
 }
 QUICK = "sbc, in fragments in flight", "diloco", "sparse_loco", "des_loc", "gradients and changes"
@@ -323,7 +324,7 @@ def test_a_last_exchange_that_fails_leaves_what_had_arrived_before_it_on_all_ran
 
         def fail() -> None:
             exchange()
-            if share._turn == "end" and rank in (0, 1):  # type: ignore[attr-defined]
+            if share._turn == "whole" and rank in (0, 1):  # type: ignore[attr-defined]
                 raise ValueError("damaged")
 
         share.exchange = fail  # type: ignore[method-assign]

@@ -42,6 +42,7 @@ METHODS: dict[str, Callable[[], Method]] = {
     "sbc": lambda: methods.sbc(0.1, every=3),
     "sbc, ahead": lambda: methods.sbc(0.1, every=3, residual_in_weights=True),
     "sparse_loco": lambda: methods.sparse_loco(every=3),
+    "sbc, streamed": lambda: methods.sbc(0.1, every=3, fragments=2, delay=2),
 }
 
 # A sketch gives back estimates, and a residual that decays forgets: these lose something in any world.
@@ -88,6 +89,10 @@ def _total(held: dict[str, dict[str, Tensor]], module: Network) -> dict[str, np.
         # Weights that are ahead have the residual in them.
         if name in held.get("DeltaSync.ErrorFeedback", {}) and not held.get("DeltaSync.ahead", {}).get(name):
             total = total + held["DeltaSync.ErrorFeedback"][name].double()
+        # What is in flight: sent, in no residual any more, and neither in the weights.
+        if name in (flying := held.get("DeltaSync.in flight, mean", {})):
+            began, anchor = (held[f"DeltaSync.{kind}"][name] for kind in ("in flight, weights at its start", "anchor"))
+            total = total + flying[name].double() - (began.double() - anchor.double())
         found[name] = total.numpy().copy()
     return found
 

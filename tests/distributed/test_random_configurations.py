@@ -148,7 +148,7 @@ def method_of(drawn: random.Random) -> Method:
         lambda: drawn.choice([methods.onebit_sgd, methods.ef_signsgd])(),
         lambda: drawn.choice([methods.parallax, methods.omnireduce])(),
         lambda: methods.sparcml(density=density, bucket=drawn.choice([16, 512])),
-        lambda: methods.post_local_sgd(dense_steps=2, every=every),
+        lambda: methods.post_local_sgd(dense_steps=2, every=every, delay=min(every - 1, drawn.choice([0, 1]))),
         lambda: methods.federated_averaging(every=every, fraction=0.5),
         lambda: methods.sketched_sgd(density=density, columns=20, recovery="heavymix"),
         lambda: methods.onebit_adam(warmup_steps=drawn.choice([1, 4])),

@@ -178,7 +178,7 @@ class Clamp(pl.Callback):
 def _following() -> Method:
     """Its form for longer runs exchanges in every second step."""
     often, seldom = (methods.dgc(0.02, warmup_steps=4, every=every) for every in (1, 2))
-    return often.following(lambda steps: seldom if steps > 2 * BATCHES else often)
+    return often.following(lambda steps, ranks: seldom if steps > 2 * BATCHES else often)
 
 
 CASES: dict[str, tuple[Callable[[], Method], dict[str, Any], Callable[[], tuple[pl.Callback, ...]]]] = {
@@ -220,11 +220,16 @@ CASES: dict[str, tuple[Callable[[], Method], dict[str, Any], Callable[[], tuple[
     "sbc, ahead": (lambda: methods.sbc(0.02, every=4, residual_in_weights=True), {"adam": True}, tuple),
     "sbc, two optimizers": (lambda: methods.sbc(0.02, every=5), {"two": True}, tuple),
     "federated_averaging": (lambda: methods.federated_averaging(every=4), {}, tuple),
-    "diloco": (lambda: methods.diloco(every=4, delay=2, mix=0.5), {"adam": True}, tuple),
+    "diloco": (lambda: methods.diloco(every=4, delay=3, mix=0.5), {"adam": True}, tuple),
     "sparse_loco": (lambda: methods.sparse_loco(every=4, fragments=2, delay=1), {"adam": True}, tuple),
     "streaming_diloco": (lambda: methods.streaming_diloco(every=4, delay=1), {"adam": True}, tuple),
     "muloco": (lambda: methods.muloco(every=3), {}, tuple),
     "des_loc": (lambda: methods.des_loc(every=2, first_every=2, second_every=3), {"adam": True}, tuple),
+    "des_loc, in flight": (
+        lambda: methods.des_loc(every=4, first_every=1, second_every=1, fragments=2, delay=3),
+        {"adam": True},
+        tuple,
+    ),
     "sketched_sgd": (lambda: methods.sketched_sgd(density=0.02, columns=40, candidates=2), {}, tuple),
     "s2_reducer": (lambda: methods.s2_reducer(block_size=8), {"adam": True}, tuple),
     "powersgd": (lambda: methods.powersgd(1, dense_steps=3), {}, tuple),
@@ -250,6 +255,11 @@ CASES: dict[str, tuple[Callable[[], Method], dict[str, Any], Callable[[], tuple[
     "omnireduce": (lambda: methods.omnireduce(block_density=0.3, block_size=8), {}, tuple),
     "sparcml": (lambda: methods.sparcml(density=0.1, bucket=32), {"adam": True}, tuple),
     "post_local_sgd": (lambda: methods.post_local_sgd(dense_steps=9, every=4), {"adam": True}, tuple),
+    "post_local_sgd, in flight": (
+        lambda: methods.post_local_sgd(dense_steps=3, every=4, fragments=2, delay=3),
+        {},
+        tuple,
+    ),
     "heavymix": (lambda: methods.sketched_sgd(0.1, columns=40, recovery="heavymix"), {}, tuple),
     "clients": (lambda: methods.federated_averaging(every=4, fraction=0.5, weights=[1, 2]), {"adam": True}, tuple),
     "onebit_adam": (lambda: methods.onebit_adam(warmup_steps=4, clip=0.5), {"adam": True}, tuple),
@@ -286,6 +296,8 @@ QUICK = [
     "sbc, two optimizers",
     "sketched_sgd",
     "powersgd",
+    "diloco",
+    "des_loc, in flight",
     "sbc, moving average",
     "sbc, loss scaler",
 ]

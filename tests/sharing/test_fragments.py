@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from lightning_sparsecomm.basis import Stages, Wire
+from lightning_sparsecomm.basis import Exponential, Stages, Wire
+from lightning_sparsecomm.basis.schedules import every_at
 from lightning_sparsecomm.channel import Channel, ErrorFeedback
 from lightning_sparsecomm.codecs import SparseCodec, TopK
 from lightning_sparsecomm.exchange import DenseAllReduce, Gather
@@ -93,6 +94,29 @@ def test_each_fragment_is_due_once_in_every_so_many_steps(every: int, count: int
         assert all(b - a == every for a, b in itertools.pairwise(each))
     assert len({step for each in times for step in each}) == 5 * count
     assert times[-1][0] == every - 1
+
+
+SCHEDULES = {
+    "rising": (Exponential(1, 40, steps=600), 3),
+    "falling": (Exponential(40, 6, steps=600), 4),
+    "in stages": (Stages([1, 12, 30], steps=[0, 100, 301]), 5),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_no_fragment_waits_long_where_a_schedule_changes_every(wire: Wire, name: str) -> None:
+    every, count = SCHEDULES[name]
+    module = layers()
+    share = started(DeltaSync(DENSE, every=every, fragments=count), wire, module)
+    waited, exchanges = [0] * count, [0] * count
+    for number in range(900):
+        for fragment, due in enumerate(step(module, share, number, by=0.0)):
+            waited[fragment] += 1
+            assert waited[fragment] <= 1.2 * every_at(every, number, 0.0)
+            if due:
+                waited[fragment], exchanges[fragment] = 0, exchanges[fragment] + 1
+    expected = sum(1 / every_at(every, number, 0.0) for number in range(900))
+    assert all(0.95 * expected < each < 1.15 * expected + 1 for each in exchanges)
 
 
 def test_only_the_fragment_that_is_due_moves_its_anchor(wire: Wire) -> None:

@@ -1,6 +1,7 @@
 """Averages of an optimizer's own state. A whole training is compared in tests/distributed/test_delta_reference.py."""
 
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -33,8 +34,9 @@ def _held(rank: int, holders: list[bool]) -> tuple[list[list[float]], list[int]]
             }
     moments, found, handed = Moments(ADAM), [], []
     for _ in range(2):
-        moments.exchange(optimizer, parameters, wire)
-        moments.commit()
+        moments.start(optimizer, parameters, later=False)
+        moments.average(parameters, wire)
+        moments.commit(optimizer, parameters)
         states = [optimizer.state.get(weight, {}) for _, weight in parameters]
         found.append([state[kind][0].item() if state else -1.0 for kind in ADAM for state in states])
         handed.append(wire.ledger.handed_bytes(PARAMETERS))
@@ -60,11 +62,85 @@ def test_what_is_aborted_changes_nothing(wire: Wire) -> None:
     optimizer = torch.optim.Adam([weight])
     optimizer.state[weight] = {"exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2)}
     moments = Moments(ADAM)
-    moments.exchange(optimizer, [("weight", weight)], wire)
+    moments.start(optimizer, [("weight", weight)], later=False)
+    moments.average([("weight", weight)], wire)
     moments.abort()
-    moments.commit()
+    moments.commit(optimizer, [("weight", weight)])
     assert optimizer.state[weight]["exp_avg"].tolist() == [1.0, 1.0]
     assert moments.exchanges == 1
+
+
+KINDS: dict[str, Any] = {
+    "Adam": partial(torch.optim.Adam, betas=(0.8, 0.99)),
+    "Adam, bfloat16": partial(torch.optim.Adam, betas=(0.8, 0.99)),
+    "SGD": partial(torch.optim.SGD, momentum=0.7, dampening=0.2),
+}
+if hasattr(torch.optim, "Muon"):  # Since torch 2.9.
+    KINDS["Muon"] = partial(torch.optim.Muon, momentum=0.7)
+
+
+def _late(rank: int, name: str, steps: int) -> list[torch.Tensor]:
+    """A rank's moments where a mean came so many steps late, and what they would be had it been there at once."""
+    dtype = torch.bfloat16 if "bfloat16" in name else torch.float64
+    drawn = torch.Generator().manual_seed(rank)
+    gradients = [torch.randn(3, 2, generator=drawn, dtype=torch.float64) for _ in range(3 + steps)]
+    late, prompt = [nn.Parameter(torch.ones(3, 2, dtype=dtype)) for _ in range(2)]
+    optimizers = [KINDS[name]([weight], lr=0.1) for weight in (late, prompt)]
+    moments = Moments({"exp_avg": 1, "exp_avg_sq": 1, "momentum_buffer": 1})
+    for step, gradient in enumerate(gradients):
+        for weight, optimizer in zip((late, prompt), optimizers, strict=True):
+            weight.grad = gradient.to(dtype)
+            optimizer.step()
+        if step == 2:
+            moments.start(optimizers[0], [("weight", late)], later=True)
+            other = Moments({"exp_avg": 1, "exp_avg_sq": 1, "momentum_buffer": 1})
+            other.start(optimizers[1], [("weight", prompt)], later=False)
+            other.average([("weight", prompt)], Wire())
+            other.commit(optimizers[1], [("weight", prompt)])
+    moments.average([("weight", late)], Wire())
+    moments.commit(optimizers[0], [("weight", late)], steps)
+    found = [optimizer.state[weight] for weight, optimizer in zip((late, prompt), optimizers, strict=True)]
+    return [torch.stack([state[kind].double() for kind in sorted(state) if kind != "step"]) for state in found]
+
+
+@pytest.mark.parametrize("steps", [1, 5])
+@pytest.mark.parametrize("name", KINDS)
+def test_a_mean_that_comes_late_counts_as_if_it_had_been_there_from_the_start(name: str, steps: int) -> None:
+    tolerance = 0.02 if "bfloat16" in name else 1e-12
+    for late, prompt in run_ranks(3, _late, name, steps):
+        torch.testing.assert_close(late, prompt, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("steps", [1, 400])
+def test_a_second_moment_never_falls_below_zero(wire: Wire, steps: int) -> None:
+    """Where gradients have vanished, this rank's own part of it is nothing but round-off."""
+    weight = nn.Parameter(torch.zeros(1000))
+    optimizer = torch.optim.Adam([weight], betas=(0.9, 0.95))
+    torch.manual_seed(0)
+    weight.grad = torch.randn(1000)
+    optimizer.step()
+    moments = Moments({"exp_avg_sq": 1})
+    moments.start(optimizer, [("weight", weight)], later=True)
+    moments.average([("weight", weight)], wire)
+    for mean in moments._means["exp_avg_sq"].values():
+        mean.div_(1000)  # As of a thousand ranks, of which no other has ever had a gradient.
+    for _ in range(steps):
+        weight.grad = torch.zeros(1000)
+        optimizer.step()
+    moments.commit(optimizer, [("weight", weight)], steps)
+    assert optimizer.state[weight]["exp_avg_sq"].min() >= 0
+
+
+def test_state_whose_decay_is_not_known_becomes_the_mean(wire: Wire) -> None:
+    weight = nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.Adagrad([weight], lr=0.1)
+    optimizer.state[weight]["sum"].fill_(3.0)
+    moments = Moments({"sum": 1})
+    moments.start(optimizer, [("weight", weight)], later=True)
+    moments.average([("weight", weight)], wire)
+    optimizer.state[weight]["sum"].fill_(5.0)
+    moments.commit(optimizer, [("weight", weight)], steps=2)
+    assert optimizer.state[weight]["sum"].tolist() == [3.0, 3.0]
 
 
 class Own(torch.optim.Optimizer):
@@ -120,7 +196,6 @@ def test_an_optimizer_with_other_state_is_refused(wire: Wire) -> None:
     ("options", "text"),
     [
         ({"moments": {"exp_avg": 0}}, r"moments\['exp_avg'\] must be a whole number, at least 1"),
-        ({"moments": {"exp_avg": 1}, "every": 4, "delay": 1}, "moments must be None with delay=1"),
     ],
 )
 def test_refuses(options: dict[str, Any], text: str) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from lightning_sparsecomm.basis import Round, Vector, Wire
+from lightning_sparsecomm.basis import Round, Stages, Vector, Wire
 from lightning_sparsecomm.channel import Channel, ErrorFeedback
 from lightning_sparsecomm.channel.saved import Saved
 from lightning_sparsecomm.codecs import PayloadError, SparseCodec, TopK
@@ -196,6 +196,18 @@ def test_a_run_resumes_with_an_exchange_in_flight(wire: Wire, outer: Any, steps:
     assert torch.equal(run.weights, resumed.weights)
 
 
+def test_where_every_is_short_an_exchange_arrives_before_the_next_one_starts(wire: Wire) -> None:
+    """Every step at first, which must wait for it; then every 2 steps, one step late; then every 6, three late."""
+    run = Run(wire, every=Stages([1, 2, 6], steps=[0, 3, 7]), delay=3)
+    start, apart = run.weights, []
+    for made in range(19):
+        run.step()
+        apart.append(round(float((run.weights - run.anchor)[0])))
+        torch.testing.assert_close(run.weights, start + (made + 1) * COUNT)
+    # How many steps weights are ahead of the anchors: after steps 0 to 2, 3 to 6, and later.
+    assert apart == [0, 0, 0, 1, 2, 1, 2, 1, 2, 3, 4, 5, 6, 7, 8, 3, 4, 5, 6]
+
+
 def test_only_a_run_with_a_delay_resumes_with_an_exchange_in_flight(wire: Wire) -> None:
     """Without one, what was sent would be sent again: it is in no residual any more, and not in the anchor yet."""
     flying, landed = Run(wire, SPARSE, 8), Run(wire, SPARSE, 10)
@@ -319,6 +331,7 @@ def test_a_checkpoint_after_an_error_in_flight_says_when_the_exchange_would_have
         ({"delay": -1}, "delay must be a whole number, 0 or more: .* got -1. Use 0 to wait"),
         ({"delay": 1.5}, "delay must be a whole number, 0 or more: .* got 1.5. Use 0 to wait"),
         ({"delay": 4, "every": 4}, "delay must be below every, 4 steps.* got 4. Use a larger every, or delay=3"),
+        ({"delay": 4, "every": Stages([1, 4], steps=[0, 9])}, "delay must be below every, 4 steps.* Use a larger"),
         ({"mix": 1}, "mix must be 'keep', or a share of the local weights from 0 to below 1; got 1"),
         ({"mix": "drop"}, "mix must be 'keep', .* got 'drop'"),
     ],
