@@ -50,9 +50,7 @@ class AdaptiveGolomb(PartialCodec):
         """What `encode` returns, if it has fewer bytes than `limit`. It chooses codes once, to measure and to write."""
         if indices.numel() == size:
             return self.encode(indices, size) if limit > 0 else None
-        kernels = position_kernels_for(indices.device)
-        codes = kernels.choose_codes(indices)
-        return kernels.write_blocks(indices, codes) if kernels.blocks_bits(indices, codes) <= 8 * (limit - 1) else None
+        return position_kernels_for(indices.device).encode_blocks(indices, 8 * (limit - 1))
 
     def estimated_bits(self, indices: Tensor) -> float:
         """About how many bits `write_part` needs for 8,192 positions or more, by one in 16 of them."""

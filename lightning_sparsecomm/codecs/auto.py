@@ -54,14 +54,16 @@ class Auto(IndexCoding):
 
     def _plain(self, indices: Tensor, size: int) -> tuple[IndexCodec, int]:
         """The shortest but for AdaptiveGolomb, and its length in bytes."""
-        count, codecs = indices.numel(), self._others
+        count, bitmap = indices.numel(), Bitmap()
         if _are_many(count, size):
-            codecs = (Bitmap(),)
-        elif count < size and 2 * count > (size + 7) // 8:
-            # Two bytes for each position are more than a bitmap has.
-            codecs = (Bitmap(), Golomb())
-        lengths = [codec.section_bytes(indices, size) for codec in codecs]
-        return codecs[lengths.index(min(lengths))], min(lengths)
+            return bitmap, bitmap.section_bytes(indices, size)
+        *others, golomb = self._others
+        length = golomb.section_bytes(indices, size)
+        if count < size and 2 * count > min(length, (size + 7) // 8):
+            # The others have two bytes for each position, or more.
+            others = [bitmap]
+        lengths = [*(codec.section_bytes(indices, size) for codec in others), length]
+        return [*others, golomb][lengths.index(min(lengths))], min(lengths)
 
     def _may_be_adaptive(self, indices: Tensor, size: int) -> bool:
         many = _are_many(indices.numel(), size)

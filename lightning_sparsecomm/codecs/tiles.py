@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparsecomm.basis.layout import Segment
+from lightning_sparsecomm.kernels import kernels_for
 
 
 class Region(NamedTuple):
@@ -69,21 +70,16 @@ def largest_in_tiles(matrix: Tensor, tile: tuple[int, int], k_of_size: Callable[
     found = []
     for top, bottom, height, left, right, width in regions((rows, columns), tile, matrix.device):
         part = matrix[top:bottom, left:right]
-        blocks = part.unflatten(0, (-1, height)).unflatten(2, (-1, width)).transpose(1, 2)
-        at = _largest_in_rows(blocks.reshape(-1, height * width), k_of_size(height * width))
+        blocks = part.unflatten(0, (-1, height)).unflatten(2, (-1, width)).transpose(1, 2).reshape(-1, height * width)
+        at = kernels_for(blocks.device, blocks.dtype).largest_in_rows(blocks, k_of_size(height * width))
+        if rows == 1:
+            # Tiles are in order.
+            found.append(at.add_(left))
+            continue
         # Where that is: block by block, and row by row in each.
         block, within = at // (height * width), at % (height * width)
         across = (right - left) // width
         row = top + block // across * height + within // width
         found.append(row * columns + left + block % across * width + within % width)
     positions = torch.cat(found) if found else matrix.new_empty(0, dtype=torch.int64)
-    # In a single row, tiles are in order.
     return positions if rows == 1 else positions.sort().values
-
-
-def _largest_in_rows(rows: Tensor, k: int) -> Tensor:
-    """Sorted positions, in the flattened rows, of each row's min(k, non-zeros) largest magnitudes."""
-    largest = rows.abs().topk(k, dim=1, sorted=False)
-    columns = torch.where(largest.values > 0, largest.indices, rows.shape[1]).sort(1).values
-    starts = torch.arange(0, rows.numel(), rows.shape[1], device=rows.device)
-    return (columns + starts[:, None])[columns < rows.shape[1]]

@@ -22,9 +22,9 @@ class ChunkTopK(Selector):
     A chunk is `chunk` consecutive elements of a tensor; the last one may have fewer. With `tiles`, a chunk of a matrix
     is a square of √chunk × √chunk, less at its right and lower edges. A tensor of more dimensions counts as a matrix of
     its first one, and one of a single dimension has chunks. Of m elements, exactly the
-    min(k, non-zeros) largest are sent, with k = min(m, max(1, round(density·m))). Zeros are never sent. `torch.topk`
-    breaks ties for the last places, possibly differently on different devices; ranks need not agree, as each sends the
-    positions it chose. Exact and biased, like `TopK`, but every part of a tensor is represented.
+    min(k, non-zeros) largest are sent, with k = min(m, max(1, round(density·m))). Zeros are never sent. Ties for the
+    last places may be broken differently on different devices; ranks need not agree, as each sends the positions it
+    chose. Exact and biased, like `TopK`, but every part of a tensor is represented.
 
     Source: SparseLoCo (Sarfi et al. 2025), with 64 of 4096. Here a chunk is consecutive in row-major order, whatever
     the tensor's shape; the public code has tiles.

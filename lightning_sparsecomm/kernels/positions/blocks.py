@@ -128,6 +128,11 @@ class BlockKernels:
         _put(words, third_ends[has_third] - 1, thirds[has_third], 1)
         return words.to(torch.int32).view(torch.uint8)[: (total + 7) // 8]
 
+    def encode_blocks(self, indices: Tensor, most_bits: int) -> Tensor | None:
+        """What `write_blocks` returns with the codes of `choose_codes`; None if that has more bits than `most_bits`."""
+        codes = self.choose_codes(indices)
+        return self.write_blocks(indices, codes) if self.blocks_bits(indices, codes) <= most_bits else None
+
     def read_codes(self, section: Tensor, count: int) -> tuple[Tensor, int]:
         """The codes of `count` positions' blocks, and the bit after them. The section has a bit for each block."""
         blocks = -(-count // BLOCK)

@@ -1,5 +1,8 @@
 """Codes that blocks of positions choose for themselves, in numba: one pass over each part of the section."""
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -19,9 +22,11 @@ from lightning_sparsecomm.kernels.positions.blocks import (
 )
 from lightning_sparsecomm.kernels.positions.blocks_reading import padded, read_codes, read_prefixes, read_suffixes
 
-Runs = NDArray[np.uint64]
+Runs = NDArray[np.uint32]
 
 _ONE = np.uint64(1)
+# A bit's word, and its place there.
+_SIX, _LOW = np.uint64(6), np.uint64(63)
 # ⌊x / 3⌋ is ⌊x · _THIRD / 2^33⌋ for x up to 2^32.
 _THIRD = np.uint64(0xAAAAAAAB)
 _THIRD_SHIFT = np.uint64(33)
@@ -31,22 +36,20 @@ class CpuBlockKernels(BlockKernels):
     """Numba kernels on the CPU."""
 
     def choose_codes(self, indices: Tensor) -> Tensor:
-        codes = np.empty(-(-indices.numel() // BLOCK), np.uint8)
-        _choose(indices.contiguous().numpy(), codes)
-        return torch.from_numpy(codes)
+        return torch.from_numpy(_chosen(_runs(indices)))
 
     def blocks_bits(self, indices: Tensor, codes: Tensor) -> int:
-        return sum(_lengths(indices.contiguous().numpy(), codes.numpy()))
+        return sum(_lengths(_runs(indices), codes.numpy()))
 
     def write_blocks(self, indices: Tensor, codes: Tensor) -> Tensor:
-        positions, chosen = indices.contiguous().numpy(), codes.numpy()
-        head, prefixes, suffixes, thirds = _lengths(positions, chosen)
-        total = head + prefixes + suffixes + thirds
-        # Writing a number touches the word of its first bit and the next one, even where it has no bits.
-        words = np.zeros(total // 64 + 2, np.uint64)
-        _write_codes(chosen, words)
-        _write_blocks(positions, chosen, head, head + prefixes, head + prefixes + suffixes, words)
-        return torch.from_numpy(words.view(np.uint8)[: (total + 7) // 8])
+        runs, chosen = _runs(indices), codes.numpy()
+        return _written(runs, chosen, _lengths(runs, chosen))
+
+    def encode_blocks(self, indices: Tensor, most_bits: int) -> Tensor | None:
+        runs = _runs(indices)
+        codes = _chosen(runs)
+        lengths = _lengths(runs, codes)
+        return _written(runs, codes, lengths) if sum(lengths) <= most_bits else None
 
     def read_blocks(self, section: Tensor, count: int, size: int) -> ParsedBlocks:
         words = padded(section.contiguous().numpy())
@@ -78,62 +81,80 @@ def _log(number: np.uint64) -> int:
     return 63 - zeros_before(number)
 
 
-@compiled
-def _block(indices: Positions, first: int, runs: Runs) -> int:
-    """Fills in the runs of the block that begins with position number `first`, and returns how many they are."""
-    count = min(BLOCK, indices.size - first)
-    runs[0] = np.uint64(indices[first] - _before(indices, first) - 1)
-    for i in range(1, count):
-        runs[i] = np.uint64(indices[first + i] - indices[first + i - 1] - 1)
-    return count
+def _runs(indices: Tensor) -> Runs:
+    """The number of zeros before each position."""
+    runs = np.empty(indices.numel(), np.uint32)
+    _fill_runs(indices.contiguous().numpy(), runs)
+    return runs
+
+
+def _chosen(runs: Runs) -> Bytes:
+    codes = np.empty(-(-runs.size // BLOCK), np.uint8)
+    _choose(runs, codes)
+    return codes
+
+
+def _written(runs: Runs, codes: Bytes, lengths: tuple[int, int, int, int]) -> Tensor:
+    head, prefixes, suffixes, _ = lengths
+    # Writing a number touches the word of its first bit and the next one, even where it has no bits.
+    words = np.zeros(sum(lengths) // 64 + 2, np.uint64)
+    _write_codes(codes, words)
+    _write_blocks(runs, codes, head, head + prefixes, head + prefixes + suffixes, words)
+    return torch.from_numpy(words.view(np.uint8)[: (sum(lengths) + 7) // 8])
 
 
 @compiled
-def _before(indices: Positions, first: int) -> int:
-    """The position before that with number `first`, or -1."""
-    return int(indices[first - 1]) if first else -1
+def _fill_runs(indices: Positions, runs: Runs) -> None:
+    if runs.size:
+        runs[0] = np.uint32(indices[0])
+    for i in range(_ONE, np.uint64(runs.size)):
+        runs[i] = np.uint32(indices[i] - indices[i - _ONE] - 1)
+
+
+# Below, counters and places in arrays are unsigned: else each access would look whether they are negative.
 
 
 @compiled
-def _bits(runs: Runs, count: int, code: int) -> int:
-    """The bits that `count` runs take in this code."""
+def _bits(runs: Runs, first: np.uint64, end: np.uint64, code: int) -> int:
+    """The bits that runs `first` to `end` take in this code."""
     shift = np.uint64(code // 3)
     kind = code % 3
     total = np.uint64(0)
     if kind == GOLOMB:
-        for i in range(count):
-            total += runs[i] >> shift
+        for i in range(first, end):
+            total += np.uint64(runs[i]) >> shift
     elif kind == THIRDS:
-        for i in range(count):
-            total += ((runs[i] >> shift) + np.uint64(2)) * _THIRD >> _THIRD_SHIFT
-        total += np.uint64(count)
+        for i in range(first, end):
+            total += ((np.uint64(runs[i]) >> shift) + np.uint64(2)) * _THIRD >> _THIRD_SHIFT
+        total += end - first
     else:
-        for i in range(count):
-            total += np.uint64(2 * _log((runs[i] >> shift) + _ONE))
-    return int(np.int64(total)) + count * (1 + code // 3)
+        for i in range(first, end):
+            total += np.uint64(2 * _log((np.uint64(runs[i]) >> shift) + _ONE))
+    return int(np.int64(total)) + int(np.int64(end - first)) * (1 + code // 3)
 
 
 @compiled
-def _bits_of(runs: Runs, count: int, total: np.uint64, logs: int, code: int) -> int:
+def _bits_of(runs: Runs, first: np.uint64, end: np.uint64, total: np.uint64, logs: int, code: int) -> int:
     """The same. Without a shift it follows from the runs' sum, and from that of the logarithms of each and one more."""
     if code == GOLOMB:
-        return int(np.int64(total)) + count
-    return 2 * logs + count if code == EXPONENTIAL else _bits(runs, count, code)
+        return int(np.int64(total + (end - first)))
+    return 2 * logs + int(np.int64(end - first)) if code == EXPONENTIAL else _bits(runs, first, end, code)
 
 
 @compiled
-def _choose(indices: Positions, codes: Bytes) -> None:
-    runs = np.empty(BLOCK, np.uint64)
+def _choose(runs: Runs, codes: Bytes) -> None:
     near = np.empty(8, np.int64)
     before = 0
     for block in range(codes.size):
-        count = _block(indices, block * BLOCK, runs)
+        first = np.uint64(block * BLOCK)
+        end = min(first + np.uint64(BLOCK), np.uint64(runs.size))
+        count = int(np.int64(end - first))
         total = np.uint64(0)
         logs = 0
-        for i in range(count):
-            total += runs[i]
-            logs += _log(runs[i] + _ONE)
-        length = _log(total // np.uint64(count)) + 1
+        for i in range(first, end):
+            total += np.uint64(runs[i])
+            logs += _log(np.uint64(runs[i]) + _ONE)
+        length = _log(total // (end - first)) + 1
         shift = min(logs // count, MOST_SHIFT)
         candidates = 0
         for code in range(max(0, 3 * (length - 2)), min(LAST_CODE, 3 * length) + 1):
@@ -143,12 +164,12 @@ def _choose(indices: Positions, codes: Bytes) -> None:
         near[candidates] = 3 * max(0, shift - 1) + EXPONENTIAL
         near[candidates + 1] = 3 * shift + EXPONENTIAL
         best = before
-        least = _bits_of(runs, count, total, logs, before)
+        least = _bits_of(runs, first, end, total, logs, before)
         for i in range(candidates + 2):
             code = near[i]
-            if code == before:
+            if code == before or _bound(total, logs, count, code) + CODE_BITS > least:
                 continue
-            bits = _bits_of(runs, count, total, logs, code) + CODE_BITS
+            bits = _bits_of(runs, first, end, total, logs, code) + CODE_BITS
             if bits < least or (bits == least and code < best):
                 best = code
                 least = bits
@@ -157,11 +178,24 @@ def _choose(indices: Positions, codes: Bytes) -> None:
 
 
 @compiled
-def _lengths(indices: Positions, codes: Bytes) -> tuple[int, int, int, int]:
+def _bound(total: np.uint64, logs: int, count: int, code: int) -> int:
+    """No more than the bits that runs take in this code, by their sum and that of the logarithms of each and one more.
+
+    A run that is cut off by b bits loses less than 2^b; that many powers of two less, a logarithm loses b at most.
+    """
+    shift = code // 3
+    kind = code % 3
+    if kind == EXPONENTIAL:
+        return count * (1 + shift) + 2 * max(0, logs - count * shift)
+    whole = max(0, (int(np.int64(total)) - count * ((1 << shift) - 1)) >> shift)
+    return count * (1 + shift) + (whole if kind == GOLOMB else count + whole // 3)
+
+
+@compiled
+def _lengths(runs: Runs, codes: Bytes) -> tuple[int, int, int, int]:
     """How many bits the codes, the prefixes, the suffixes and the thirds take."""
-    runs = np.empty(BLOCK, np.uint64)
     head = codes.size
-    prefixes = indices.size
+    prefixes = runs.size
     suffixes = 0
     thirds = 0
     before = 0
@@ -170,18 +204,15 @@ def _lengths(indices: Positions, codes: Bytes) -> tuple[int, int, int, int]:
         if code != before:
             head += CODE_BITS
         before = code
-        if code == GOLOMB:
-            # Its bits are those of a bitmap.
-            end = min((block + 1) * BLOCK, indices.size)
-            prefixes += indices[end - 1] - _before(indices, block * BLOCK) - (end - block * BLOCK)
-            continue
-        count = _block(indices, block * BLOCK, runs)
+        first = np.uint64(block * BLOCK)
+        end = min(first + np.uint64(BLOCK), np.uint64(runs.size))
+        count = int(np.int64(end - first))
         shift = code // 3
         if code % 3 == THIRDS:
             low = np.uint64(0)
             high = np.uint64(0)
-            for i in range(count):
-                whole = runs[i] >> np.uint64(shift)
+            for i in range(first, end):
+                whole = np.uint64(runs[i]) >> np.uint64(shift)
                 low += whole * _THIRD >> _THIRD_SHIFT
                 high += (whole + np.uint64(2)) * _THIRD >> _THIRD_SHIFT
             prefixes += int(np.int64(low))
@@ -189,7 +220,7 @@ def _lengths(indices: Positions, codes: Bytes) -> tuple[int, int, int, int]:
             suffixes += count * (shift + 1)
         else:
             # Without the one that ends each prefix.
-            bits = _bits(runs, count, code) - count * (1 + shift)
+            bits = _bits(runs, first, end, code) - count * (1 + shift)
             rest = bits // 2 if code % 3 == EXPONENTIAL else 0
             prefixes += bits - rest
             suffixes += rest + count * shift
@@ -209,57 +240,92 @@ def _write_codes(codes: Bytes, words: Words) -> None:
         before = code
 
 
-@compiled
-def _write_blocks(indices: Positions, codes: Bytes, prefix: int, suffix: int, third: int, words: Words) -> None:
-    """Writes prefixes, suffixes and thirds from these bits on."""
-    runs = np.empty(BLOCK, np.uint64)
-    # Suffixes are collected up to a whole word.
-    at = suffix >> 6
-    filled = suffix & 63
-    pending = np.uint64(0)
-    for block in range(codes.size):
-        code = int(np.int64(codes[block]))
-        if code == GOLOMB:
-            first, end = block * BLOCK, min((block + 1) * BLOCK, indices.size)
-            prefix -= _before(indices, first) + 1
-            for i in range(first, end):
-                one = prefix + indices[i]
-                words[one >> 6] |= _ONE << np.uint64(one & 63)
-            prefix += indices[end - 1] + 1
-            continue
-        count = _block(indices, block * BLOCK, runs)
-        kind = code % 3
-        width = code // 3 + int(kind == THIRDS)
-        shift = np.uint64(code // 3)
+class Written(NamedTuple):
+    """Where the next bits of prefixes, suffixes and thirds go, each with the bits of its last word so far."""
+
+    prefix: np.uint64
+    prefixes: np.uint64
+    suffix: np.uint64
+    suffixes: np.uint64
+    third: np.uint64
+    thirds: np.uint64
+
+
+def _block_writer(kind: int) -> Callable[[Runs, np.uint64, np.uint64, np.uint64, Words, Written], Written]:
+    """Compiles the loop for one kind of code: a branch within it would cost more than the rest."""
+
+    def write_block(
+        runs: Runs, first: np.uint64, end: np.uint64, shift: np.uint64, words: Words, written: Written
+    ) -> Written:
+        prefix, prefixes, suffix, suffixes, third, thirds = written
         mask = (_ONE << shift) - _ONE
-        for i in range(count):
-            run = runs[i]
+        width = shift + np.uint64(kind == THIRDS)
+        for i in range(first, end):
+            run = np.uint64(runs[i])
             whole = run >> shift
             number = run & mask
             if kind == GOLOMB:
-                prefix += int(np.int64(whole))
+                quotient = whole
             elif kind == THIRDS:
                 quotient = whole * _THIRD >> _THIRD_SHIFT
                 rest = whole - np.uint64(3) * quotient
-                high = np.uint64(rest > 0)
-                prefix += int(np.int64(quotient))
+                # No branch on data: 1 for a rest of 1 or 2, and what follows is zero where nothing is written.
+                high = rest + _ONE >> _ONE
                 number |= high << shift
-                # Zero where nothing is written.
-                words[third >> 6] |= rest >> _ONE << np.uint64(third & 63)
-                third += int(np.int64(high))
+                thirds |= rest >> _ONE << (third & _LOW)
+                third += high
+                if third & _LOW < high:
+                    words[(third >> _SIX) - _ONE] |= thirds
+                    thirds = np.uint64(0)
             else:
-                log = _log(whole + _ONE)
-                prefix += log
-                number = run - (((_ONE << np.uint64(log)) - _ONE) << shift)
-                width = code // 3 + log
-            words[prefix >> 6] |= _ONE << np.uint64(prefix & 63)
-            prefix += 1
-            pending |= number << np.uint64(filled)
-            filled += width
-            if filled >= 64:
-                words[at] |= pending
-                at += 1
-                filled -= 64
+                quotient = np.uint64(_log(whole + _ONE))
+                number = run - (((_ONE << quotient) - _ONE) << shift)
+                width = shift + quotient
+            one = prefix + quotient
+            if one >> _SIX != prefix >> _SIX:
+                words[prefix >> _SIX] |= prefixes
+                prefixes = np.uint64(0)
+            prefixes |= _ONE << (one & _LOW)
+            prefix = one + _ONE
+            if not prefix & _LOW:
+                words[one >> _SIX] |= prefixes
+                prefixes = np.uint64(0)
+            filled = suffix & _LOW
+            suffixes |= number << filled
+            suffix += width
+            if filled + width > _LOW:
+                words[(suffix >> _SIX) - _ONE] |= suffixes
+                filled = suffix & _LOW
                 # Two shifts, because one by 64 would be undefined.
-                pending = number >> _ONE >> np.uint64(width - filled - 1) if filled else np.uint64(0)
-    words[at] |= pending
+                suffixes = number >> _ONE >> (width - filled - _ONE) if filled else np.uint64(0)
+        return Written(prefix, prefixes, suffix, suffixes, third, thirds)
+
+    write_block.__qualname__ = f"write_block_of_kind_{kind}"
+    return compiled(write_block)
+
+
+_write_golomb_block, _write_thirds_block, _write_exponential_block = map(_block_writer, (GOLOMB, THIRDS, EXPONENTIAL))
+
+
+@compiled
+def _write_blocks(runs: Runs, codes: Bytes, prefix: int, suffix: int, third: int, words: Words) -> None:
+    """Writes prefixes, suffixes and thirds from these bits on.
+
+    Each is collected in a register up to a whole word: what follows shares it, and would wait for it to be written.
+    """
+    none = np.uint64(0)
+    written = Written(np.uint64(prefix), none, np.uint64(suffix), none, np.uint64(third), none)
+    for block in range(codes.size):
+        code = int(np.int64(codes[block]))
+        first = np.uint64(block * BLOCK)
+        end = min(first + np.uint64(BLOCK), np.uint64(runs.size))
+        shift = np.uint64(code // 3)
+        if code % 3 == GOLOMB:
+            written = _write_golomb_block(runs, first, end, shift, words, written)
+        elif code % 3 == THIRDS:
+            written = _write_thirds_block(runs, first, end, shift, words, written)
+        else:
+            written = _write_exponential_block(runs, first, end, shift, words, written)
+    words[written.prefix >> _SIX] |= written.prefixes
+    words[written.suffix >> _SIX] |= written.suffixes
+    words[written.third >> _SIX] |= written.thirds

@@ -16,6 +16,7 @@ from lightning_sparsecomm.kernels.updates.cpu_reductions import (
     sum_equal_indices,
     sum_squares,
 )
+from lightning_sparsecomm.kernels.updates.cpu_rows import largest_in_rows
 from lightning_sparsecomm.kernels.updates.moments import Moments
 from lightning_sparsecomm.kernels.updates.reference import (
     LIMIT,
@@ -85,6 +86,11 @@ class Cpu(Reference):
         for start, stop, k in stretches:
             count += find_largest(bits[start:stop], k, seed, start, found[count:])
         return torch.from_numpy(found[:count])
+
+    def largest_in_rows(self, rows: Tensor, k: int) -> Tensor:
+        bits = rows.numpy().view(f"u{rows.element_size()}").reshape(-1)
+        found = np.empty(k * rows.shape[0] + 1, np.int64)
+        return torch.from_numpy(found[: largest_in_rows(bits, rows.shape[1], k, found)])
 
     def add_at_(self, total: Tensor, indices: Tensor, values: Tensor, factor: float) -> None:
         sums = total.numpy()

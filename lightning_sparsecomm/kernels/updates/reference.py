@@ -218,6 +218,20 @@ class Reference:
         found = [self.largest(x[start:stop], k, seed).add_(start) for start, stop, k in stretches]
         return torch.cat(found) if found else torch.empty(0, dtype=torch.int64, device=x.device)
 
+    def largest_in_rows(self, rows: Tensor, k: int) -> Tensor:
+        """Sorted positions, in the flattened rows, of each row's min(k, non-zeros) largest magnitudes.
+
+        Of equal magnitudes for the last places, kernels may take different ones.
+
+        Args:
+            rows: `[rows, columns]`, contiguous.
+            k: At least 1, at most the columns.
+        """
+        largest = rows.abs().topk(k, dim=1, sorted=False)
+        columns = torch.where(largest.values > 0, largest.indices, rows.shape[1]).sort(1).values
+        starts = torch.arange(0, rows.numel(), rows.shape[1], device=rows.device)
+        return (columns + starts[:, None])[columns < rows.shape[1]]
+
     def add_at_(self, total: Tensor, indices: Tensor, values: Tensor, factor: float) -> None:
         """Adds `factor` times `values`, `[k]`, to the elements of `total`, `[n]`, at distinct `indices`, `[k]` int64.
 

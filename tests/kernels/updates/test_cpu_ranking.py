@@ -90,3 +90,23 @@ def test_selection_of_anything(elements, dtype, k, seed):
         assert kernels.largest(x, k, seed).tolist() == expected
         if elements:
             assert kernels.kth_largest(x.abs(), min(k, len(elements))) == ordered[min(k, len(elements)) - 1]
+
+
+@pytest.mark.parametrize("kernels", KERNELS, ids=lambda each: type(each).__name__)
+@each_values
+@each_dtype
+def test_the_largest_of_every_row(kernels: Reference, kind: str, dtype: torch.dtype) -> None:
+    for columns, k in ((1, 1), (7, 3), (64, 64), (65, 64), (500, 20), (4096, 64), (4096, 1024)):
+        rows = values(kind, 5 * columns, dtype).view(5, columns)
+        before = rows.clone()
+        found = kernels.largest_in_rows(rows, k)
+        assert found.dtype == torch.int64 and bool((found.diff() > 0).all())
+        assert same_bits(rows, before)
+        for number, row in enumerate(rows.abs().numpy()):
+            taken = found[(found >= number * columns) & (found < (number + 1) * columns)].numpy() - number * columns
+            # The first ones of those that tie, in numba; torch takes any.
+            expected = np.argsort(-row, kind="stable")[: min(k, np.count_nonzero(row))]
+            np.testing.assert_array_equal(np.sort(row[taken]), np.sort(row[expected]))
+            if isinstance(kernels, Cpu):
+                np.testing.assert_array_equal(taken, np.sort(expected))
+    assert kernels.largest_in_rows(torch.empty(0, 4, dtype=dtype), 2).numel() == 0
