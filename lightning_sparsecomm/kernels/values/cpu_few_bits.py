@@ -4,6 +4,8 @@ import numpy as np
 
 from lightning_sparsecomm.kernels.numba_jit import Bytes, Floats, compiled
 
+_ZERO, _ONE, _TWO, _FOUR = map(np.uint64, (0, 1, 2, 4))
+
 
 @compiled
 def write_signs(values: Floats, group: int, means: Floats, packed: Bytes) -> None:
@@ -32,7 +34,8 @@ def write_two(values: Floats, group: int, levels: Floats, codes: Bytes, packed: 
     for at in range(levels.shape[0]):
         first, end = at * group, min((at + 1) * group, values.size)
         middle = _middle(values[first:end])
-        for i in range(first, end):
+        # Unsigned, also below: else each access would look whether its place is negative.
+        for i in range(np.uint64(first), np.uint64(end)):
             value = np.float64(values[i])
             codes[i] = np.uint8(abs(value) >= middle) << 1 | np.uint8(value < 0)
         levels[at, 0], levels[at, 1] = _means(values[first:end], codes[first:end])
@@ -50,10 +53,9 @@ def _middle(values: Floats) -> float:
     # Four sums, because each addition waits for the one before it.
     a = b = c = d = largest = 0.0
     quads = values.size // 4
-    for quad in range(quads):
-        i = 4 * quad
-        w, x = abs(np.float64(values[i])), abs(np.float64(values[i + 1]))
-        y, z = abs(np.float64(values[i + 2])), abs(np.float64(values[i + 3]))
+    for i in range(_ZERO, np.uint64(4 * quads), _FOUR):
+        w, x = abs(np.float64(values[i])), abs(np.float64(values[i + _ONE]))
+        y, z = abs(np.float64(values[i + _TWO])), abs(np.float64(values[i + _TWO + _ONE]))
         a += w
         b += x
         c += y
@@ -75,15 +77,14 @@ def _means(values: Floats, codes: Bytes) -> tuple[float, float]:
     # Products, since a branch on data would be mispredicted.
     even_above = odd_above = even_below = odd_below = 0.0
     count = 0
-    for pair in range(values.size // 2):
-        i = 2 * pair
-        even, odd = abs(np.float64(values[i])), abs(np.float64(values[i + 1]))
-        even_large, odd_large = even * np.float64(codes[i] >> 1), odd * np.float64(codes[i + 1] >> 1)
+    for i in range(_ZERO, np.uint64(values.size // 2 * 2), _TWO):
+        even, odd = abs(np.float64(values[i])), abs(np.float64(values[i + _ONE]))
+        even_large, odd_large = even * np.float64(codes[i] >> 1), odd * np.float64(codes[i + _ONE] >> 1)
         even_above += even_large
         odd_above += odd_large
         even_below += even - even_large
         odd_below += odd - odd_large
-        count += int(np.int64(codes[i] >> 1) + np.int64(codes[i + 1] >> 1))
+        count += int(np.int64(codes[i] >> 1) + np.int64(codes[i + _ONE] >> 1))
     if values.size % 2:
         last = abs(np.float64(values[-1]))
         large = last * np.float64(codes[-1] >> 1)
