@@ -134,7 +134,7 @@ class AutoChooser:
             elif self.record.settled:
                 if self._watch.drifted(times.last, times.waited, self._outlook.device, times.every):
                     self._look_again(tracked)
-            elif times.enough or (times.counted == 2 and self._is_hopeless()):
+            elif times.enough or ((times.are_first or times.counted == 2) and self._is_hopeless()):
                 self._decide(tracked)
 
     def state_dict(self) -> State:
@@ -171,12 +171,12 @@ class AutoChooser:
         return step, Work(computing, -negative_overlap if negative_overlap < 0 else None)
 
     def _is_hopeless(self) -> bool:
-        """Whether the first two steps that count say enough of the method in use. A collective."""
+        """Whether its first step, or the first two that count, say enough of the method in use. A collective."""
         step, work = self._agreed_step()
         if self._times.are_short(step):
             return False
         known = self.record.measured or self._outlook.predicted(self.choices, work)
-        return self.record.is_far_behind(step, known)
+        return self.record.is_far_behind(step, known, self._times.are_first)
 
     def _decide(self, tracked: TrackedOptimizer) -> None:
         """What to do when the method in use has been measured: try another one, or settle."""

@@ -19,6 +19,9 @@ _LEFT, _SAVED = 40, 5
 # A trial ends early where a step takes so many times what it does with the best of the others.
 _FAR_BEHIND = 1.5
 
+# After its first step it must be so much, and as long: new memory, and a TCP window that opens, are a second or two.
+_HOPELESS, _LONG = 3.0, 5.0
+
 # Of two methods that differ by less, the one that is closer to ddp is used.
 _ALIKE = 1.015
 
@@ -75,10 +78,15 @@ class Record:
         self.measured[self.current] = seconds
         self.cut_short = [name for name in self.cut_short if name != self.current] + [self.current] * cut_short
 
-    def is_far_behind(self, seconds: float, known: Mapping[str, float]) -> bool:
-        """Whether a step with the method in use takes far longer than with the best of the others, as known."""
-        others = [each for name, each in known.items() if name != self.current]
-        return seconds > _FAR_BEHIND * min(others, default=math.inf)
+    def is_far_behind(self, seconds: float, known: Mapping[str, float], first: bool) -> bool:
+        """Whether a step with the method in use takes far longer than with the best of the others, as known.
+
+        Of a `first` step only where ddp begins the run, and more clearly: others load their kernels in theirs.
+        """
+        best = min((each for name, each in known.items() if name != self.current), default=math.inf)
+        if first:
+            return self.current == BASELINE and not self.measured and seconds > max(_LONG, _HOPELESS * best)
+        return seconds > _FAR_BEHIND * best
 
     def to_try_next(self, fitting: Collection[str], left: float) -> list[str]:
         """What is to be tried, of those methods whose trial fits into the steps that are left."""

@@ -56,6 +56,7 @@ class StepTimes:
         # Of the last steps, fewer than `every`: seconds, what is computed, that of the overlap, what was waiting.
         self._recent: list[tuple[float, float, float, float]] = []
         self._steps: deque[tuple[float, ...]] = deque(maxlen=_MOST)
+        self._latest: tuple[float, ...] = ()
 
     def restart(self) -> None:
         """Forgets what was measured, as the run goes on with another method."""
@@ -105,10 +106,16 @@ class StepTimes:
         if len(self._recent) < self.every:
             return False
         self.last, *others, self.waited = (statistics.fmean(column) for column in zip(*self._recent))
+        self._latest = self.last, *others
         if self._made - self.every >= _SKIPPED:
-            self._steps.append((self.last, *others))
+            self._steps.append(self._latest)
         self._recent.clear()
         return True
+
+    @property
+    def are_first(self) -> bool:
+        """Whether `last` is of the first steps since the last switch."""
+        return self._made == self.every
 
     @property
     def counted(self) -> int:
@@ -122,8 +129,12 @@ class StepTimes:
 
     def summary(self) -> list[float]:
         """Lower medians of the last steps: the whole, what is computed besides the exchange, and the negative of the
-        time between DDP's first and last bucket (0 without buckets); so the largest over ranks is what counts."""
-        return [statistics.median_low(column) for column in zip(*list(self._steps)[-self._needed :])]
+        time between DDP's first and last bucket (0 without buckets); so the largest over ranks is what counts.
+
+        Before any step counts, of the latest one.
+        """
+        steps = list(self._steps)[-self._needed :] or [self._latest]
+        return [statistics.median_low(column) for column in zip(*steps)]
 
     @property
     def _length(self) -> float:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sparsecomm import methods
 from lightning_sparsecomm.basis.wire import Wire
-from lightning_sparsecomm.planning import MeasuredLink, outlook
+from lightning_sparsecomm.planning import MeasuredLink, chooser, outlook
 from lightning_sparsecomm.planning.chooser import AutoChooser
 from lightning_sparsecomm.planning.outlook import Outlook
 from lightning_sparsecomm.planning.probe import measure_link
@@ -196,6 +196,25 @@ def test_a_trial_that_is_far_behind_ends_after_two_steps_that_count(tmp_path: Pa
     for _, record, _ in run_ranks(tmp_path, 2, train, str(tmp_path), methods.auto(), (BEHIND,)):
         assert switches(record) == [(4, "sparsecomm"), (11, "sparsecomm")]
         assert record.measured == {"ddp": 0.4, "sparsecomm": 0.2}
+
+
+@pytest.mark.parametrize(("ddp", "steps"), [(40.0, 1), (40.0 / 9, 4)], ids=["long", "short"])
+def test_a_first_step_of_ddp_that_is_long_and_far_behind_is_its_last(
+    tmp_path: Path, ddp: float, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the probe knew no rate, as over a long way: so the run began with ddp all the same."""
+    far = {"ddp": ddp, "ddp-bf16": ddp / 2, "sparsecomm": ddp / 13, "compute": 0.1, "wait": 0.06}
+    monkeypatch.setattr(chooser, "_without_doubt", lambda nets: None)
+    for _, record, _ in run_ranks(tmp_path, 2, train, str(tmp_path), methods.auto(), (far,)):
+        assert switches(record) == [(steps, "sparsecomm"), (steps + 7, "sparsecomm")]
+        assert record.measured == {"ddp": ddp, "sparsecomm": ddp / 13}
+
+
+def test_a_first_step_that_is_long_by_computing_is_not_the_last(tmp_path: Path) -> None:
+    """Such as one that compiles the model."""
+    slow = {"ddp": 40.0, "ddp-bf16": 39.9, "sparsecomm": 39.0, "compute": 38.5, "wait": 0.1}
+    for _, record, _ in run_ranks(tmp_path, 2, train, str(tmp_path), methods.auto(), (slow,)):
+        assert switches(record)[0][0] == 7
 
 
 @pytest.mark.parametrize(("ddp", "chosen"), [(0.36, ["sparsecomm"] * 2), (0.3, ["ddp"])])
