@@ -8,8 +8,8 @@ that hosts which share two cores do not wait for each other's training; what exc
 period, `--periods` are measured, without the end of training, where all wait for what is left. Utilization is the time
 that as many steps take without exchanges, by the time that they take.
 
-Streamed rows exchange the model in parts, and use what they get some steps later. The last row does so in every second
-step. `torchft` is torchft's own DiLoCo.
+Streamed rows exchange the model in parts, and use what they get some steps later. The last two do so in each step, with
+a half of the model and with a quarter. `torchft` is torchft's own DiLoCo.
 Peak is the most that a host has sent or received within a second, by its network device, the largest of all hosts.
 """
 
@@ -45,7 +45,8 @@ from command_line import at_least, quieten
 ALONE = "without exchanges"
 EVERY, PARTS, DELAY = 30, 3, 5
 STREAMED = f"every={EVERY}, fragments={PARTS}, delay={DELAY}"
-OFTEN = "sparse_loco(every=2, density=0.25, decay=1.0, fragments=2, delay=1)"
+HALVES = "sparse_loco(every=2, density=0.25, decay=1.0, fragments=2, delay=1)"
+QUARTERS = "sparse_loco(every=4, density=0.25, decay=1.0, fragments=4, delay=3)"
 ROWS = (
     ALONE,
     "torchft",
@@ -54,7 +55,8 @@ ROWS = (
     f"streaming_diloco({STREAMED})",
     f"sparse_loco(every={EVERY})",
     f"sparse_loco({STREAMED})",
-    OFTEN,
+    HALVES,
+    QUARTERS,
 )
 NETWORKS = ("50mbit", "30mbit, rtt 100ms")
 LAYERS = 12

@@ -62,6 +62,12 @@ def check_method(method: Method, adapt_steps: bool) -> None:
                 "delay must be the same for all parameters with replicas that come and go, as one meeting serves all"
                 f" that are due; got {delays}. Use delay={delays[-1]} for all."
             )
+        every = sorted({repr(sync.every) for sync in one.syncs if isinstance(sync, DeltaSync)})
+        if delays != [0] and len(every) > 1:
+            raise ValueError(
+                "every must be the same for all parameters with a delay and replicas that come and go, as one meeting"
+                f" serves all that are due; got {' and '.join(every)}. Use every={every[-1]} for all, or delay=0."
+            )
         if one.averaging is not None:
             raise ValueError("averaging must be None with replicas that come and go. Leave it out.")
     if adapt_steps:

@@ -85,7 +85,9 @@ class Record:
         """
         best = min((each for name, each in known.items() if name != self.current), default=math.inf)
         if first:
-            return self.current == BASELINE and not self.measured and seconds > max(_LONG, _HOPELESS * best)
+            # So it must have been expected, too: a rank may have been late.
+            least = min(seconds, known.get(BASELINE, 0.0))
+            return self.current == BASELINE and not self.measured and least > max(_LONG, _HOPELESS * best)
         return seconds > _FAR_BEHIND * best
 
     def to_try_next(self, fitting: Collection[str], left: float) -> list[str]:

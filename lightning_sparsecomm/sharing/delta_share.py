@@ -13,6 +13,7 @@ from lightning_sparsecomm.channel import Channel
 from lightning_sparsecomm.channel.saved import Saved, add_prefix, pop_named, strip_prefix
 from lightning_sparsecomm.sharing.anchored import Anchored
 from lightning_sparsecomm.sharing.averaging import averaged
+from lightning_sparsecomm.sharing.flown import Mix
 from lightning_sparsecomm.sharing.fragments import is_due
 from lightning_sparsecomm.sharing.gradients import NamedParameters
 from lightning_sparsecomm.sharing.moments import Moments, kept_by
@@ -38,8 +39,12 @@ class Delayed(Protocol):
     outer: OuterOptimizer | None
     mask_momentum: bool
     fragments: int
+    delay: int
+    mix: Mix
     moments: Mapping[str, int]
     residual_in_weights: bool
+
+    def delay_at(self, step: int, epoch: float) -> int: ...
 
 
 class DeltaShare(PartShare):
@@ -106,6 +111,7 @@ class DeltaShare(PartShare):
 
     def after_update(self) -> None:
         self._set_weights.note(self.parameters)
+        self._moments.stepped(self.optimizer, self.parameters)
         self._noted = True
 
     def after_step(self) -> None:
@@ -122,18 +128,17 @@ class DeltaShare(PartShare):
         if not self.parameters:
             return
         with self.wire.ledger.exchanging():
-            names = [name for name, _ in self.parameters]
             if self._last:
                 self._look()
-            found = self._set_weights.agree(names, self.wire, self.parameters[0][1].device)
+            device = self.parameters[0][1].device
+            found = self._set_weights.agree([name for name, _ in self.parameters], self.wire, device)
             self._set = {name: weight.detach() for name, weight in self.parameters if name in found}
             # One that is not finite stays in the exchange, which refuses it on all ranks.
             left_out = {name: weight for name, weight in self._set.items() if bool(weight.isfinite().all())}
             if left_out and self.wire.rank == 0:
                 self._set_weights.warn(left_out)
-            changes = self._starts.changes(self.parameters, left_out)
-            context = self._context(turn, "weight update")
-            self.channel.prepare(scaled(changes, self.weight), context, self.wire.under(UPDATES))
+            changes = scaled(self._starts.changes(self.parameters, left_out), self.weight)
+            self.channel.prepare(changes, self._context(turn, "weight update"), self.wire.under(UPDATES))
 
     def exchange(self) -> None:
         if not self.parameters:

@@ -97,12 +97,22 @@ def saved_arrived(arrived: Arrived, began: Mapping[str, Tensor]) -> Saved:
     return saved | {"in flight, weights at its start": dict(began)}
 
 
-def load_arrived(saved: Saved, parameters: NamedParameters) -> tuple[Arrived, dict[str, Tensor]]:
-    """Takes out of `saved` what `saved_arrived` returned for some parameters, to their devices."""
+def load_arrived(saved: Saved, parameters: NamedParameters, mix: Mix) -> tuple[Arrived, dict[str, Tensor]]:
+    """Takes out of `saved` what `saved_arrived` returned for some parameters, to their devices.
+
+    Raises:
+        ValueError: `mix` is "keep", and the weights at the start were not saved, as with another `mix`.
+    """
     devices = {name: weight.device for name, weight in parameters}
 
     def taken(kind: str) -> dict[str, Tensor]:
         held = pop_named(saved, f"in flight, {kind}", list(devices))
         return {name: each.to(devices[name], copy=True) for name, each in held.items()}
 
-    return Arrived(*(taken(kind) for kind in Arrived._fields)), taken("weights at its start")
+    arrived, began = Arrived(*(taken(kind) for kind in Arrived._fields)), taken("weights at its start")
+    if mix == "keep" and arrived.mean.keys() - began.keys():
+        raise ValueError(
+            "mix must be a number to resume from a checkpoint that was saved with an exchange in flight and such a mix;"
+            " got 'keep'. Resume with the mix that it had, or from a checkpoint that was saved when training ended."
+        )
+    return arrived, began

@@ -33,12 +33,13 @@ def check_fragments(count: int, order: FragmentOrder, most_every: float) -> None
 def layer_of(name: str, numbers: int = 1) -> str:
     """The layer that a parameter belongs to: its name up to the first number, or so many, or else up to its last part.
 
-    >>> layer_of("blocks.3.attention.weight"), layer_of("head.bias"), layer_of("scale")
-    ('blocks.3', 'head', '')
+    >>> layer_of("blocks.3.attention.weight"), layer_of("head.bias"), layer_of("scale"), layer_of("scales.2", numbers=2)
+    ('blocks.3', 'head', '', 'scales.2')
     """
     parts = name.split(".")
     places = [place for place, part in enumerate(parts) if part.isdigit()]
-    return ".".join(parts[: (places[numbers - 1] if len(places) >= numbers else len(parts) - 2) + 1])
+    last = places[numbers - 1] if len(places) >= numbers else max([len(parts) - 2, *places])
+    return ".".join(parts[: last + 1])
 
 
 def layers_of(parameters: NamedParameters, count: int) -> list[str]:

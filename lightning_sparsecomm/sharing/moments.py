@@ -1,6 +1,7 @@
 """The optimizer's own state, averaged over ranks that train by themselves."""
 
 import inspect
+import math
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -49,19 +50,24 @@ def objection_to(optimizer: Optimizer, moments: Mapping[str, int]) -> str | None
 
 
 def _kinds_of(optimizer: Optimizer) -> list[str] | None:
-    """What an optimizer of torch keeps for each element, found by a step of another one with the same options.
+    """What an optimizer of torch keeps for each element, found by a step of others with the options of its groups.
 
     None for the user's own optimizers, and for SparseAdam, which takes no dense gradient.
     """
     if not type(optimizer).__module__.startswith("torch.optim") or isinstance(optimizer, torch.optim.SparseAdam):
         return None
-    accepted = inspect.signature(type(optimizer)).parameters
-    options = {name: value for name, value in optimizer.defaults.items() if name in accepted}
-    like = Parameter(torch.zeros(2, 2))
-    other = type(optimizer)([like], **options)
-    like.grad = torch.zeros_like(like)
-    other.step(lambda: 0.0)
-    return [kind for kind, state in other.state[like].items() if isinstance(state, Tensor) and state.dim()]
+    accepted = inspect.signature(type(optimizer)).parameters.keys() - {"params"}
+    kinds: dict[str, None] = {}
+    for group in optimizer.param_groups:
+        options = {name: value for name, value in (optimizer.defaults | group).items() if name in accepted}
+        like = Parameter(torch.zeros(2, 3))
+        other = type(optimizer)([like], **options)
+        like.grad = torch.zeros_like(like)
+        other.step(lambda: 0.0)
+        for kind, state in other.state[like].items():
+            if isinstance(state, Tensor) and state.shape == like.shape:
+                kinds[kind] = None
+    return list(kinds)
 
 
 def state_on_all_ranks(optimizer: Optimizer, parameters: NamedParameters, wire: Wire) -> list[Tensor]:
@@ -90,7 +96,7 @@ States = Mapping[str, Mapping[str, Tensor]]
 """Parts of an optimizer's state, by the name under which the optimizer keeps them, and by parameter name."""
 
 # Saved of an average in flight, by kind of state.
-_BEGAN, _MEANS = "in flight, {} at its start", "in flight, mean of {}"
+_BEGAN, _MEANS, _LEFT = "in flight, {} at its start", "in flight, mean of {}", "in flight, what is left of {}"
 
 
 class Moments:
@@ -98,8 +104,8 @@ class Moments:
 
     A rank that has no state of a parameter, as it never had a gradient for it, neither counts nor gets any.
 
-    What steps have added to the state between the start of an average and its use is kept: with the decay β of the
-    state in a step, such as Adam's `betas`, s ← βⁿ · mean + (s − βⁿ · s at the start) after n steps, as if the mean had
+    What steps have added to the state between the start of an average and its use is kept: with the product B of the
+    state's decays in these steps, such as Adam's `betas`, s ← B · mean + (s − B · s at the start), as if the mean had
     been there from the start. State whose decay the optimizer's options do not tell becomes the mean.
 
     Args:
@@ -115,6 +121,8 @@ class Moments:
         # What is due in the exchange that goes on, as it was when that started, and the means.
         self._began: States = {}
         self._means: States = {}
+        # By kind and name: what steps have left of it since, as a factor; 1 without a step, NaN where it is not known.
+        self._left: dict[str, dict[str, float]] = {}
 
     def start(self, optimizer: Optimizer, parameters: NamedParameters, later: bool) -> None:
         """Notes what is due with an exchange that starts now: a copy of it, if steps go on meanwhile."""
@@ -127,6 +135,18 @@ class Moments:
             }
             for kind in due
         }
+        self._left = {kind: dict.fromkeys(parts, 1.0) for kind, parts in self._began.items()}
+
+    def stepped(self, optimizer: Optimizer, parameters: NamedParameters) -> None:
+        """Notes how a step has let what is due decay; right after it, as a scheduler may change the decay."""
+        if not self._left:
+            return
+        groups = {id(weight): group for group in optimizer.param_groups for weight in group["params"]}
+        for kind, left in self._left.items():
+            for name, weight in parameters:
+                # Without a gradient, the step has left it alone.
+                if name in left and weight.grad is not None:
+                    left[name] *= _decay_of(kind, groups[id(weight)])
 
     def average(self, weights: Sequence[tuple[str, Tensor]], wire: Wire) -> None:
         """Averages what is due of these parameters. A collective, if anything is.
@@ -138,7 +158,11 @@ class Moments:
             return
         like = [weight.detach() for _ in self._began for _, weight in weights]
         held = [self._began[kind].get(name) for kind, name in places]
-        own = [_wide(torch.zeros_like(each) if state is None else state, copy=True) for state, each in zip(held, like)]
+        # In the weights' dtype, if that is wider than float32, so that it is the same on all ranks.
+        own = [
+            (torch.zeros_like(each) if state is None else state).to(_wide(each[:0]).dtype, copy=True)
+            for state, each in zip(held, like)
+        ]
         holders = torch.tensor([float(state is not None) for state in held], device=like[0].device)
         average_([*own, holders], wire)
         counts = holders.mul(wire.world_size).round().tolist()
@@ -158,32 +182,36 @@ class Moments:
         """The kinds that were averaged with the last exchange."""
         return [kind for kind, every in self._every.items() if self.exchanges and self.exchanges % every == 0]
 
-    def commit(self, optimizer: Optimizer, parameters: NamedParameters, steps: int = 0) -> None:
-        """Uses the means, so many optimizer steps after `start`, and counts the exchange."""
-        groups = {id(weight): group for group in optimizer.param_groups for weight in group["params"]}
+    def commit(self, optimizer: Optimizer, parameters: NamedParameters) -> None:
+        """Uses the means, and counts the exchange."""
         for kind, means in self._means.items():
             for name, weight in parameters:
                 state = optimizer.state.get(weight, {}).get(kind)
                 if state is None or name not in means:
                     continue
-                decay = _decay_of(kind, groups[id(weight)]) if steps else None
-                if decay is None:
+                left = self._left[kind][name]
+                if left == 1 or math.isnan(left):
                     state.copy_(means[name])
                 else:
                     # Their difference first: it is what steps have added, and must not round below zero.
-                    added = _wide(state).sub(self._began[kind][name], alpha=decay**steps)
-                    state.copy_(added.add_(means[name], alpha=decay**steps))
+                    added = _wide(state).sub(self._began[kind][name], alpha=left)
+                    state.copy_(added.add_(means[name], alpha=left))
         self.abort()
         self.exchanges += 1
 
     def abort(self) -> None:
         """Forgets what is due, and the means: the optimizer's state stays as it was."""
-        self._began, self._means = {}, {}
+        self._began, self._means, self._left = {}, {}, {}
 
     def state_dict(self) -> Saved:
         """Of an average in flight that has ended, what it needs, by kind and name."""
-        saved: Saved = {_MEANS.format(kind): dict(parts) for kind, parts in self._means.items() if parts}
-        return saved | {_BEGAN.format(kind): dict(self._began[kind]) for kind, parts in self._means.items() if parts}
+        saved: Saved = {}
+        for kind, parts in self._means.items():
+            if parts:
+                left = {name: torch.tensor(each, dtype=torch.float64) for name, each in self._left[kind].items()}
+                saved |= {_MEANS.format(kind): dict(parts), _BEGAN.format(kind): dict(self._began[kind])}
+                saved[_LEFT.format(kind)] = left
+        return saved
 
     def load_state_dict(self, saved: Saved, parameters: NamedParameters) -> None:
         """Takes out of `saved` what `state_dict` returned for some parameters, to their devices."""
@@ -198,15 +226,16 @@ class Moments:
             }
 
         self._began, self._means = taken(_BEGAN), taken(_MEANS)
+        self._left = {kind: {name: float(each) for name, each in parts.items()} for kind, parts in taken(_LEFT).items()}
 
 
 def _wide(state: Tensor, copy: bool = False) -> Tensor:
     return state.detach().to(torch.promote_types(state.dtype, torch.float32), copy=copy)
 
 
-def _decay_of(kind: str, group: Mapping[str, Any]) -> float | None:
-    """The factor on a kind of state in each step, by a group of its optimizer; None where that does not tell."""
+def _decay_of(kind: str, group: Mapping[str, Any]) -> float:
+    """The factor on a kind of state in each step, by a group of its optimizer; NaN where that does not tell."""
     if kind == "momentum_buffer":
-        return float(group["momentum"]) if "momentum" in group else None
+        return float(group.get("momentum", math.nan))
     betas = group.get("betas", ())
-    return float(betas[_BETAS[kind]]) if kind in _BETAS and len(betas) > _BETAS[kind] else None
+    return float(betas[_BETAS[kind]]) if kind in _BETAS and len(betas) > _BETAS[kind] else math.nan

@@ -1,7 +1,7 @@
 """Exchanges of weight changes that take place while training goes on."""
 
 from functools import partial
-from typing import Literal, Protocol
+from typing import Literal
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from lightning_sparsecomm.basis import UPDATES, Wire
 from lightning_sparsecomm.basis.arguments import check_whole_number, is_number
+from lightning_sparsecomm.basis.schedules import every_at
 from lightning_sparsecomm.basis.stream import Stream
 from lightning_sparsecomm.channel.saved import Saved, add_prefix, pop_named, strip_prefix
 from lightning_sparsecomm.sharing.delta_share import IN_FLIGHT, Delayed, DeltaShare, scaled
@@ -37,15 +38,6 @@ def check_delay(delay: int, mix: Mix, most_every: float) -> None:
         )
 
 
-class Streamed(Delayed, Protocol):
-    """What a share reads of its `DeltaSync`, which says what each means."""
-
-    delay: int
-    mix: Mix
-
-    def delay_at(self, step: int, epoch: float) -> int: ...
-
-
 class StreamedShare(InFlightShare[dict[str, Tensor]], DeltaShare):
     """A `DeltaShare` whose exchange starts after one step and is applied `delay` steps later.
 
@@ -62,11 +54,9 @@ class StreamedShare(InFlightShare[dict[str, Tensor]], DeltaShare):
         stream, delay: Where its exchanges take place, and steps between the start of the last one and its use.
     """
 
-    sync: Streamed
-
     def __init__(
         self,
-        sync: Streamed,
+        sync: Delayed,
         optimizer: Optimizer,
         parameters: NamedParameters,
         wire: Wire,
@@ -102,7 +92,8 @@ class StreamedShare(InFlightShare[dict[str, Tensor]], DeltaShare):
         if turn.kind == "end":
             return self._apart
         if self.under_way:
-            return turn.kind == "land" or (turn.kind == "weights" and turn.step >= self._arrives)
+            late = turn.step >= self._arrives or self.steps >= every_at(self.sync.every, turn.step, turn.epoch)
+            return turn.kind == "land" or (turn.kind == "weights" and late)
         return (self._again and turn.kind == "weights") or super().due(turn)
 
     def after_step(self) -> None:
@@ -180,13 +171,14 @@ class StreamedShare(InFlightShare[dict[str, Tensor]], DeltaShare):
 
     def load_state_dict(self, saved: Saved) -> None:
         ours = strip_prefix(type(self.sync).__name__, saved)
-        arrived, self._began = load_arrived(ours, self.parameters)
+        arrived, self._began = load_arrived(ours, self.parameters, self.sync.mix)
         self._moments.load_state_dict(ours, self.parameters)
         arrives = pop_named(ours, IN_FLIGHT, self.all_names)
         self._arrived = arrived if arrives else None
         self._arrives = max(arrives.values(), default=0)
-        self._apart = any(pop_named(ours, "apart", self.all_names).values())
+        apart = pop_named(ours, "apart", self.all_names)
         super().load_state_dict(saved)
+        self._apart = any(apart.values()) or self.steps > 0  # A run without a delay saves only these.
 
     @property
     def under_way(self) -> bool:
@@ -243,6 +235,6 @@ class StreamedShare(InFlightShare[dict[str, Tensor]], DeltaShare):
             arrived.move(self.anchored, weights, self._began, self.sync.mix)
             self._began = {}
             self._set_weights.note(self.parameters)
-            self._moments.commit(self.optimizer, self.parameters, self.steps)
+            self._moments.commit(self.optimizer, self.parameters)
             if arrived.sent:
                 mask_momentum_(self.optimizer, self.parameters, arrived.sent_of(self.parameters), self.layout)

@@ -67,6 +67,15 @@ def test_names(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
             r"delay must be the same for all parameters .* got \[0, 3\]. Use delay=3",
         ),
         (
+            Method(
+                [
+                    DeltaSync(Channel(DenseAllReduce()), every=9, delay=3, exclude=["*.bias"]),
+                    DeltaSync(Channel(DenseAllReduce()), every=8, delay=3, parameters=["*.bias"]),
+                ]
+            ),
+            "every must be the same for all parameters with a delay .* got 8 and 9. Use every=9 for all, or delay=0",
+        ),
+        (
             methods.dgc().with_fallback(methods.dgc().with_fallback(methods.gradient_dropping(local="sum"))),
             "gradients that are equal on all replicas",
         ),

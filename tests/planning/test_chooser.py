@@ -19,6 +19,7 @@ from lightning_sparsecomm.planning import MeasuredLink, chooser, outlook
 from lightning_sparsecomm.planning.chooser import AutoChooser
 from lightning_sparsecomm.planning.outlook import Outlook
 from lightning_sparsecomm.planning.probe import measure_link
+from lightning_sparsecomm.planning.record import Record
 from lightning_sparsecomm.planning.watch import DriftWatch, StepTimes
 from lightning_sparsecomm.run.engine import Engine
 from lightning_sparsecomm.sharing import Method
@@ -208,6 +209,16 @@ def test_a_first_step_of_ddp_that_is_long_and_far_behind_is_its_last(
     for _, record, _ in run_ranks(tmp_path, 2, train, str(tmp_path), methods.auto(), (far,)):
         assert switches(record) == [(steps, "sparsecomm"), (steps + 7, "sparsecomm")]
         assert record.measured == {"ddp": ddp, "sparsecomm": ddp / 13}
+
+
+def test_a_first_step_that_was_not_expected_to_be_long_is_not_the_last() -> None:
+    """A rank may have waited for another one's first batch."""
+    known = {"ddp": 6.5, "ddp-bf16": 3.5, "sparsecomm": 0.5}
+    assert Record().is_far_behind(7.0, known, first=True)
+    assert not Record().is_far_behind(7.0, known | {"ddp": 0.6}, first=True)
+    assert not Record(current="sparsecomm").is_far_behind(9.0, known, first=True)
+    assert not Record(measured={"ddp": 0.5}).is_far_behind(7.0, known, first=True)
+    assert Record().is_far_behind(0.8, known, first=False)
 
 
 def test_a_first_step_that_is_long_by_computing_is_not_the_last(tmp_path: Path) -> None:

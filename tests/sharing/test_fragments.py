@@ -77,6 +77,12 @@ def test_a_layer_that_holds_others_is_cut_where_it_is_too_large_for_a_fragment(o
     assert len(set(layers_of(named, 1))) == 3
 
 
+def test_parameters_of_a_list_are_layers() -> None:
+    named = [(f"parts.{number}", nn.Parameter(torch.zeros(size))) for number, size in enumerate((5, 7, 3, 4, 6, 2))]
+    DeltaSync(DENSE, every=6, fragments=6).check(named)
+    assert len(set(layers_of(named, 6))) == 6
+
+
 @pytest.mark.parametrize("order", ["strided", "sequential"])
 @pytest.mark.parametrize("count", range(1, 6))
 def test_no_fragment_is_empty_while_there_are_layers_enough(order: FragmentOrder, count: int) -> None:

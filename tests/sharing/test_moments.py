@@ -79,7 +79,10 @@ if hasattr(torch.optim, "Muon"):  # Since torch 2.9.
     KINDS["Muon"] = partial(torch.optim.Muon, momentum=0.7)
 
 
-def _late(rank: int, name: str, steps: int) -> list[torch.Tensor]:
+CHANGING = {"momentum": lambda step: 0.5 + 0.05 * step, "betas": lambda step: (0.5 + 0.05 * step, 0.9 + 0.01 * step)}
+
+
+def _late(rank: int, name: str, steps: int, changing: bool, skips: bool) -> list[torch.Tensor]:
     """A rank's moments where a mean came so many steps late, and what they would be had it been there at once."""
     dtype = torch.bfloat16 if "bfloat16" in name else torch.float64
     drawn = torch.Generator().manual_seed(rank)
@@ -89,8 +92,12 @@ def _late(rank: int, name: str, steps: int) -> list[torch.Tensor]:
     moments = Moments({"exp_avg": 1, "exp_avg_sq": 1, "momentum_buffer": 1})
     for step, gradient in enumerate(gradients):
         for weight, optimizer in zip((late, prompt), optimizers, strict=True):
-            weight.grad = gradient.to(dtype)
+            weight.grad = None if skips and step == 3 else gradient.to(dtype)
+            for group in optimizer.param_groups:
+                # As a scheduler changes them.
+                group |= {key: later(step) for key, later in CHANGING.items() if key in group and changing}
             optimizer.step()
+        moments.stepped(optimizers[0], [("weight", late)])
         if step == 2:
             moments.start(optimizers[0], [("weight", late)], later=True)
             other = Moments({"exp_avg": 1, "exp_avg_sq": 1, "momentum_buffer": 1})
@@ -98,16 +105,18 @@ def _late(rank: int, name: str, steps: int) -> list[torch.Tensor]:
             other.average([("weight", prompt)], Wire())
             other.commit(optimizers[1], [("weight", prompt)])
     moments.average([("weight", late)], Wire())
-    moments.commit(optimizers[0], [("weight", late)], steps)
+    moments.commit(optimizers[0], [("weight", late)])
     found = [optimizer.state[weight] for weight, optimizer in zip((late, prompt), optimizers, strict=True)]
     return [torch.stack([state[kind].double() for kind in sorted(state) if kind != "step"]) for state in found]
 
 
-@pytest.mark.parametrize("steps", [1, 5])
+@pytest.mark.parametrize(("steps", "changing", "skips"), [(1, False, True), (5, False, True), (5, True, False)])
 @pytest.mark.parametrize("name", KINDS)
-def test_a_mean_that_comes_late_counts_as_if_it_had_been_there_from_the_start(name: str, steps: int) -> None:
+def test_a_mean_that_comes_late_counts_as_if_it_had_been_there_from_the_start(
+    name: str, steps: int, changing: bool, skips: bool
+) -> None:
     tolerance = 0.02 if "bfloat16" in name else 1e-12
-    for late, prompt in run_ranks(3, _late, name, steps):
+    for late, prompt in run_ranks(3, _late, name, steps, changing, skips):
         torch.testing.assert_close(late, prompt, rtol=tolerance, atol=tolerance)
 
 
@@ -127,7 +136,8 @@ def test_a_second_moment_never_falls_below_zero(wire: Wire, steps: int) -> None:
     for _ in range(steps):
         weight.grad = torch.zeros(1000)
         optimizer.step()
-    moments.commit(optimizer, [("weight", weight)], steps)
+        moments.stepped(optimizer, [("weight", weight)])
+    moments.commit(optimizer, [("weight", weight)])
     assert optimizer.state[weight]["exp_avg_sq"].min() >= 0
 
 
@@ -138,8 +148,10 @@ def test_state_whose_decay_is_not_known_becomes_the_mean(wire: Wire) -> None:
     moments = Moments({"sum": 1})
     moments.start(optimizer, [("weight", weight)], later=True)
     moments.average([("weight", weight)], wire)
-    optimizer.state[weight]["sum"].fill_(5.0)
-    moments.commit(optimizer, [("weight", weight)], steps=2)
+    weight.grad = torch.ones(2)
+    optimizer.step()
+    moments.stepped(optimizer, [("weight", weight)])
+    moments.commit(optimizer, [("weight", weight)])
     assert optimizer.state[weight]["sum"].tolist() == [3.0, 3.0]
 
 
@@ -161,6 +173,10 @@ def test_what_an_optimizer_keeps() -> None:
     assert kept_by(Own(weights), wanted) == wanted
     assert kept_by(torch.optim.SGD(weights, lr=0.1), wanted) == {}
     assert kept_by(torch.optim.SGD(weights, lr=0.1), {}) == {}
+    groups = [{"params": weights}, {"params": [nn.Parameter(torch.zeros(2))], "momentum": 0.9}]
+    assert kept_by(torch.optim.SGD(groups, lr=0.1), wanted) == {"momentum_buffer": 3}
+    # Of other shapes than the weights: a rank that has none could not know them.
+    assert kept_by(torch.optim.Adafactor(weights), {"row_var": 1}) == {}
 
 
 @pytest.mark.parametrize(

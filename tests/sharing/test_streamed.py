@@ -208,6 +208,35 @@ def test_where_every_is_short_an_exchange_arrives_before_the_next_one_starts(wir
     assert apart == [0, 0, 0, 1, 2, 1, 2, 1, 2, 3, 4, 5, 6, 7, 8, 3, 4, 5, 6]
 
 
+def test_an_exchange_arrives_sooner_where_the_next_one_is_due_sooner(wire: Wire) -> None:
+    run = Run(wire, every=Stages([12, 3], steps=[0, 13]), delay=9)
+    run.step(13)
+    torch.testing.assert_close(run.anchor, run.weights - 13 * COUNT)
+    run.step(2)
+    # It started after step 12, and would have arrived after step 21; but three steps later, another one is due.
+    torch.testing.assert_close(run.anchor, run.weights - 3 * COUNT)
+
+
+def test_a_run_with_a_delay_goes_on_where_one_without_stopped(wire: Wire) -> None:
+    """Amid a round: weights that are set then are found, and what was trained is exchanged if training ends there."""
+    run = Run(wire, SPARSE, 10)
+    share = DeltaSync(SPARSE, every=4).start(SGD(run.module.parameters(), lr=0.1), run.named, wire)
+    share.load_state_dict({kind: dict(parts) for kind, parts in run.share.state_dict().items() if "apart" not in kind})
+    saved = {kind: dict(parts) for kind, parts in share.state_dict().items()}
+    resumed = Run(wire, SPARSE)
+    resumed.module.load_state_dict(run.module.state_dict())
+    resumed.share.load_state_dict(saved)
+    assert resumed.share.due(Turn("end", 10))
+    assert len(resumed.share.shared_weights()) == 2
+
+
+def test_an_exchange_in_flight_needs_the_mix_that_it_had(wire: Wire) -> None:
+    flying = Run(wire, SPARSE, 8, mix=0.5).share.state_dict()
+    with pytest.raises(ValueError, match=r"mix must be a number .*; got 'keep'\. Resume with the mix that it had"):
+        Run(wire, SPARSE).share.load_state_dict({kind: dict(parts) for kind, parts in flying.items()})
+    Run(wire, SPARSE, mix=0.2).share.load_state_dict({kind: dict(parts) for kind, parts in flying.items()})
+
+
 def test_only_a_run_with_a_delay_resumes_with_an_exchange_in_flight(wire: Wire) -> None:
     """Without one, what was sent would be sent again: it is in no residual any more, and not in the anchor yet."""
     flying, landed = Run(wire, SPARSE, 8), Run(wire, SPARSE, 10)

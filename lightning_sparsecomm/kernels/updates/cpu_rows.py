@@ -20,7 +20,7 @@ def largest_in_rows(bits: Bits, columns: int, k: int, found: Positions) -> int:
     Args:
         bits: `[rows · columns]`, the rows one after another.
         columns: Elements of a row.
-        k: How many of each row, fewer than `columns`.
+        k: How many of each row, at most `columns`.
         found: Room for `k` positions of each row, and one more.
     """
     count = 0

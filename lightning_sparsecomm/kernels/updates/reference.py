@@ -224,7 +224,7 @@ class Reference:
         Of equal magnitudes for the last places, kernels may take different ones.
 
         Args:
-            rows: `[rows, columns]`, contiguous.
+            rows: `[rows, columns]`, contiguous and finite.
             k: At least 1, at most the columns.
         """
         largest = rows.abs().topk(k, dim=1, sorted=False)
