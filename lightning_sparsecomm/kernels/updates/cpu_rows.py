@@ -15,7 +15,7 @@ _DIGIT = 11
 
 @compiled
 def largest_in_rows(bits: Bits, columns: int, k: int, found: Positions) -> int:
-    """Writes the positions of `Reference.largest_in_rows` to `found`, and returns how many there are.
+    """Writes the positions of `Rows.largest_in_rows` to `found`, and returns how many there are.
 
     Args:
         bits: `[rows · columns]`, the rows one after another.

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparsecomm.kernels.updates.moments import Moments, advance_, direction, retreat_
+from lightning_sparsecomm.kernels.updates.rows import Rows
 
 # Checked gradients must stay below this magnitude. `take_back_` is exact only up to the round-off of the gradient, so
 # taking back an exploding gradient would destroy the residual. Healthy training never has gradients this large.
@@ -69,7 +70,7 @@ Stretch = tuple[int, int, int]
 """Where elements of a vector begin and stop, and k: how many of the largest of them are asked for, at least 1."""
 
 
-class Reference:
+class Reference(Rows):
     """The kernels in torch. Subclasses are faster and give the same bits.
 
     Attributes:
@@ -217,20 +218,6 @@ class Reference:
         """What `largest` finds in each stretch of `x`: sorted positions in `x`. Stretches are in order, not empty."""
         found = [self.largest(x[start:stop], k, seed).add_(start) for start, stop, k in stretches]
         return torch.cat(found) if found else torch.empty(0, dtype=torch.int64, device=x.device)
-
-    def largest_in_rows(self, rows: Tensor, k: int) -> Tensor:
-        """Sorted positions, in the flattened rows, of each row's min(k, non-zeros) largest magnitudes.
-
-        Of equal magnitudes for the last places, kernels may take different ones.
-
-        Args:
-            rows: `[rows, columns]`, contiguous and finite.
-            k: At least 1, at most the columns.
-        """
-        largest = rows.abs().topk(k, dim=1, sorted=False)
-        columns = torch.where(largest.values > 0, largest.indices, rows.shape[1]).sort(1).values
-        starts = torch.arange(0, rows.numel(), rows.shape[1], device=rows.device)
-        return (columns + starts[:, None])[columns < rows.shape[1]]
 
     def add_at_(self, total: Tensor, indices: Tensor, values: Tensor, factor: float) -> None:
         """Adds `factor` times `values`, `[k]`, to the elements of `total`, `[n]`, at distinct `indices`, `[k]` int64.
