@@ -430,13 +430,25 @@ def _trained_sent_and_held(rank: int, method: Method, every_step: bool) -> tuple
     return trained, np.concatenate([np.broadcast_to(part, size) for part, size in zip(sent.values(), SIZES)]), held
 
 
-@pytest.mark.few(4)
-@pytest.mark.parametrize(("fragments", "delay"), [(1, 0), (1, 1), (1, 5), (2, 0), (3, 2), (4, 5)])
-def test_in_fragments_and_late_all_that_has_changed_is_sent_or_held(tmp_path: Path, fragments: int, delay: int) -> None:
-    method = sbc(0.02, every=6, fragments=fragments, delay=delay)
-    for trained, sent, held in run_ranks(tmp_path, WORLD_SIZE, _trained_sent_and_held, method, delay == 5):
-        assert np.abs(sent).max() > 0 and np.abs(held).max() > 0
-        np.testing.assert_allclose(sent + held, trained, rtol=1e-5, atol=1e-5 * np.abs(trained).max())
+STREAMS = (1, 0), (1, 1), (1, 5), (2, 0), (3, 2), (4, 5)
+"""Fragments and delays."""
+
+
+def _all_trained_sent_and_held(rank: int) -> list[tuple[Vector, Vector, Vector]]:
+    found = []
+    for fragments, delay in STREAMS:
+        method = sbc(0.02, every=6, fragments=fragments, delay=delay)
+        found.append(_trained_sent_and_held(rank, method, every_step=delay == 5))
+    return found
+
+
+def test_in_fragments_and_late_all_that_has_changed_is_sent_or_held(tmp_path: Path) -> None:
+    for found in run_ranks(tmp_path, WORLD_SIZE, _all_trained_sent_and_held):
+        assert len(found) == len(STREAMS)
+        for (trained, sent, held), streams in zip(found, STREAMS, strict=True):
+            assert np.abs(sent).max() > 0 and np.abs(held).max() > 0
+            tolerance = 1e-5 * np.abs(trained).max()
+            np.testing.assert_allclose(sent + held, trained, rtol=1e-5, atol=tolerance, err_msg=str(streams))
 
 
 def _sent_and_held(rank: int, method: Method) -> tuple[Vector, Vector, Vector]:

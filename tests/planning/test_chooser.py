@@ -199,7 +199,9 @@ def test_a_trial_that_is_far_behind_ends_after_two_steps_that_count(tmp_path: Pa
         assert record.measured == {"ddp": 0.4, "sparsecomm": 0.2}
 
 
-@pytest.mark.parametrize(("ddp", "steps"), [(40.0, 1), (40.0 / 9, 4)], ids=["long", "short"])
+@pytest.mark.parametrize(
+    ("ddp", "steps"), [(40.0, 1), pytest.param(40.0 / 9, 4, marks=pytest.mark.slow)], ids=["long", "short"]
+)
 def test_a_first_step_of_ddp_that_is_long_and_far_behind_is_its_last(
     tmp_path: Path, ddp: float, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,6 +223,7 @@ def test_a_first_step_that_was_not_expected_to_be_long_is_not_the_last() -> None
     assert Record().is_far_behind(0.8, known, first=False)
 
 
+@pytest.mark.slow
 def test_a_first_step_that_is_long_by_computing_is_not_the_last(tmp_path: Path) -> None:
     """Such as one that compiles the model."""
     slow = {"ddp": 40.0, "ddp-bf16": 39.9, "sparsecomm": 39.0, "compute": 38.5, "wait": 0.1}
