@@ -155,6 +155,9 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "federated_averaging(every=10)": ours(lambda methods: methods.federated_averaging(every=10)),
     "diloco(every=10)": ours(lambda methods: methods.diloco(every=10)),
     "sparse_loco(every=10)": ours(lambda methods: methods.sparse_loco(every=10)),
+    "sparse_loco(every=30, fragments=3, delay=5)": ours(
+        lambda methods: methods.sparse_loco(every=30, fragments=3, delay=5)
+    ),
     "sparsecomm": ours(lambda methods: methods.default()),
     "auto()": ours(lambda methods: methods.auto()),
 }
