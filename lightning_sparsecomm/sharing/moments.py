@@ -146,7 +146,7 @@ class Moments:
             for name, weight in parameters:
                 # Without a gradient, the step has left it alone.
                 if name in left and weight.grad is not None:
-                    left[name] *= _decay_of(kind, groups[id(weight)])
+                    left[name] *= _decay_of(kind, groups.get(id(weight), {}))
 
     def average(self, weights: Sequence[tuple[str, Tensor]], wire: Wire) -> None:
         """Averages what is due of these parameters. A collective, if anything is.

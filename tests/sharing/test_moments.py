@@ -227,3 +227,21 @@ def test_the_recipe_refuses(name: str) -> None:
     options: dict[str, Any] = {name: 0}
     with pytest.raises(ValueError, match=f"^{name} must be a whole number, at least 1"):
         des_loc(**options)
+
+
+def test_a_parameter_may_leave_the_optimizer_meanwhile_and_steps_may_be_skipped(wire: Wire) -> None:
+    """As a frozen layer does, and as a loss scaler skips them: then the mean is what both have."""
+    weight, frozen = (nn.Parameter(torch.zeros(2)) for _ in range(2))
+    optimizer = torch.optim.SGD([weight, frozen], lr=0.1, momentum=0.9)
+    named = [("weight", weight), ("frozen", frozen)]
+    for parameter in (weight, frozen):
+        parameter.grad = torch.ones(2)
+    optimizer.step()
+    moments = Moments({"momentum_buffer": 1})
+    moments.start(optimizer, named, later=True)
+    moments.average(named, wire)
+    optimizer.param_groups[0]["params"] = [weight]
+    moments.stepped(optimizer, named[1:])
+    moments.commit(optimizer, named)
+    for parameter in (weight, frozen):
+        assert optimizer.state[parameter]["momentum_buffer"].tolist() == [1.0, 1.0]
