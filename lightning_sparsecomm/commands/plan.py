@@ -69,7 +69,7 @@ def run(options: argparse.Namespace) -> None:
     if not options.json:
         print(_LEGEND)
         if length == math.inf:
-            print("Without --steps, sparsecomm is planned for a run of unknown length: it sends 1% of the elements.")
+            print("Without --steps, sparsecomm is planned for a run of unknown length: it sends as one of 5,000.")
         for name, reason in result.refused.items():
             print(f"Left out: {name}. {reason}")
     share = (time.thread_time() - used) / (time.perf_counter() - begin)

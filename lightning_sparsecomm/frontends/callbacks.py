@@ -43,9 +43,10 @@ class SparsityWarmup(Callback):
 
 
 class ParameterAveraging(Callback):
-    """Averages the parameters over all ranks every `every` optimizer steps, with any method.
+    """Averages the parameters over all ranks every `every` optimizer steps.
 
-    It replaces the method's own averaging. If replicas are equal already, only their last bits change.
+    It replaces the method's own averaging. If replicas are equal already, only their last bits change. Methods that
+    exchange every few steps give all ranks the same weights then; it leaves their parameters alone, and warns.
 
     >>> ParameterAveraging(every=1000, buffers=True).averaging.every
     1000

@@ -62,8 +62,9 @@ class FabricMixin(SynchronizingMixin, DDPStrategy):
             method: As for a Trainer.
             seed: As for a Trainer.
             check_replicas_every: As for a Trainer.
-            length: Steps that each optimizer will make in the whole run, for densities that depend on it; what still
-                waits after the last one is applied then. None where unknown: then it is applied in `settle()`.
+            length: Steps that each optimizer will make in the whole run, equal on all ranks, for densities that depend
+                on it; what still waits after the last one is applied then. None where unknown: then it is applied in
+                `settle()`.
             **kwargs: Options of DDPStrategy and of DistributedDataParallel.
 
         Raises:
@@ -85,6 +86,7 @@ class FabricMixin(SynchronizingMixin, DDPStrategy):
         if self._engine is None:
             self._begin(self.root_device, getattr(self.precision, "scaler", None))
             self.engine.length = self._length or math.inf
+            self.engine.agreement.arguments["length"] = self._length
             by_length = next(parts_in(self.engine.registry.methods, ByLength), None)
             if self._length is None and by_length is not None and self.global_rank == 0:
                 warnings.warn(
@@ -158,7 +160,7 @@ class FabricMixin(SynchronizingMixin, DDPStrategy):
         tracked = self.engine.register(self._bare(optimizer))
         # Where the loss scaler skips this step: clip as under ddp, on all ranks.
         if locally and not math.isinf(tracked.norm):
-            return torch.tensor(tracked.norm)
+            return torch.tensor(tracked.norm, device=self.root_device)
         if (norm := clipped_before(tracked)) is None:
             with clipping(tracked):
                 norm = super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)

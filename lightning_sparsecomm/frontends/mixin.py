@@ -157,7 +157,7 @@ class SynchronizingMixin(SavingMixin):
         """Starts a run with a wire, a ledger and an engine; refuses devices, backends and scalers it cannot use."""
         if device.type not in ("cpu", "cuda"):
             raise ValueError(
-                f"accelerator must be 'cpu' or 'cuda'; got {device.type!r}, on which DDP does not run."
+                f"accelerator must be 'cpu' or 'cuda', where our collectives are tested; got {device.type!r}."
                 " Use accelerator='cpu'."
             )
         if scaler is not None and not isinstance(scaler, GradScaler):

@@ -12,6 +12,7 @@ from lightning_sparsecomm.exchange import Staged
 from lightning_sparsecomm.sharing.delta import DeltaSync
 from lightning_sparsecomm.sharing.gradient import GradientSync
 from lightning_sparsecomm.sharing.method import Method
+from lightning_sparsecomm.sharing.sync import Sync
 
 Chosen = Method | Sequence[Method]
 """A method, or those that a run's optimizers have. A method's fallbacks count, too."""
@@ -50,13 +51,17 @@ def share_of_exchanges(method: Chosen, every: int, length: float) -> float:
     return share
 
 
-def more_by_epochs(method: Method, length: float, epoch_steps: float) -> float:
+def more_by_epochs(syncs: Sequence[Sync], length: float, epoch_steps: float) -> float:
     """How many times as many exchanges there are in a run as if only every H-th step exchanged, not ends of epochs too.
 
-    Epochs have `epoch_steps`. 1 where their last step exchanges in any case, or where not all parameters are trained by
-    local steps of gradients.
+    1 where the last step of an epoch exchanges in any case, or where not all of these make local steps of gradients.
+
+    Args:
+        syncs: Those that have parameters.
+        length: Optimizer steps of the run; infinite where unknown.
+        epoch_steps: Those of an epoch; infinite where unknown.
     """
-    every = min((least_every(s.every) if isinstance(s, GradientSync) else 1 for s in method.syncs), default=1)
+    every = min((least_every(s.every) if isinstance(s, GradientSync) else 1 for s in syncs), default=1)
     if every == 1 or not 0 < length < math.inf or not 1 <= epoch_steps <= length:
         return 1.0
     steps = min(math.ceil(length), _SAMPLES * every)

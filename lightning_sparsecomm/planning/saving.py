@@ -40,7 +40,7 @@ def times_fewer_bytes(engine: Engine, tracked: TrackedOptimizer, length: float, 
     try:
         kinds = [(tracked.optimizer, parameters)]
         sent = rehearse(tracked.method, kinds, between, length, _ELEMENTS, timed=False).link_bytes
-        sent *= more_by_epochs(tracked.method, length, epoch_steps)
+        sent *= more_by_epochs([sync for sync, _ in tracked.method.parts(parameters)], length, epoch_steps)
     except Exception:
         # A part from outside may need what only a real run has.
         return math.nan

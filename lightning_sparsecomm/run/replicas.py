@@ -1,5 +1,6 @@
 """Replicas that drift, and the one model that is validated, saved, and kept after training."""
 
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import NamedTuple
 
@@ -63,11 +64,15 @@ class Replicas:
         self.whole = SharedTensors(self._all_by_name, wire)
 
     def after_step(self, tracked: TrackedOptimizer) -> None:
-        """Averages an optimizer's parameters if it is due after this step."""
+        """Averages an optimizer's parameters if it is due after this step; not those that have anchors."""
         averaging = self._averaging(tracked)
-        if averaging is None or tracked.steps % averaging.every:
+        if averaging is None:
             return
-        tensors = [parameter.detach() for _, parameter in tracked.parameters] + self._buffers(tracked)
+        first = self.averaging is not None and tracked.steps == 1
+        free = _without_anchors(tracked, warn=first and self._wire.rank == 0)
+        if tracked.steps % averaging.every:
+            return
+        tensors = free + self._buffers(tracked)
         if averaging.optimizer_state:
             tensors += state_on_all_ranks(tracked.optimizer, tracked.parameters, self._wire)
         with torch.no_grad():
@@ -234,6 +239,19 @@ class Replicas:
         for tracked in self._registry.optimizers:
             for sync, piece in tracked.parts:
                 yield tracked, sync, piece
+
+
+def _without_anchors(tracked: TrackedOptimizer, warn: bool) -> list[Tensor]:
+    """An optimizer's parameters but those whose weights each exchange sets on all ranks; may warn of these."""
+    anchored = {id(weight) for sync, piece in tracked.parts if sync.anchored for _, weight in piece}
+    if anchored and warn:
+        warnings.warn(
+            f"ParameterAveraging leaves {len(anchored)} of {len(tracked.parameters)} parameters alone:"
+            f" {tracked.method!r} gives all ranks the same weights in each exchange, and takes what changes them in"
+            " between for training. Leave the callback out, or use a method that exchanges in every step.",
+            stacklevel=2,
+        )
+    return [weight.detach() for _, weight in tracked.parameters if id(weight) not in anchored]
 
 
 def _shared_weights(tracked: TrackedOptimizer, sync: Sync) -> list[tuple[Tensor, Tensor]] | None:

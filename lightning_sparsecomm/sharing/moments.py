@@ -56,7 +56,8 @@ def _kinds_of(optimizer: Optimizer) -> list[str] | None:
     """
     if not type(optimizer).__module__.startswith("torch.optim") or isinstance(optimizer, torch.optim.SparseAdam):
         return None
-    accepted = inspect.signature(type(optimizer)).parameters.keys() - {"params"}
+    # On a CPU, where nothing can be captured.
+    accepted = inspect.signature(type(optimizer)).parameters.keys() - {"params", "capturable"}
     kinds: dict[str, None] = {}
     for group in optimizer.param_groups:
         options = {name: value for name, value in (optimizer.defaults | group).items() if name in accepted}
@@ -160,7 +161,7 @@ class Moments:
         held = [self._began[kind].get(name) for kind, name in places]
         # In the weights' dtype, if that is wider than float32, so that it is the same on all ranks.
         own = [
-            (torch.zeros_like(each) if state is None else state).to(_wide(each[:0]).dtype, copy=True)
+            (torch.zeros_like(each) if state is None else state).to(_wide_dtype(each), copy=True)
             for state, each in zip(held, like)
         ]
         holders = torch.tensor([float(state is not None) for state in held], device=like[0].device)
@@ -229,8 +230,12 @@ class Moments:
         self._left = {kind: {name: float(each) for name, each in parts.items()} for kind, parts in taken(_LEFT).items()}
 
 
+def _wide_dtype(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
 def _wide(state: Tensor, copy: bool = False) -> Tensor:
-    return state.detach().to(torch.promote_types(state.dtype, torch.float32), copy=copy)
+    return state.detach().to(_wide_dtype(state), copy=copy)
 
 
 def _decay_of(kind: str, group: Mapping[str, Any]) -> float:

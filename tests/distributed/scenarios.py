@@ -1,6 +1,7 @@
 """Small trainings that differ in how they use DDP. Each runs under plain ddp and under any method."""
 
 import os
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -243,6 +244,14 @@ def _plain(registry: Registry) -> list[dict[int, dict[str, Any]]]:
                     "shared": getattr(share.channel.exchange, "shared", []),
                 }
     return found
+
+
+class Shown(pl.Callback):
+    """Prints warnings, which `fit` suppresses and pytest collects."""
+
+    def setup(self, *_: Any, **__: Any) -> None:
+        warnings.simplefilter("default")
+        warnings.showwarning = lambda message, *_, **__: print(message, file=sys.stderr)
 
 
 def fit(

@@ -313,3 +313,17 @@ def _fabric(rank: int) -> str:
 def test_fabric_refuses_at_the_first_backward(tmp_path: Path) -> None:
     for message in run_ranks(tmp_path, 2, _fabric):
         assert message.startswith("the optimizer of parameter 'bias' must be equal on all ranks; got number 0 (SGD) on")
+
+
+def _fabric_of_another_length(rank: int) -> str:
+    strategy = FabricStrategy(gradient_dropping(0.5), length=100 + rank)
+    Fabric(accelerator="cpu", devices=2, strategy=strategy)
+    with pytest.raises(ValueError, match="must be equal on all ranks") as raised:
+        strategy.setup_module(nn.Linear(3, 2))
+    return str(raised.value)
+
+
+def test_fabric_refuses_another_length(tmp_path: Path) -> None:
+    """As of `len(loader)` where ranks have differently many batches."""
+    text = f"length must be equal on all ranks; got 100 on rank 0; 101 on rank 1. {STRATEGY}"
+    assert run_ranks(tmp_path, 2, _fabric_of_another_length) == [text, text]

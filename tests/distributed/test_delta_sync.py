@@ -2,8 +2,6 @@
 
 import functools
 import math
-import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,16 @@ from lightning_sparsecomm.run.engine import Engine
 from lightning_sparsecomm.sharing import Method
 from tests import laws
 from tests.distributed.launch import run_ranks
-from tests.distributed.scenarios import FEATURES, SCENARIOS, Adversarial, Classifier, Scenario, fit, without_momentum
+from tests.distributed.scenarios import (
+    FEATURES,
+    SCENARIOS,
+    Adversarial,
+    Classifier,
+    Scenario,
+    Shown,
+    fit,
+    without_momentum,
+)
 from tests.distributed.test_local_modes import Measured
 
 METHODS: dict[str, Callable[[], Method]] = {
@@ -423,14 +430,6 @@ def test_a_process_alone_and_a_run_without_an_exchange_are_warned_of(tmp_path: P
     fit(tmp_path, Scenario(Classifier, steps=6), 2, sbc(every=Stages([9, 1], steps=[0, 5])), (Shown(),))
     fit(tmp_path, Scenario(Classifier, steps=5), 2, sbc(every=5), (Shown(), finder), **options)
     assert "every=" not in capfd.readouterr().err
-
-
-class Shown(pl.Callback):
-    """Prints warnings, which the scenarios suppress and pytest collects."""
-
-    def setup(self, *_: Any, **__: Any) -> None:
-        warnings.simplefilter("default")
-        warnings.showwarning = lambda message, *_, **__: print(message, file=sys.stderr)
 
 
 class Seen(pl.Callback):

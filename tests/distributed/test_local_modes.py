@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_sparsecomm import ParameterAveraging
-from lightning_sparsecomm.methods import dgc, gradient_dropping
+from lightning_sparsecomm.methods import dgc, federated_averaging, gradient_dropping
 from lightning_sparsecomm.sharing import Method
 from tests import laws
-from tests.distributed.scenarios import FEATURES, Classifier, Scenario, fit
+from tests.distributed.scenarios import FEATURES, Classifier, Scenario, Shown, fit
 
 PARTIAL = {"density": 0.05, "local": "partial"}
 
@@ -116,6 +116,16 @@ def test_parameter_averaging_with_any_method(tmp_path: Path) -> None:
     assert together[0]["trained"] == together[1]["trained"]
     # Replicas that cannot differ are not averaged again at the end.
     assert together[0]["parameters_bytes"] == 3 * 4 * sum(p.numel() for p in Measured().parameters())
+
+
+def test_parameter_averaging_leaves_alone_what_exchanges_set(tmp_path: Path, capfd: Any) -> None:
+    """Else the next exchange would take the averages for weights that the user has set, and share nothing."""
+    method = federated_averaging(every=4)
+    plain = measured(tmp_path / "plain", method)
+    beside = measured(tmp_path / "beside", method, Shown(), ParameterAveraging(every=3))
+    assert [ours["trained"] for ours in beside] == [theirs["trained"] for theirs in plain]
+    count = len(list(Measured().parameters()))
+    assert capfd.readouterr().err.count(f"ParameterAveraging leaves {count} of {count} parameters alone") == 1
 
 
 def asked_at_the_end(model: pl.LightningModule) -> int:

@@ -196,7 +196,7 @@ def test_on_a_terminal_the_command_says_what_it_rehearses_and_that_the_processor
     assert [int(number) for number, _ in counts] == list(range(1, int(counts[0][1]) + 1))
     assert "+ " not in shown.partition("\n\n")[0]
     assert "other work has taken the processor (0% was left for rehearsals)" in said
-    assert "Without --steps, sparsecomm is planned for a run of unknown length" in shown
+    assert "Without --steps, sparsecomm is planned for a run of unknown length: it sends as one of 5,000." in shown
 
 
 def test_a_command_that_is_misspelt_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:

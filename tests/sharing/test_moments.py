@@ -56,6 +56,21 @@ def test_who_never_had_a_gradient_neither_counts_nor_gets_any(holders: list[bool
         assert handed == [4 * 7, 3 * 4 * 7]
 
 
+def _without_dimensions(rank: int) -> float:
+    """What a rank holds of a scalar parameter's state after an exchange."""
+    weight = nn.Parameter(torch.tensor(1.0))
+    optimizer = torch.optim.Adam([weight])
+    optimizer.state[weight] = {"exp_avg": torch.tensor(rank + 1.0)}
+    moments = Moments({"exp_avg": 1})
+    moments.exchange(optimizer, [("scale", weight)], Wire())
+    moments.commit(optimizer, [("scale", weight)])
+    return float(optimizer.state[weight]["exp_avg"])
+
+
+def test_parameters_without_dimensions() -> None:
+    assert run_ranks(2, _without_dimensions) == [1.5, 1.5]
+
+
 def test_what_is_aborted_changes_nothing(wire: Wire) -> None:
     wire.world_size = 2  # Half the state is missing.
     weight = nn.Parameter(torch.zeros(2))
@@ -172,6 +187,8 @@ def test_what_an_optimizer_keeps() -> None:
     weights = [nn.Parameter(torch.zeros(2))]
     wanted = ADAM | {"momentum_buffer": 3}
     assert kept_by(torch.optim.AdamW(weights), wanted) == ADAM
+    # Which a CPU does not know; other optimizers are tried there.
+    assert kept_by(torch.optim.Adam(weights, capturable=True), wanted) == ADAM
     assert kept_by(torch.optim.SGD(weights, lr=0.1, momentum=0.9), wanted) == {"momentum_buffer": 3}
     assert kept_by(Own(weights), wanted) == wanted
     assert kept_by(torch.optim.SGD(weights, lr=0.1), wanted) == {}
