@@ -159,19 +159,20 @@ class Channel(Part):
 
     def abort(self) -> None:
         """Memories are as before `prepare`, to round-off. What was sent is void, on all ranks. May come at any time."""
-        if self._round is not None:
-            failed, self._round = self._round, None
-            try:
-                if failed.sends:
-                    self.exchange.abort()
-            finally:
+        failed, self._round = self._round, None
+        try:
+            if failed is not None and failed.sends:
+                self.exchange.abort()
+        finally:
+            if failed is not None:
                 failed.take_back(self.memories)
-                self.missing.abort()
+            self.missing.abort()
 
     def _vector_of(self, gradients: Gradients, settings: StepSettings, sparse: bool, this: OpenRound) -> Vector:
-        present, context = [gradient is not None for gradient in gradients], this.context
-        missing = self.missing
+        context, missing = this.context, self.missing
         filled = missing.filled(gradients, context, this.wire) if this.sends else missing.presumed(gradients, context)
+        # In a round that sends nothing, a gradient that is presumed to be zero counts like any other.
+        present = [gradient is not None for gradient in (gradients if this.sends else filled)]
         # A finite norm of all gradients says that all are finite. Otherwise the residual checks them as it takes
         # them in, or a separate pass does, at the cost of one read.
         unknown = not math.isfinite(settings.gradient_norm)

@@ -118,6 +118,10 @@ class SharedAdam(AdamMoments):
         return exchanged._replace(shared=moved)
 
     def abort(self, contribution: Contribution, context: Round) -> None:
+        # To the bit: it is shared, and was taken from each rank's own.
+        held = self.held[FIRST].state_dict()
+        for name, before in self._before.items():
+            held[name].view(-1).copy_(before)
         self._next, self._before = {}, {}
 
     def state_dict(self) -> Mapping[str, Mapping[str, Tensor]]:

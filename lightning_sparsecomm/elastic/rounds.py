@@ -120,7 +120,7 @@ class Rounds:
             raise LostPeerError(f"replicas could not connect for round {plan.round + 1}") from error
         state = successor(plan.state, names, self._quorum.number)
         with self._wire.among(group, plan.exchanging, self._quorum.rank), torch.no_grad():
-            later = any(isinstance(each, StreamedShare) and each.sync.delay_at(turn.step, turn.epoch) for each in units)
+            later = any(isinstance(each, StreamedShare) and each.sync.delay_at(turn) for each in units)
             if turn.kind == "weights" and later:
                 return self._depart(Made(state, offer, names, units, dict), tracked, turn, weight, called_off)
             try:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from lightning_sparsecomm.basis.parts import parts_in
-from lightning_sparsecomm.basis.schedules import every_at
+from lightning_sparsecomm.basis.schedules import every_at, every_for
 from lightning_sparsecomm.channel.saved import Saved
 from lightning_sparsecomm.run.engine import Engine
 from lightning_sparsecomm.run.optimizers import TrackedOptimizer
@@ -86,7 +86,7 @@ def steps_until_exchange(engine: Engine) -> int:
     """
     steps = engine.registry.steps
     syncs = parts_in(engine.registry.methods[0], DeltaSync)
-    every = [every_at(sync.every, steps, engine.epoch) + 2 * sync.delay for sync in syncs]
+    every = [every_at(every_for(sync.every, engine.length), steps, engine.epoch) + 2 * sync.delay for sync in syncs]
     units = [unit for tracked in engine.registry.optimizers for unit in units_of(tracked)]
     pace = max((unit.pace for unit in units if isinstance(unit, DeltaShare)), default=1.0)
     return max(1, round(max(every, default=1) * pace))

@@ -172,12 +172,13 @@ class Replicas:
         return own | {name: viewed.kept(now[name]) for name, viewed in self._viewed.items()}
 
     def load_state_dict(self, state: dict[str, Tensor], shared: Collection[str] = ()) -> None:
-        """Loads this rank's own weights, but for parameters of these names."""
+        """Loads what differs of this rank's own weights (a write counts as a change), but for these parameters."""
         names = {id(parameter): name for name, parameter in self._registry.known.values()}
         with torch.no_grad():
             for name, tensor in self._all_by_name().items():
-                if name in state and names.get(id(tensor)) not in shared:
-                    tensor.copy_(state[name])
+                own = state.get(name) if names.get(id(tensor)) not in shared else None
+                if own is not None and not torch.equal(tensor, own.to(tensor)):
+                    tensor.copy_(own)
 
     def settle(self) -> None:
         """Replaces replicas that have drifted by their average. A collective."""

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from lightning_sparsecomm.basis import Wire
 from lightning_sparsecomm.basis.arguments import check_booleans, check_one_of
-from lightning_sparsecomm.basis.scheduled import Every, check_every, every_at, most_every
+from lightning_sparsecomm.basis.scheduled import Every, check_every, most_every
 from lightning_sparsecomm.basis.stream import Stream
 from lightning_sparsecomm.channel import AdamMoments, Channel, ClipLocalNorm
 from lightning_sparsecomm.channel.momentum import Velocity
@@ -19,7 +19,7 @@ from lightning_sparsecomm.sharing.gradients import NamedParameters, wide_dtype
 from lightning_sparsecomm.sharing.moments import check_moments, objection_to
 from lightning_sparsecomm.sharing.others import Own, all_of
 from lightning_sparsecomm.sharing.outer import OuterOptimizer, check_outer, make_outer
-from lightning_sparsecomm.sharing.share import Share
+from lightning_sparsecomm.sharing.share import Share, Turn
 from lightning_sparsecomm.sharing.streamed import Mix, StreamedShare, check_delay
 from lightning_sparsecomm.sharing.sync import Buffers, Sync
 
@@ -136,9 +136,9 @@ class DeltaSync(Sync):
         self.moments: Mapping[str, int] = dict(moments or {})
         self.residual_in_weights = residual_in_weights
 
-    def delay_at(self, step: int, epoch: float) -> int:
+    def delay_at(self, turn: Turn) -> int:
         """Steps between an exchange that starts then and its use: it arrives before the next one starts."""
-        return min(self.delay, every_at(self.every, step, epoch) - 1)
+        return min(self.delay, turn.every(self.every) - 1)
 
     def objection(self, optimizer: Optimizer) -> str | None:
         return super().objection(optimizer) or objection_to(optimizer, self.moments)

@@ -8,7 +8,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_sparsecomm.basis import UPDATES, Wire
-from lightning_sparsecomm.basis.schedules import Every, every_at
+from lightning_sparsecomm.basis.schedules import Every
 from lightning_sparsecomm.channel import Channel
 from lightning_sparsecomm.channel.saved import Saved, add_prefix, pop_named, strip_prefix
 from lightning_sparsecomm.sharing.anchored import Anchored
@@ -44,7 +44,7 @@ class Delayed(Protocol):
     moments: Mapping[str, int]
     residual_in_weights: bool
 
-    def delay_at(self, step: int, epoch: float) -> int: ...
+    def delay_at(self, turn: Turn) -> int: ...
 
 
 class DeltaShare(PartShare):
@@ -79,8 +79,7 @@ class DeltaShare(PartShare):
         self._set_weights = SetWeights()
         self._moments = Moments(kept_by(optimizer, sync.moments))
         # Whether this turn's exchange is the last one, after which no moments are used.
-        self._last = False
-        self._noted = False
+        self._last = self._noted = False
         # In a turn: anchors of weights that were set, by name; before the exchange, this rank's own weights.
         self._set: dict[str, Tensor] = {}
         super().__init__(optimizer, parameters, wire, own)
@@ -92,7 +91,7 @@ class DeltaShare(PartShare):
 
     def due(self, turn: Turn) -> bool:
         if turn.kind == "weights":
-            every, count = every_at(self.sync.every, turn.step, turn.epoch), self.sync.fragments
+            every, count = turn.every(self.sync.every), self.sync.fragments
             # Fragments too: where a schedule changes `every`, their times may move past them.
             waited = self.steps >= max(1, round(every * self.pace))
             return waited or (count > 1 and self.steps > 0 and is_due(turn.step, every, self._fragment, count))
@@ -100,7 +99,7 @@ class DeltaShare(PartShare):
 
     def before_step(self) -> None:
         self._bind()
-        if self._starts.leave(self.parameters):
+        if not self._set_weights.updating and self._starts.leave(self.parameters):
             self._set_weights.note(self.parameters)
         self._look()
         self._count_ddp()
@@ -108,6 +107,7 @@ class DeltaShare(PartShare):
     def before_update(self) -> None:
         # What hooks have set within the step is no training either.
         self._look()
+        self._set_weights.updating = True
 
     def after_update(self) -> None:
         self._set_weights.note(self.parameters)

@@ -56,7 +56,7 @@ class LateShare(InFlightShare[None], GradientShare):
         super().__init__(sync, optimizer, parameters, wire)
 
     def extend(self, parameters: NamedParameters) -> None:
-        self._finish()
+        self._finish_between_turns()
         names = {name for name, _ in parameters}
         if self._anchors.lack(names):
             # They leave with the shared weights, and without what has arrived for them.

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_sparsecomm.basis import Vector, Wire
-from lightning_sparsecomm.basis.schedules import Every, every_at, every_for, exchanges_in
+from lightning_sparsecomm.basis.schedules import Every, exchanges_in
 from lightning_sparsecomm.channel.saved import Saved, add_prefix, pop_named, strip_prefix
 from lightning_sparsecomm.exchange import NonFiniteGradientError
 from lightning_sparsecomm.sharing.adam import show_moments
@@ -98,7 +98,7 @@ class LocalStepsShare(GradientShare):
                     # It spreads to all ranks by the sum.
                     self._waiting.fill_(math.nan)
             return
-        every = every_at(every_for(self.sync.every, turn.length), turn.step, turn.epoch)
+        every = turn.every(self.sync.every)
         # Whether this step's exchange leaves no rank ahead.
         self._rejoins = often = turn.ends_epoch or self._weights.set.again_and_again or self._beside_rows()
         # After steps were set back, as if there had been none.

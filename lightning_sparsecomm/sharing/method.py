@@ -110,6 +110,8 @@ class Method(Part):
         Method(self.syncs, self.averaging, fallback)
         method = copy.copy(self)
         method.fallback = fallback
+        if self.by_run is not None:
+            method.by_run = functools.partial(_by_run_with, self.by_run, fallback)
         return method
 
     @property
@@ -140,6 +142,10 @@ class Method(Part):
         options = f", averaging={self.averaging!r}" if self.averaging is not None else ""
         options += f", fallback={self.fallback!r}" if self.fallback is not None else ""
         return f"Method({list(self.syncs)!r}{options})"
+
+
+def _by_run_with(by_run: Callable[[float, int], Method], fallback: Method, steps: float, ranks: int) -> Method:
+    return by_run(steps, ranks).with_fallback(fallback)
 
 
 def _pieces(syncs: Sequence[Sync], parameters: NamedParameters) -> list[NamedParameters]:

@@ -41,16 +41,19 @@ class SetWeights:
     Attributes:
         found: What was set since the last exchange, by parameter name: a digest, or -1 where ranks had already trained.
         noted: Stretches of the weights as training or an exchange has left them, by parameter name.
+        updating: Whether the optimizer changes weights, until they are noted; it may evaluate its closure meanwhile.
     """
 
     def __init__(self) -> None:
         self.found: dict[str, int] = {}
         self.noted: dict[str, Tensor] = {}
+        self.updating = False
         self._samples: dict[str, Tensor] = {}
         self._warned = False
 
     def note(self, parameters: NamedParameters) -> None:
         """Notes the weights as they are, after training or an exchange has changed them."""
+        self.updating = False
         for name, weight in parameters:
             sample = self._sample(name, weight)
             if name in self.noted:
@@ -60,7 +63,7 @@ class SetWeights:
 
     def look(self, parameters: NamedParameters, trained: bool) -> None:
         """Compares the weights with those noted; `trained` says whether ranks have trained since the last exchange."""
-        for name, weight in parameters:
+        for name, weight in parameters if not self.updating else ():
             noted, sample = self.noted.get(name), self._sample(name, weight)
             if noted is not None and not alike(sample, noted):
                 self.found[name] = SET_AMID if trained else _number_of(weight)

@@ -10,6 +10,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_sparsecomm.basis import Layout, Round, Warmup, Wire
+from lightning_sparsecomm.basis.schedules import Every, every_at, every_for
 from lightning_sparsecomm.channel import Channel
 from lightning_sparsecomm.channel.saved import Saved
 from lightning_sparsecomm.exchange import Exchanged
@@ -46,6 +47,10 @@ class Turn:
     length: float = math.inf
     ends_epoch: bool = False
     may_end_sooner: bool = False
+
+    def every(self, every: Every) -> int:
+        """Steps between two exchanges at this time of the run; errors as of `every_at`."""
+        return every_at(every_for(every, self.length), self.step, self.epoch)
 
 
 class Share(ABC):

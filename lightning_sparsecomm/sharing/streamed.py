@@ -9,7 +9,6 @@ from torch.optim import Optimizer
 
 from lightning_sparsecomm.basis import UPDATES, Wire
 from lightning_sparsecomm.basis.arguments import check_whole_number, is_number
-from lightning_sparsecomm.basis.schedules import every_at
 from lightning_sparsecomm.basis.stream import Stream
 from lightning_sparsecomm.channel.saved import Saved, add_prefix, pop_named, strip_prefix
 from lightning_sparsecomm.sharing.delta_share import IN_FLIGHT, Delayed, DeltaShare, scaled
@@ -92,7 +91,7 @@ class StreamedShare(InFlightShare[dict[str, Tensor]], DeltaShare):
         if turn.kind == "end":
             return self._apart
         if self.under_way:
-            late = turn.step >= self._arrives or self.steps >= every_at(self.sync.every, turn.step, turn.epoch)
+            late = turn.step >= self._arrives or self.steps >= turn.every(self.sync.every)
             return turn.kind == "land" or (turn.kind == "weights" and late)
         return (self._again and turn.kind == "weights") or super().due(turn)
 
@@ -101,7 +100,7 @@ class StreamedShare(InFlightShare[dict[str, Tensor]], DeltaShare):
         super().after_step()
 
     def prepare(self, turn: Turn) -> None:
-        waits = turn.kind == "end" or not (self.under_way or self.sync.delay_at(turn.step, turn.epoch))
+        waits = turn.kind == "end" or not (self.under_way or self.sync.delay_at(turn))
         self._turn = "whole" if waits else "land" if self.under_way else "start"
         if waits:
             self._again = False
@@ -193,7 +192,7 @@ class StreamedShare(InFlightShare[dict[str, Tensor]], DeltaShare):
 
     def _start(self, turn: Turn) -> None:
         self._bind()
-        self.delay, self._again = self.sync.delay_at(turn.step, turn.epoch), False
+        self.delay, self._again = self.sync.delay_at(turn), False
         self._arrives, self._steps_before, self.steps = turn.step + self.delay, self.steps, 0
         # A collective of all ranks, where nodes have several.
         beside = self.stream.wire(UPDATES)
