@@ -68,6 +68,7 @@ class StepSettings(NamedTuple):
             nothing needs it.
         max_norm: The user's threshold for clipping the averaged gradient; None for none.
         rates: The learning rate of each segment; empty where a step is not proportional to it.
+        least_rate: The part of the largest learning rate so far below which what waits does not follow the rate.
         adam: A rule for each segment; empty where no memory keeps Adam's moments.
         weight: Factor that was applied to the gradients already, of a replica that counts more or less in the mean.
     """
@@ -78,6 +79,7 @@ class StepSettings(NamedTuple):
     rates: Sequence[float] = ()
     adam: Sequence[AdamRule] = ()
     weight: float = 1.0
+    least_rate: float = 1e-3
 
 
 class Step(NamedTuple):

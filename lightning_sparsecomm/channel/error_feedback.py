@@ -13,9 +13,6 @@ from lightning_sparsecomm.channel.memory import Memory
 from lightning_sparsecomm.exchange import Exchanged
 from lightning_sparsecomm.kernels import Moments, direction
 
-# A unit never falls below this part of the largest learning rate so far: it bounds how far gradients are scaled up.
-_LEAST_UNIT = 1e-3
-
 
 class _Unit(NamedTuple):
     """What one segment of the residual is multiplied by to give a change of weights.
@@ -37,7 +34,8 @@ class ErrorFeedback(Memory):
     With SGD, or after `LocalAdam`, that holds of learning rate times gradient (or direction): when the rate changes
     from η to η', E ← E·η/η', so a gradient counts as much as in the step that computed it, however late it is sent.
     Below 1/1000 of its largest value so far the rate is no longer followed, since gradients would be scaled up without
-    bound: then E keeps what a step with so small a rate, or with none, does not apply.
+    bound; below 1/10 where the optimizer's own momentum keeps what was sent for later steps. Then E keeps what a step
+    with so small a rate, or with none, does not apply.
 
     Source: Seide et al. 2014 (1-bit SGD); Aji & Heafield 2017 (Gradient Dropping). Learning rate in E: Karimireddy et
     al. 2019, Error Feedback Fixes SignSGD, algorithm 1; Sketched-SGD, algorithm 2.
@@ -80,7 +78,7 @@ class ErrorFeedback(Memory):
             before = self._units.get(segment.name)
             largest = max(rate, before.largest if before else 0.0)
             # Where all rates so far were 0, any unit will do, as E is 0.
-            unit = _Unit(max(rate, largest * _LEAST_UNIT) or 1.0, largest)
+            unit = _Unit(max(rate, largest * contribution.settings.least_rate) or 1.0, largest)
             self._next_units[segment.name] = unit
             self._keeps.append(before.rate / unit.rate if before else 1.0)
             self._applied.append(rate / unit.rate)

@@ -25,7 +25,10 @@ from lightning_sparsecomm.sharing.gradients import (
 from lightning_sparsecomm.sharing.hand_back import averaged_residuals, hand_back
 from lightning_sparsecomm.sharing.local_mode import LOCAL_MODES, SharedName
 from lightning_sparsecomm.sharing.share import Share, Turn
-from lightning_sparsecomm.sharing.takeover import learning_rates, mask_momentum_, momentum_rules
+from lightning_sparsecomm.sharing.takeover import has_momentum, learning_rates, mask_momentum_, momentum_rules
+
+# What momentum after the exchange was given at a small rate counts at later, larger ones.
+_LEAST_RATE_BEFORE_MOMENTUM = 0.1
 
 LAST_EXCHANGE = "last exchange"
 """In state of local steps, the step of the last exchange."""
@@ -96,7 +99,10 @@ class GradientShare(Share):
         rules = momentum_rules(self.optimizer, self.parameters) if self._applies_momentum else ()
         rates = learning_rates(self.optimizer, self.parameters) if self._follows_rate else ()
         adam = adam_rules(self.optimizer, self.parameters) if self._adam is not None else ()
-        return StepSettings(rules, turn.gradient_norm, turn.max_norm, rates, adam, self.weight)
+        settings = StepSettings(rules, turn.gradient_norm, turn.max_norm, rates, adam, self.weight)
+        if self._applies_momentum or self._adam is not None or not has_momentum(self.optimizer):
+            return settings
+        return settings._replace(least_rate=_LEAST_RATE_BEFORE_MOMENTUM)
 
     def exchange(self) -> None:
         if self._waiting is None:

@@ -39,6 +39,11 @@ def momentum_rules(optimizer: Optimizer, parameters: NamedParameters) -> list[Mo
     return [rules[id(parameter)] for _, parameter in parameters]
 
 
+def has_momentum(optimizer: Optimizer) -> bool:
+    """Whether an optimizer of SGD's kind keeps what it gets for later steps."""
+    return any(group.get("momentum", 0) for group in optimizer.param_groups)
+
+
 def learning_rates(optimizer: Optimizer, parameters: NamedParameters) -> list[float]:
     """The learning rate of each parameter, from the optimizer's groups as they are now.
 

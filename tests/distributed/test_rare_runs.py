@@ -18,6 +18,7 @@ from lightning_sparsecomm.methods import (
     dgc,
     diloco,
     federated_averaging,
+    gradient_dropping,
     local_adam,
     onebit_adam,
     quantized,
@@ -265,6 +266,26 @@ def _exchanges(rank: int, method: Method) -> int:
 @pytest.mark.parametrize("method", [federated_averaging(every=PartOfRun(0.1)), sbc(0.5, every=PartOfRun(0.1))])
 def test_schedules_of_weights_follow_the_runs_length(method: Method) -> None:
     assert run_ranks(2, _exchanges, method) == [10, 10]
+
+
+def _through_small_rates(rank: int) -> list[float]:
+    """The largest weight after each step of a run whose rate falls to almost nothing, and rises again."""
+    module = nn.Linear(4, 4, bias=False)
+    nn.init.zeros_(module.weight)
+    run = Run(gradient_dropping(0.25), module, momentum=0.9)
+    largest = []
+    for rate in (0.1, 0.1, 0.1, 0.0, 0.1, 0.1, 1e-6, 0.1):
+        run.optimizer.param_groups[0]["lr"] = rate
+        run.step(run.like(1.0))
+        largest.append(module.weight.abs().max().item())
+    run.engine.close()
+    return largest
+
+
+def test_momentum_after_the_exchange_does_not_blow_up_as_the_rate_rises() -> None:
+    """ddp's weights end at 3.5; a buffer that was filled at a thousandth of the rate would take them beyond 100."""
+    for largest in run_ranks(2, _through_small_rates):
+        assert max(largest) < 12
 
 
 def test_another_fallback_stays_in_a_run_of_known_length() -> None:

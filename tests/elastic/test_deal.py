@@ -201,7 +201,7 @@ def test_a_deal_counts_once_its_exchange_does() -> None:
 def test_what_is_dealt_lasts_though_an_exchange_is_lost_once_in_flight(delay: int, steps: int) -> None:
     """From where one starts to where the next one lands, and as long again as it flies."""
     registry = SimpleNamespace(methods=[methods.sparse_loco(every=30, delay=delay)], optimizers=[], steps=0)
-    assert steps_until_exchange(SimpleNamespace(registry=registry, epoch=0.0)) == steps  # type: ignore[arg-type]
+    assert steps_until_exchange(SimpleNamespace(registry=registry, epoch=0.0, length=100)) == steps  # type: ignore[arg-type]
 
 
 def test_a_saved_deal_has_what_its_replica_has_read() -> None:
