@@ -65,10 +65,17 @@ def run(options: argparse.Namespace) -> None:
             " for any."
         ) from error
     try:
-        print(f"lighthouse at {server.address()}, until interrupted", flush=True)
+        print(f"lighthouse at {_address(options.bind, server.address())}, until interrupted", flush=True)
         never = threading.Event()
         # An interrupt may reach one of the server's own threads, which does not wake this one.
         while not never.wait(_LOOKING_SECONDS):
             pass
     except KeyboardInterrupt:
         server.shutdown()
+
+
+def _address(bound: str, address: str) -> str:
+    """Where replicas reach the server: torchft names this machine, also where it listens at one address only."""
+    host = bound.rpartition(":")[0]
+    wildcard = host in ("0.0.0.0", "[::]", "")
+    return address if wildcard else f"http://{host}:{address.rpartition(':')[2]}"

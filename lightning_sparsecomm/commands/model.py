@@ -21,13 +21,14 @@ def model_named(text: str) -> nn.Module:
         ValueError: It has no colon, cannot be imported, needs arguments, or makes no module that trains.
     """
     place, _, name = text.partition(":")
+    place = place.removeprefix("./").removesuffix(".py")
     if not place or not name:
         raise ValueError(f"{_RULE}; got {text!r}. Write --model train:Model for class Model in train.py.")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         maker = getattr(importlib.import_module(place), name)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, TypeError) as error:
         raise ValueError(
             f"{_RULE}; got {text!r}: {error}. Start it in the folder that has {place.partition('.')[0]}."
         ) from error

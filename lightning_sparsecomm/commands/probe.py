@@ -89,7 +89,7 @@ def _as_dict(names: list[str], link: MeasuredLink, pairs: list[Pair], coding: fl
     return {
         "ranks": names,
         "latency": link.latency,
-        "bandwidth": link.bandwidth,
+        "bandwidth": link.bandwidth if math.isfinite(link.bandwidth) else None,
         "bandwidth_is_rough": not link.rate_is_known,
         "collectives": {kind: [list(point) for point in points] for kind, points in link.points.items()},
         "pairs": [vars(pair) for pair in pairs],

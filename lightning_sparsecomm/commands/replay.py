@@ -9,6 +9,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import IO, Any, Protocol
 
 from torch._C._distributed_c10d import TCPStore
@@ -20,6 +21,9 @@ from lightning_sparsecomm.elastic.replay import REPLICA, STORE, end_key, place_k
 from lightning_sparsecomm.elastic.script import Script, scripts_of
 
 _LOOKING_SECONDS = 0.1
+
+_ENDING_SECONDS = 10.0
+"""For replicas to end by themselves once another has failed."""
 
 STOPPED, FAILED, BROKEN = "stopped", "failed", "broke off"
 
@@ -78,7 +82,9 @@ class Process(Protocol):
 
     def terminate(self) -> None: ...
 
-    def wait(self) -> object: ...
+    def kill(self) -> None: ...
+
+    def wait(self, timeout: float | None = None) -> object: ...
 
 
 def replay(scripts: Sequence[Script], start: Callable[[dict[str, str]], Process]) -> dict[str, str]:
@@ -112,7 +118,12 @@ def replay(scripts: Sequence[Script], start: Callable[[dict[str, str]], Process]
     finally:
         for process in running.values():
             process.terminate()
+        deadline = time.monotonic() + _ENDING_SECONDS
         for process in running.values():
+            # Lightning only notes SIGTERM, and one that waits for another replica never comes to look.
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+            process.kill()
             process.wait()
         folder.cleanup()
     return ends

@@ -118,7 +118,7 @@ class Membership:
 
 def short(name: str) -> str:
     """A replica's name without the part that tells one process from the next of the same name."""
-    return name.partition(":")[0]
+    return name.rpartition(":")[0] or name
 
 
 def _replicas(count: int) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -153,10 +154,18 @@ class Record:
     def _write(self, kind: str, entry: Entry | Change) -> None:
         if self._path is not None:
             # A process that wrote to this file before may have been killed amid a line.
-            broken_off = not self._begun and _ends_amid_line(self._path)
-            with open(self._path, "ab") as log:
-                log.write(b"\n" * broken_off + json.dumps({"kind": kind, **entry._asdict()}).encode() + b"\n")
-            self._begun = True
+            try:
+                broken_off = not self._begun and _ends_amid_line(self._path)
+                with open(self._path, "ab") as log:
+                    log.write(b"\n" * broken_off + json.dumps({"kind": kind, **entry._asdict()}).encode() + b"\n")
+                self._begun = True
+            except OSError as error:
+                warnings.warn(
+                    f"the membership log {self._path} ends here: {error}. Training goes on; `sparsecomm replay` needs a"
+                    " whole log, so it cannot make this run again.",
+                    stacklevel=2,
+                )
+                self._path = None
 
 
 def _ends_amid_line(path: str) -> bool:

@@ -2,11 +2,15 @@
 
 import math
 import re
+from decimal import Decimal
 
 _RATES = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 _TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9}
+
+_MOST = 10**15
+"""Of what is counted; up to there a float tells each whole number."""
 
 # A comma stands between groups of three digits: 1,5s could mean two things.
 _QUANTITY = re.compile(r"\s*((?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
@@ -54,8 +58,10 @@ def count(name: str, text: str) -> int:
         ValueError: Not a whole number of at least 1.
     """
     number = _parsed(name, text, _COUNTS, "a whole number, or one with k, M or B behind it", "124M")
-    if number < 1 or number != round(number):
-        raise ValueError(f"{name} must be a whole number of at least 1; got {text!r}. Write {name}=124M, for example.")
+    if not 1 <= number <= _MOST or number != round(number):
+        raise ValueError(
+            f"{name} must be a whole number from 1 to {_MOST:,}; got {text!r}. Write {name}=124M, for example."
+        )
     return round(number)
 
 
@@ -66,7 +72,8 @@ def _parsed(
     unit = match[2].lower() if match else ""
     if match is None or unit not in units:
         raise ValueError(f"{name} must be {rule}; got {text!r}. Write {example}, for example.")
-    number = float(match[1].replace(",", "")) * units[unit]
+    # As decimals: 8.03 times a billion is a whole number.
+    number = float(Decimal(match[1].replace(",", "")) * Decimal(str(units[unit])))
     if not least <= number < math.inf:
         raise ValueError(f"{name} must be positive, {rule}; got {text!r}. Write {example}, for example.")
     return number

@@ -112,7 +112,9 @@ def features(parameters: Sequence[Parameter], by_rows: bool = False) -> list[flo
     `by_rows`, elements of tables of few rows, which then are no matrices."""
     tables = [each for each in parameters if by_rows and has_few_rows(each)]
     apart = {id(each) for each in tables}
-    matrices = [(len(each), each[0].numel()) for each in parameters if each.dim() > 1 and id(each) not in apart]
+    matrices = [
+        (each.shape[0], math.prod(each.shape[1:])) for each in parameters if each.dim() > 1 and id(each) not in apart
+    ]
     rows, columns = (float(sum(each)) for each in zip(*matrices)) if matrices else (0.0, 0.0)
     elements = float(sum(rows * columns for rows, columns in matrices))
     vectors = float(sum(each.numel() for each in parameters if each.dim() == 1))

@@ -92,7 +92,8 @@ class _Scale:
         if not axis.logarithmic and 0 < low < 0.5 * high:
             low = 0.0
         if high - low < 1e-12 * max(abs(low), abs(high), 1e-300):
-            low, high = low - 0.5, high + 0.5
+            around = max(0.5, 1e-3 * abs(high))
+            low, high = low - around, high + around
         self._low, self._high, self._begin, self._end = low, high, begin, end
 
     def __call__(self, value: float) -> float:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from lightning_sparsecomm.commands import main
+from lightning_sparsecomm.commands.lighthouse import _address
 from tests.elastic.replicas import lighthouse, needs_torchft
 
 pytestmark = [
@@ -139,3 +140,16 @@ def test_the_configuration_trains(tmp_path: Path) -> None:
         _run("cli.py", "fit", config, *given, folder=tmp_path)
     (metrics,) = tmp_path.rglob("metrics.csv")
     assert "sparsecomm/residual_norm" in metrics.read_text().splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("bound", "shown"),
+    [
+        ("[::]:29510", "http://here:37717"),
+        ("0.0.0.0:0", "http://here:37717"),
+        ("127.0.0.2:0", "http://127.0.0.2:37717"),
+        ("[::1]:0", "http://[::1]:37717"),
+    ],
+)
+def test_the_lighthouse_names_where_it_listens(bound: str, shown: str) -> None:
+    assert _address(bound, "http://here:37717") == shown

@@ -1,6 +1,6 @@
 """The log of members."""
 
-from lightning_sparsecomm.elastic.membership import Membership
+from lightning_sparsecomm.elastic.membership import Membership, short
 
 
 def test_only_changes_are_noted() -> None:
@@ -64,3 +64,7 @@ def test_the_end_says_how_many_took_part() -> None:
     membership.fail()
     membership.meet(["a:1"], 3)
     assert membership.summary == "1 replica at the end, 1 to 2 in the run; 1 change of members, 1 exchange repeated"
+
+
+def test_names_may_have_colons() -> None:
+    assert [short(name) for name in ("node:1:3f2a", "a:3f2a", "a")] == ["node:1", "a", "a"]

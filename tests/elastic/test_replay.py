@@ -54,8 +54,11 @@ class Running:
     def terminate(self) -> None:
         self._replica.process.kill()
 
-    def wait(self) -> None:
-        self._replica.process.join()
+    def kill(self) -> None:
+        self._replica.process.kill()
+
+    def wait(self, timeout: float | None = None) -> None:
+        self._replica.process.join(timeout)
 
 
 def replayed(log: Path, method: Any, seeds: dict[str, list[int]], **options: Any) -> tuple[dict[str, str], list[Any]]:

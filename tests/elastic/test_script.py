@@ -2,10 +2,12 @@
 
 import json
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
 
+from lightning_sparsecomm.commands import replay as commands_replay
 from lightning_sparsecomm.elastic.members import Offer
 from lightning_sparsecomm.elastic.membership import Change
 from lightning_sparsecomm.elastic.record import Ended, Entry, Landed, Met, Outcome, Record, read
@@ -178,3 +180,46 @@ def test_a_log_is_lines_of_json(tmp_path: Path) -> None:
         "lost_steps": 0,
         "behind_since": None,
     }
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
+def test_training_goes_on_where_the_log_cannot_be_written() -> None:
+    record = Record("/dev/full")
+    with pytest.warns(UserWarning, match="the membership log /dev/full ends here: .*No space left"):
+        record.end(Ended("a", 1, "digest"))
+    record.end(Ended("a", 2, "digest"))
+
+
+class Deaf:
+    """A replica that does not end when it is told to."""
+
+    def __init__(self, code: int | None) -> None:
+        self.code = code
+        self.killed = False
+
+    def poll(self) -> int | None:
+        return self.code
+
+    def terminate(self) -> None:
+        pass
+
+    def kill(self) -> None:
+        self.killed = True
+
+    def wait(self, timeout: float | None = None) -> None:
+        if timeout is not None:
+            raise subprocess.TimeoutExpired("replica", timeout)
+
+
+def test_a_replay_ends_though_another_replica_waits_for_the_one_that_failed() -> None:
+    both = ("A", "B")
+    scripts = scripts_of([Met(name, 1, both, "s0", 0, "s1", "counts") for name in both])
+    replicas = iter([Deaf(1), Deaf(None)])
+    started: list[Deaf] = []
+
+    def start(_: dict[str, str]) -> Deaf:
+        started.append(next(replicas))
+        return started[-1]
+
+    assert commands_replay.replay(scripts, start)["A"] == "broke off with exit code 1"
+    assert started[1].killed

@@ -85,7 +85,8 @@ def test_a_model_of_ones_own_is_found_in_the_current_folder(tmp_path: Path, monk
     (tmp_path / "my_training_file.py").write_text("from torch import nn\ndef small(): return nn.Linear(3, 2)\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    assert ModelLayout.of([model_named("my_training_file:small")]).elements == 8
+    for place in ("my_training_file", "my_training_file.py", "./my_training_file.py"):
+        assert ModelLayout.of([model_named(f"{place}:small")]).elements == 8
 
 
 HERE = "tests.planning.test_model_layout"

@@ -17,6 +17,9 @@ def test_what_people_write() -> None:
     assert seconds("rtt", "0") == 0
     assert count("parameters", "124M") == 124_000_000
     assert count("parameters", "1.5B") == 1_500_000_000
+    # Not whole as products of floats.
+    assert count("parameters", "8.03B") == 8_030_000_000
+    assert count("parameters", "66.9M") == 66_900_000
     assert count("parameters", "11,000,000") == 11_000_000
     assert count("parameters", "1,500.5k") == 1_500_500
 

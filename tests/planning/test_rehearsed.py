@@ -11,7 +11,7 @@ from lightning_sparsecomm import Method, methods
 from lightning_sparsecomm.planning import MeasuredLink, Work, predict, rehearse, square_layers
 from lightning_sparsecomm.planning.planner import optimizer_for
 from lightning_sparsecomm.planning.rehearsed import Rehearsed
-from lightning_sparsecomm.planning.stand_ins import extrapolated
+from lightning_sparsecomm.planning.stand_ins import extrapolated, features
 from lightning_sparsecomm.sharing.gradients import note_few_rows
 
 
@@ -181,3 +181,7 @@ def test_the_first_steps_of_a_staged_exchange_count_by_their_part_of_the_run() -
     whole = rehearsed(methods.dense())
     assert later.link_bytes < whole.link_bytes / 20
     assert half.link_bytes == pytest.approx((later.link_bytes + whole.link_bytes) / 2, rel=0.02)
+
+
+def test_a_matrix_without_rows_has_features() -> None:
+    assert features([torch.nn.Parameter(torch.empty(0, 5)), torch.nn.Parameter(torch.empty(2, 3))])[:4] == [2, 2, 8, 6]

@@ -340,3 +340,10 @@ def test_a_logarithmic_axis_has_at_least_three_numbers(ends: tuple[float, float]
     ticks = scale.ticks()
     assert 3 <= len(ticks) <= 12
     assert all(-1e-6 <= scale(tick) <= 100 + 1e-6 for tick in ticks)
+
+
+@pytest.mark.parametrize("values", [[1e17], [1e17, 1e17], [-3e300], [0.0], [2.5]])
+def test_a_constant_has_an_axis(values: list[float]) -> None:
+    scale = _Scale(Axis("loss", plain), values, 0.0, 100.0)
+    assert len(scale.ticks()) > 1
+    assert 0 <= scale(values[0]) <= 100
