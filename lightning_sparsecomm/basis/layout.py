@@ -17,6 +17,14 @@ from lightning_sparsecomm.kernels import kernels_for
 MAX_SIZE = 2**32 - 1
 
 
+class TooLargeError(ValueError):
+    """Tensors have more elements together than positions can tell.
+
+    >>> issubclass(TooLargeError, ValueError)
+    True
+    """
+
+
 class Segment(NamedTuple):
     """One parameter's place in the flat vector: elements `offset` to `offset + size`."""
 
@@ -39,7 +47,8 @@ class Layout:
         tensors: Name and shape of each tensor, in order. Names must differ.
 
     Raises:
-        ValueError: A name occurs twice, or the vector is too long for 32-bit positions.
+        ValueError: A name occurs twice.
+        TooLargeError: The vector is too long for 32-bit positions.
     """
 
     def __init__(self, tensors: Iterable[tuple[str, Sequence[int]]]) -> None:
@@ -53,7 +62,7 @@ class Layout:
         if repeated:
             raise ValueError(f"tensors must have different names; got {repeated[0]!r} twice. Name each tensor once.")
         if offset > MAX_SIZE:
-            raise ValueError(
+            raise TooLargeError(
                 f"tensors must have at most {MAX_SIZE:,} elements together, as positions travel as 32-bit integers;"
                 f" got {offset:,}. Give the parameters to more than one optimizer or sync."
             )

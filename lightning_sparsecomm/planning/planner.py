@@ -9,12 +9,13 @@ from torch.nn import Parameter
 from torch.optim import SGD, Adam, Optimizer
 
 from lightning_sparsecomm import methods
+from lightning_sparsecomm.basis.layout import Layout, TooLargeError
 from lightning_sparsecomm.methods.auto import BASELINE, DEFAULT, ROUNDED, Quality, allowed
 from lightning_sparsecomm.planning.links import Link
 from lightning_sparsecomm.planning.model import Predicted, Work, predict
 from lightning_sparsecomm.planning.quantities import as_bytes, as_time
 from lightning_sparsecomm.planning.rehearsed import rehearse
-from lightning_sparsecomm.sharing import Method
+from lightning_sparsecomm.sharing import BucketSync, DeltaSync, Method
 from lightning_sparsecomm.sharing.gradients import NamedParameters
 
 
@@ -133,15 +134,26 @@ def plan(
     for number, (name, method) in enumerate(everything.items(), start=1):
         if progress is not None:
             progress(name, number, len(everything))
+        made = method.for_run(length, ranks)
         try:
-            rehearsed = rehearse(method.for_run(length, ranks), kinds, ranks, length)
-        except TypeError as error:
+            _check_size(made, kinds)
+            rehearsed = rehearse(made, kinds, ranks, length)
+        except (TypeError, TooLargeError) as error:
             refused[name] = str(error)
         else:
             rows[name] = predict(rehearsed, link, work)
     rows = dict(sorted(rows.items(), key=lambda pair: pair[1].seconds))
     choice = min((name for name in choosable if name in rows), key=lambda name: rows[name].seconds)
     return Plan(rows, refused, choice, tuple(choosable))
+
+
+def _check_size(method: Method, kinds: Sequence[tuple[Optimizer, NamedParameters]]) -> None:
+    """Raises `TooLargeError` as a training would; rehearsals have stand-ins, which are small."""
+    for _, named in kinds:
+        for sync, piece in method.parts(named):
+            in_pieces = isinstance(sync, BucketSync) or (isinstance(sync, DeltaSync) and sync.fragments > 1)
+            if not in_pieces:
+                Layout.of(piece)
 
 
 def square_layers(elements: int, dtype: torch.dtype = torch.float32) -> list[tuple[str, Parameter]]:

@@ -135,6 +135,16 @@ def test_a_slow_network_does() -> None:
     assert result.refused.keys() == {"local_adam"}
 
 
+def test_what_is_too_large_for_training_is_too_large_for_a_plan() -> None:
+    parameters = square_layers(8_000_000_000)
+    kinds = [(optimizer_for("sgd", parameters), parameters)]
+    candidates = {"in one": methods.diloco(), "in four": methods.streaming_diloco(fragments=4)}
+    result = plan(kinds, 4, Network(1e9), Work(3.0), 1000, candidates=candidates)
+    assert result.choice == "ddp-bf16"
+    assert result.refused.keys() == {"sparsecomm", "in one"}
+    assert "at most 4,294,967,295 elements together" in result.refused["sparsecomm"]
+
+
 @pytest.mark.parametrize(("quality", "choice"), [("exact", "ddp"), ("rounded", "ddp-bf16")])
 def test_quality_limits_the_choice(quality: str, choice: str) -> None:
     result = planned(20e6, quality=quality)
