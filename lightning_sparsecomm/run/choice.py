@@ -64,6 +64,36 @@ def takeover_for(optimizer: Optimizer, method: Method, held: NamedParameters, me
     return MomentumTakeover(optimizer, members)
 
 
+Parts = Sequence[tuple[Sync, NamedParameters]]
+"""Syncs, and the parameters of each."""
+
+
+def parts_of(method: Method, before: Parts, named: NamedParameters) -> list[tuple[Sync, NamedParameters]]:
+    """A method's syncs with their parameters, to which some may have been added.
+
+    Args:
+        method: As chosen for the optimizer's parameters at its first step.
+        before: What this returned before; empty at first. Syncs of another method do not count.
+        named: All parameters that the optimizer trains.
+
+    Raises:
+        ValueError: A sync gets its first parameter late, and momentum, moments or clipping are the optimizer's there
+            but not elsewhere, or the reverse: they would count twice, or not at all.
+    """
+    parts = method.parts(named)
+    syncs = [sync for sync, _ in before if sync in method.syncs]
+    for sync, piece in parts if syncs else ():
+        for kind, what in ((Velocity, "momentum"), (AdamMoments, "moments"), (ClipLocalNorm, "clipping")):
+            taken = any(_has(each, kind) for each in syncs)
+            if sync not in syncs and _has(sync, kind) != taken:
+                raise ValueError(
+                    f"parameter {piece[0][0]!r} must belong to its optimizer from the first step on, since it is the"
+                    f" first of its part of the method, and {what} cannot be taken over for one part alone. Give it to"
+                    " the optimizer at the start, with requires_grad=False until it is trained."
+                )
+    return parts
+
+
 def directed(parts: Sequence[tuple[Sync, NamedParameters]]) -> list[Parameter]:
     """The parameters for which ranks share directions instead of gradients, in units of the learning rate."""
     return [parameter for sync, piece in parts if _has(sync, AdamMoments) for _, parameter in piece]

@@ -7,7 +7,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_sparsecomm.basis.wire import Wire
-from lightning_sparsecomm.run.choice import directed, method_for, takeover_for
+from lightning_sparsecomm.run.choice import directed, method_for, parts_of, takeover_for
 from lightning_sparsecomm.run.few_rows import FewRows
 from lightning_sparsecomm.run.nodes import Nodes
 from lightning_sparsecomm.run.optimizers import TrackedOptimizer, parameters_of
@@ -180,7 +180,7 @@ class Registry:
         refuse_sparse(self.methods, named)
         if self.nodes is not None:
             self.nodes.divide(self.named, named)
-        parts = tracked.method.parts(named)
+        parts = parts_of(tracked.method, tracked.parts, named)
         for sync, piece in parts:
             if sync.anchored:
                 others = set().union(*(other.members for other in self.optimizers if other is not tracked))

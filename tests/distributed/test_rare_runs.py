@@ -23,6 +23,7 @@ from lightning_sparsecomm.methods import (
     onebit_adam,
     quantized,
     sbc,
+    split,
 )
 from lightning_sparsecomm.run.engine import Engine
 from lightning_sparsecomm.sharing import Method
@@ -294,3 +295,39 @@ def test_another_fallback_stays_in_a_run_of_known_length() -> None:
         assert chain[0] == "dgc"
     chain = [str(each.call).partition("(")[0] for each in default().with_fallback(quantized()).for_run(1000, 2).chain]
     assert chain == ["dgc", "quantized"]
+
+
+def _joins_late(rank: int, method: Method, held: bool) -> float:
+    """Where a parameter ends that is trained from step 2 on, given to the optimizer then or frozen until then."""
+    module = nn.ModuleDict({"head": nn.Linear(3, 3, bias=False), "body": nn.Linear(3, 3, bias=False)})
+    for parameter in module.parameters():
+        nn.init.zeros_(parameter)
+    module["body"].requires_grad_(False)
+    held_now = module.parameters() if held else module["head"].parameters()
+    run = Run(method, module, lambda _, **options: torch.optim.SGD(held_now, momentum=0.9, **options))
+    for step in range(8):
+        if step == 2:
+            module["body"].requires_grad_(True)
+            if not held:
+                run.optimizer.add_param_group({"params": [module["body"].weight]})
+        run.step(run.like(1.0))
+    run.engine.close()
+    return module["body"].weight.detach().mean().item()
+
+
+SPLIT = [
+    split(["body.*"], dgc(1.0, warmup_steps=0), gradient_dropping(1.0)),
+    split(["body.*"], gradient_dropping(1.0), dgc(1.0, warmup_steps=0)),
+]
+
+
+@pytest.mark.parametrize("method", SPLIT, ids=["dgc late", "dgc first"])
+def test_a_part_that_gets_its_first_parameter_late(method: Method) -> None:
+    """Momentum would count twice there, or not at all."""
+    velocity = weight = 0.0
+    for _ in range(6):
+        velocity = 0.9 * velocity + 1
+        weight -= 0.1 * velocity
+    assert run_ranks(2, _joins_late, method, True) == pytest.approx([weight] * 2)
+    with pytest.raises(Exception, match=r"parameter 'body.weight' must belong to its optimizer from the first step on"):
+        run_ranks(2, _joins_late, method, False)
