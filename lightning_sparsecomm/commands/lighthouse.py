@@ -64,6 +64,12 @@ def run(options: argparse.Namespace) -> None:
             f"--bind must be an address of this machine with a free port; got {options.bind}, and: {error}. Use port 0"
             " for any."
         ) from error
+    except OverflowError as error:
+        raise ValueError(
+            "--min-replicas and the timeouts must be numbers that 64 bits hold, in milliseconds; got"
+            f" {options.min_replicas}, {options.join_timeout} and {options.heartbeat_timeout}. Leave them out for 1,"
+            " 60s and 5s."
+        ) from error
     try:
         print(f"lighthouse at {_address(options.bind, server.address())}, until interrupted", flush=True)
         never = threading.Event()

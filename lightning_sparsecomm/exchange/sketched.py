@@ -169,7 +169,8 @@ def _heavy_mix(sketch: CountSketch, table: Tensor, k: int, context: Round) -> Te
     estimates = sketch.query(table, n, seed)
     # Not in torch, whose order of addition depends on the number of threads.
     rows = table.double().cpu().numpy()
-    least = float(np.median(np.square(rows).sum(1))) / k
+    # None is sent of matrices without elements.
+    least = float(np.median(np.square(rows).sum(1))) / max(1, k)
     heavy = (estimates.double().square() >= least).nonzero().view(-1) if least > 0 else estimates[:0].long()
     if heavy.numel() > k:
         return heavy[kernels_for(estimates.device, estimates.dtype).largest(estimates[heavy], k, seed)]

@@ -23,6 +23,7 @@ from lightning_sparsecomm.methods import (
     onebit_adam,
     quantized,
     sbc,
+    sketched_sgd,
     split,
 )
 from lightning_sparsecomm.run.engine import Engine
@@ -331,3 +332,16 @@ def test_a_part_that_gets_its_first_parameter_late(method: Method) -> None:
     assert run_ranks(2, _joins_late, method, True) == pytest.approx([weight] * 2)
     with pytest.raises(Exception, match=r"parameter 'body.weight' must belong to its optimizer from the first step on"):
         run_ranks(2, _joins_late, method, False)
+
+
+def _without_elements(rank: int) -> float:
+    """The bias of a model whose only matrix has no rows, after a step."""
+    module = nn.ParameterDict({"matrix": nn.Parameter(torch.empty(0, 5)), "bias": nn.Parameter(torch.zeros(3))})
+    run = Run(sketched_sgd(recovery="heavymix"), module)
+    run.step(run.like(rank + 1.0))
+    run.engine.close()
+    return module["bias"][0].item()
+
+
+def test_a_sketch_of_nothing() -> None:
+    assert run_ranks(2, _without_elements) == pytest.approx([-0.15, -0.15])

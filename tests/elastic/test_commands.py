@@ -38,6 +38,7 @@ def test_the_lighthouse_serves_until_it_is_interrupted() -> None:
     ("option", "words"),
     [
         ("--min-replicas=0", "--min-replicas must be at least 1; got 0"),
+        ("--min-replicas=99999999999999999999", "--min-replicas and the timeouts must be numbers that 64 bits hold"),
         ("--join-timeout=5", "--join-timeout must be a time with its unit"),
         ("--heartbeat-timeout=0s", "--heartbeat-timeout must be at least 100ms"),
         ("--bind=999.0.0.1:0", "--bind must be an address of this machine with a free port"),
