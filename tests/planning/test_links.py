@@ -1,5 +1,6 @@
 """What collectives take."""
 
+import json
 import math
 from dataclasses import replace
 
@@ -7,6 +8,7 @@ import pytest
 
 from lightning_sparsecomm.basis.far import straight
 from lightning_sparsecomm.basis.ledger import link_bytes
+from lightning_sparsecomm.commands.probe import _as_dict
 from lightning_sparsecomm.planning import MeasuredLink, Network
 
 EXACT = {"call": 0.0, "copying": 0.0}
@@ -228,3 +230,11 @@ def test_a_wire_that_was_far_when_the_run_began_is_measured_on_a_way_that_is_nea
     assert 1e8 < link.bandwidth < 1e11
     for kind in ("all_reduce", "all_gather", "all_to_all", "send"):
         assert 0 < link.seconds(kind, 1e6, 2) < 1
+
+
+def test_a_rate_that_was_not_found_is_null_in_json() -> None:
+    """JSON has no infinity. A large sum may happen to take no longer than a small one."""
+    link = MeasuredLink(2, {"all_reduce": [(8.0, 0.001), (1000.0, 0.001)], "all_gather": POINTS["all_gather"]})
+    assert link.bandwidth == math.inf
+    described = _as_dict(["a", "b"], link, [], 0.01)
+    assert json.loads(json.dumps(described, allow_nan=False))["bandwidth"] is None
