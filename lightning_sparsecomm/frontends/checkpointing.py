@@ -83,7 +83,7 @@ class CheckpointingMixin(SynchronizingMixin, DDPStrategy):
 
     def remove_checkpoint(self, filepath: Any) -> None:
         remove = super().remove_checkpoint
-        self._remove(filepath, lambda: remove(filepath), not self._interrupted)
+        self._remove(filepath, lambda: remove(filepath))
 
     @property
     def _interrupted(self) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -9,6 +10,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparsecomm.basis.ledger import DDP_BUFFERS, DDP_SETUP
 from lightning_sparsecomm.basis.wire import Wire
+
+# Attributes that plain DDP has not.
+_OWN = ("wire", "_idle", "_was_idle", "_wanted", "_buffers_due", "_broadcasts")
 
 
 class CountedDataParallel(DistributedDataParallel):
@@ -38,7 +42,18 @@ class CountedDataParallel(DistributedDataParallel):
                 " strategy='sparsecomm', which needs no such option."
             ) from error
 
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Copies and pickles are plain DDP: a copy averages or evaluates, and is not the module that is trained."""
+        state = super().__getstate__()  # type: ignore[no-untyped-call]
+        plain = {name: value for name, value in state.items() if name not in _OWN}
+        return object.__new__, (DistributedDataParallel,), plain
+
+    # Private to DDP, which refuses to copy where the group is not the default one. A copy has that.
+    def _check_default_group(self) -> None:
+        pass
+
     # Private to DDP: the one place where it broadcasts buffers, and no code of the user runs in it.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _sync_buffers(self) -> None:
         with self.wire.calling("broadcast", sum(buffer.nbytes for buffer in self.modules_buffers), DDP_BUFFERS):
             super()._sync_buffers()  # type: ignore[no-untyped-call]

@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import operator
+import warnings
 from collections.abc import Callable
 from copy import copy
 from functools import lru_cache, partial
@@ -54,8 +55,8 @@ class LeadingLoggers:
         if leads:
             for logger in self._loggers:
                 _begin(logger, first=not known)
-            for _, write in held:
-                write()
+            for name, write in held:
+                _make(name, write)
 
     def call(self, name: str, write: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Calls a method of a logger or of its experiment, holds the call, or drops it. Then the result is None."""
@@ -70,6 +71,20 @@ class LeadingLoggers:
     def reach(self, find: Callable[[], Any]) -> Any:
         """What `find` finds while this replica leads; else an object on which all can be called, and which follows."""
         return find() if self.writes else _stand_in(self, find)
+
+
+def _make(name: str, write: Callable[[], object]) -> None:
+    """Makes a call that was held. Hyperparameters that a logger refuses are no reason to lose the replica."""
+    try:
+        write()
+    except Exception as error:
+        if name not in _LASTING:
+            raise
+        warnings.warn(
+            f"a logger refused {name}, called when this replica took the lead ({type(error).__name__}: {error})."
+            " Training goes on without it there.",
+            stacklevel=2,
+        )
 
 
 def _follow_the_lead(logger: Any, loggers: LeadingLoggers) -> None:

@@ -2,11 +2,12 @@
 
 import inspect
 import os
+from collections.abc import Callable
 from typing import Any
 
 from lightning_sparsecomm.basis.arguments import plain_for_command_lines
 from lightning_sparsecomm.frontends.trainer import TrainerMixin
-from lightning_sparsecomm.run.rank_files import RankFiles
+from lightning_sparsecomm.run.rank_files import RankFile, RankFiles
 from lightning_sparsecomm.run.saves import Ranks
 from lightning_sparsecomm.sharing.method import Method
 
@@ -64,14 +65,19 @@ class RayTrainerMixin(TrainerMixin):
             )
         super().setup_environment()
 
-    def _files_of_all(self, path: Any, ranks: Ranks) -> RankFiles:
+    def _files_of_all(self, path: Any, ranks: Ranks, file: RankFile) -> RankFiles:
         """Beside rank 0's path; or, where this rank's own is in another folder, in that one, for Ray to collect."""
-        own, common = os.fspath(path), ranks.path(path)
+        own, common = os.fspath(path), self._common_path(path, ranks, file)
         self._common.pop(own, None)
         if os.path.dirname(own) == os.path.dirname(common):
             return super()._files(common)
         self._common[own] = common
         return self._files(own)
+
+    def _remove(self, path: Any, remove: Callable[[], None]) -> None:
+        super()._remove(path, remove)
+        if os.fspath(path) in self._common:
+            self._saves.remove_own(self._files(path), self._own_file(0))
 
     def _files(self, path: Any) -> RankFiles:
         return RankFiles(path, self.checkpoint_io, common=self._common.get(os.fspath(path)))

@@ -1,6 +1,7 @@
 """What users are told: the method at the start, phases for a profiler, and the ledger of processes that it started."""
 
 import logging
+import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -26,12 +27,28 @@ def say(line: str, told: object) -> None:
     logging.getLogger(next(module for module in modules if module.startswith((*TRAINERS, *FABRICS)))).info(line)
 
 
-def announce(lines: Sequence[str], trainer: "pl.Trainer", name: str = "sparsecomm") -> None:
-    """Says the lines on the terminal, and enters them as a hyperparameter in the Trainer's loggers."""
+def announce(lines: Sequence[str], trainer: "pl.Trainer", name: str = "") -> None:
+    """Says the lines on the terminal, and enters them as a hyperparameter in the Trainer's loggers.
+
+    Its default name has the step where a fit does not begin at 0, as some loggers refuse another value in the same run.
+    """
+    name = name or (f"sparsecomm_from_step_{trainer.global_step}" if trainer.global_step else "sparsecomm")
     for line in lines:
         say(line, trainer)
+    note({name: "; ".join(line.removeprefix("sparsecomm: ") for line in lines)}, trainer)
+
+
+def note(hyperparameters: dict[str, str], trainer: "pl.Trainer") -> None:
+    """Enters hyperparameters in the Trainer's loggers. A logger may refuse: MLflow's, where one changes in a run."""
     for logger in trainer.loggers:
-        logger.log_hyperparams({name: "; ".join(line.removeprefix("sparsecomm: ") for line in lines)})
+        try:
+            logger.log_hyperparams(hyperparameters)
+        except Exception as error:
+            warnings.warn(
+                f"{type(logger).__name__} did not take the hyperparameters {', '.join(hyperparameters)}"
+                f" ({type(error).__name__}: {error}). Training goes on without them there.",
+                stacklevel=2,
+            )
 
 
 def get_ready(strategy: Any, trainer: "pl.Trainer") -> None:

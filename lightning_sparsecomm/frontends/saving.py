@@ -1,5 +1,6 @@
 """The files that ranks write beside a strategy's checkpoints, and read to resume. It imports no Lightning package."""
 
+import os
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -47,6 +48,10 @@ class SavingMixin:
         super().__init__(*args, **kwargs)
         self._saves = Saves()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Of copies and pickles, such as of what `fabric.setup` returns: they take no part in this strategy's run."""
+        return {**vars(self), "_engine": None, "_chooser": None, "_ended": None, "_uneven": None, "_saves": Saves()}
+
     def _end(self) -> None:
         """Ends the run, and keeps its state: a Trainer is often asked for a checkpoint after its fit."""
         if self._engine is not None:
@@ -84,21 +89,26 @@ class SavingMixin:
                 "state": state,
             }
         ranks = self._ranks() if together else None
-        files = self._files(path) if ranks is None else self._files_of_all(path, ranks)
+        files = self._files(path) if ranks is None else self._files_of_all(path, ranks, file)
         if ranks is None:
             save_alone(files, file, content, write, self._files, storage_options)
         else:
             load = self.checkpoint_io.load_checkpoint
             self._saves.replace(files, file, content, write, load, ranks, storage_options)
 
-    def _remove(self, path: Any, remove: Callable[[], None], together: bool = True) -> None:
-        """Removes a checkpoint by `remove`, and its files. A collective if all ranks do so `together`."""
-        load, ranks = self.checkpoint_io.load_checkpoint, self._ranks() if together else None
-        self._saves.remove(self._files(path), self._own_file(0), remove, load, ranks)
+    def _remove(self, path: Any, remove: Callable[[], None]) -> None:
+        """Removes a checkpoint by `remove`, on rank 0 with the files of all ranks. No collective, as under ddp."""
+        if self.global_rank == 0:
+            self._saves.remove(self._files(path), remove, self.checkpoint_io.load_checkpoint)
+        else:
+            remove()
 
-    def _files_of_all(self, path: Any, ranks: Ranks) -> RankFiles:
+    def _files_of_all(self, path: Any, ranks: Ranks, file: RankFile) -> RankFiles:
         """Those beside a checkpoint that all ranks save, each by its own path. A collective."""
-        return self._files(ranks.path(path))
+        return self._files(self._common_path(path, ranks, file))
+
+    def _common_path(self, path: Any, ranks: Ranks, file: RankFile) -> str:
+        return self._saves.agree_on_path(path, ranks, file, lambda each: RankFiles(each, self.checkpoint_io))
 
     def _files(self, path: Any) -> RankFiles:
         return RankFiles(path, self.checkpoint_io)
@@ -145,8 +155,8 @@ class SavingMixin:
         engine, lost = self._engine, []
         if resumed.state is not None:
             ranks = self._ranks()
-            # As `_save` calls it.
-            common = path if ranks is None else ranks.path(path)
+            # As in `agree_on_path`.
+            common = path if ranks is None else ranks.text(os.fspath(path))
             self._saves.resumed(RankFiles(common, self.checkpoint_io, follow=True), resumed.save)
             engine.restart()
             unused = engine.state.load_state_dict(resumed.state, resumed.alike)

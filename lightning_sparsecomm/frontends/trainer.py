@@ -15,7 +15,7 @@ from lightning_sparsecomm.basis.ledger import LIGHTNING, Collective
 from lightning_sparsecomm.basis.wire import Waiting
 from lightning_sparsecomm.frontends.checkpointing import CheckpointingMixin
 from lightning_sparsecomm.frontends.expected import expected, note_place
-from lightning_sparsecomm.frontends.reporting import announce, get_ready, profile_of
+from lightning_sparsecomm.frontends.reporting import announce, get_ready, note, profile_of
 from lightning_sparsecomm.frontends.stopping import NoQuestion, StopQuestion
 from lightning_sparsecomm.frontends.uneven import UnevenMixin
 from lightning_sparsecomm.planning.model_layout import ModelLayout
@@ -132,8 +132,7 @@ class TrainerMixin(UnevenMixin, CheckpointingMixin, DDPStrategy):
             self.announced = [*lines, *advice(registry, self.num_nodes, self.num_processes)]
             announce(self.announced, trainer)
             layout = ModelLayout.of(registry.modules, [each.optimizer for each in registry.optimizers])
-            for logger in trainer.loggers:
-                logger.log_hyperparams({"sparsecomm_model": layout.line()})
+            note({"sparsecomm_model": layout.line()}, trainer)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         with self.engine.guards.backward():

@@ -18,6 +18,9 @@ from lightning_sparsecomm.run.rank_files import SUFFIX, Load, RankFile, RankFile
 # Bits of a save's number that count the saves of a run. Those above are the run's own.
 _COUNT_BITS = 32
 
+# Between paths in a text; no path holds it.
+_SEPARATOR = "\0"
+
 # How long a rank that saves after an error waits for the files of others, which may have failed as it did.
 _PATIENCE_SECONDS = 5.0
 
@@ -31,9 +34,9 @@ class Ranks(NamedTuple):
     def numbers(self, *own: int) -> list[list[int]]:
         return gather_numbers(own, self.wire, self.device, SAVING)
 
-    def path(self, own: Any) -> str:
-        """Rank 0's path: ddp ignores what other ranks call a checkpoint, such as a name with the time. A collective."""
-        return gather_texts(os.fspath(own), self.wire, self.device, SAVING)[0]
+    def text(self, own: str) -> str:
+        """Rank 0's text. A collective."""
+        return gather_texts(own if self.wire.rank == 0 else "", self.wire, self.device, SAVING)[0]
 
     def do(self, action: Callable[[], None], failure: str, undo: Callable[[], None] | None = None) -> None:
         """Does something on each rank. A collective; if it fails on any rank, all `undo` it and raise the same error.
@@ -63,12 +66,17 @@ class Saves:
 
     A run's files never touch another's, except where a checkpoint that another run has written is replaced or removed:
     then the files of that checkpoint go with it.
+
+    Rank 0 decides what a checkpoint is called and when it is removed, as under ddp: callbacks of other ranks may name
+    and choose other ones, such as by a metric of their own.
     """
 
     def __init__(self) -> None:
         self._count = 0
-        # By `RankFiles.key`, oldest first; equal on all ranks.
+        # By `RankFiles.key`, oldest first; in a save, equal on all ranks.
         self._made: dict[str, list[int]] = {}
+        # Keys of what rank 0 has removed, and not yet told to others.
+        self._removed: set[str] = set()
 
     def number(self, run: int) -> int:
         """The next save's number, from the run's. Equal on all ranks without a collective, as all save together."""
@@ -76,8 +84,27 @@ class Saves:
         return (run % (1 << _COUNT_BITS) << _COUNT_BITS) + self._count
 
     def resumed(self, files: RankFiles, save: int) -> None:
-        """Notes which save a checkpoint is of, so that its files go when it is replaced."""
+        """Notes which save a checkpoint is of, so that its files go when it is replaced. Called on all ranks."""
         self._made[files.key] = [save]
+        self._removed.discard(files.key)
+
+    def agree_on_path(self, own: Any, ranks: Ranks, file: RankFile, files_beside: Callable[[str], RankFiles]) -> str:
+        """What all ranks call the checkpoint of this save: rank 0's path. A collective.
+
+        With it rank 0 tells what it has removed since the save before. The others remove their files of that, which
+        they may have on a disk of their own.
+
+        Args:
+            own: What this rank calls it.
+            ranks: All ranks.
+            file: This rank's name in this save.
+            files_beside: Those beside the checkpoint at a path.
+        """
+        path, *removed = ranks.text(_SEPARATOR.join([os.fspath(own), *sorted(self._removed)])).split(_SEPARATOR)
+        for key in removed if file.rank else []:
+            _remove(files_beside(key.removesuffix(SUFFIX)), self._made.pop(key, []), _belongs_to(file))
+        self._removed.clear()
+        return path
 
     def replace(
         self,
@@ -125,20 +152,21 @@ class Saves:
         gone = made[:-kept]
         del made[:-kept]
         # With those of saves that failed.
-        _remove(files, file, [*gone, made[0] - 1])
+        _remove(files, [*gone, made[0] - 1], _belongs_to(file))
 
-    def remove(
-        self, files: RankFiles, file: RankFile, remove: Callable[[], None], load: Load, ranks: Ranks | None
-    ) -> None:
-        """Removes a checkpoint by `remove`, and the files that belong to it.
-
-        It may be a collective. Without `ranks`, it removes only files that this strategy has written or read.
-        """
-        if ranks is not None:
-            self._known(files, load, ranks)
-        gone = self._made.pop(files.key, [])
+    def remove(self, files: RankFiles, remove: Callable[[], None], load: Load) -> None:
+        """Removes a checkpoint by `remove`, and the files of all ranks that belong to it. Called on rank 0 alone."""
+        gone = self._made.pop(files.key, None)
+        if gone is None:
+            save = _save_of(files, load)
+            gone = [save] if save else []
         remove()
-        _remove(files, file, gone)
+        _remove(files, gone)
+        self._removed.add(files.key)
+
+    def remove_own(self, files: RankFiles, file: RankFile) -> None:
+        """Removes this rank's files in a folder that no other rank uses, whatever rank 0 keeps in its own."""
+        _remove(files, self._made.get(files.key, []), _belongs_to(file))
 
     def _known(self, files: RankFiles, load: Load, ranks: Ranks) -> list[int]:
         """The saves that have files beside a checkpoint and belong to it. One of another run is looked for once."""
@@ -222,17 +250,14 @@ def _save_of(files: RankFiles, load: Load) -> int:
     return fitting[0].save if fitting else 0
 
 
-def _remove(files: RankFiles, own: RankFile, saves: Sequence[int]) -> None:
-    """Removes this rank's files of some saves, and of earlier ones of their runs.
-
-    Rank 0 also removes those of ranks that this world does not have.
-    """
+def _remove(files: RankFiles, saves: Sequence[int], concerns: Callable[[RankFile], bool] = lambda file: True) -> None:
+    """Removes the files of some saves, and of earlier ones of their runs, as far as they concern this rank."""
     last = {save >> _COUNT_BITS: save for save in sorted(saves)}
     files.remove(
-        [
-            file
-            for file in files.found()
-            if file.save <= last.get(file.save >> _COUNT_BITS, -1)
-            and (file.rank == own.rank or (own.rank == 0 and file.rank >= own.world_size))
-        ]
+        [file for file in files.found() if file.save <= last.get(file.save >> _COUNT_BITS, -1) and concerns(file)]
     )
+
+
+def _belongs_to(own: RankFile) -> Callable[[RankFile], bool]:
+    """Whether a file is of this rank; for rank 0, also whether it is of a rank that this world does not have."""
+    return lambda file: file.rank == own.rank or (own.rank == 0 and file.rank >= own.world_size)

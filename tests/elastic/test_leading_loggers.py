@@ -167,3 +167,21 @@ def test_a_users_own_methods_and_parts_of_an_experiment_follow_too() -> None:
     logger.log_metrics({"loss": 1.0})
     assert written == ["a run", "first", "second"]
     assert experiment._find().tags == ["early"]
+
+
+def test_hyperparameters_that_a_logger_refuses_do_not_end_the_replica() -> None:
+    class Refusing(importlib.import_module(f"{TRAINERS[0]}.loggers").Logger):  # type: ignore[misc]
+        name = version = "refusing"
+
+        def log_hyperparams(self, params: Any, *args: Any) -> None:
+            raise ValueError("changed in this run")
+
+        def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+            raise ValueError("no metrics")
+
+    for call, ends in (("log_hyperparams", False), ("log_metrics", True)):
+        logger = Refusing()
+        loggers = leading(logger)
+        getattr(logger, call)({"width": 1})
+        with pytest.raises(ValueError, match="no metrics") if ends else pytest.warns(match="changed in this run"):
+            loggers.settle(True)

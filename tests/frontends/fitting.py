@@ -46,10 +46,14 @@ def _fit(rank: int, world_size: int, model: pl.LightningModule, strategy: Any, o
         accelerator="cpu",
         devices=world_size,
         logger=False,
-        enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **{"max_epochs": 1, **options, "plugins": [TorchElasticEnvironment(), *options.get("plugins", [])]},
+        **{
+            "max_epochs": 1,
+            "enable_checkpointing": False,
+            **options,
+            "plugins": [TorchElasticEnvironment(), *options.get("plugins", [])],
+        },
     )
     batches = torch.randn(4 * world_size * 4, 6, generator=torch.Generator().manual_seed(3))
     try:

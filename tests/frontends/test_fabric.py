@@ -1,7 +1,9 @@
 """The strategy in a Fabric loop: what cannot work is refused."""
 
+import copy
 import logging
 import os
+import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,8 @@ from lightning_fabric import Fabric
 from lightning_fabric.plugins.precision import MixedPrecision as FabricMixedPrecision
 from pytorch_lightning.plugins.environments import TorchElasticEnvironment
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 from lightning_sparsecomm import Channel, DeltaSync, GradientSync, Method
 from lightning_sparsecomm.exchange import DenseAllReduce
@@ -118,3 +122,38 @@ def test_it_says_which_method_an_optimizer_has(tmp_path: Path, early: bool) -> N
     (line,) = (line for line in first if "compiling" not in line)
     assert re.fullmatch(r"sparsecomm: 2 ranks, SGD by dgc\(.*\); about [\d.]+ times fewer bytes than ddp", line), line
     assert second == []
+
+
+def _copied(rank: int) -> list[bool]:
+    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
+    os.environ.update({"MASTER_ADDR": "localhost", "MASTER_PORT": "0"})
+    strategy = FabricStrategy(dgc(0.1, warmup_steps=0))
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, plugins=[TorchElasticEnvironment()])
+    fabric.launch()
+    network = nn.Sequential(nn.Linear(20, 10), nn.BatchNorm1d(10))
+    module, optimizer = fabric.setup(network, torch.optim.SGD(network.parameters(), lr=0.1))
+    average, inputs, alike = AveragedModel(module), torch.ones(3, 20), []
+    for _ in range(2):
+        optimizer.zero_grad()
+        fabric.backward(module(torch.rand(3, 20)).square().sum())
+        optimizer.step()
+        average.update_parameters(module)
+        # One rank alone copies.
+        if rank == 1:
+            wholes = [copy.deepcopy(module), pickle.loads(pickle.dumps(module))]
+            copies = [*(each._forward_module for each in wholes), copy.deepcopy(module._forward_module)]
+            assert all(type(each) is DistributedDataParallel for each in copies)
+            # Without DDP, which broadcasts buffers first.
+            expected = network.eval()(inputs)
+            alike += [bool((each.module.eval()(inputs) == expected).all()) for each in copies]
+            network.train()
+    # A copy can be trained: it averages as ddp does.
+    own = copy.deepcopy(module._forward_module)
+    own(torch.full((3, 20), float(rank))).square().sum().backward()
+    gradient = own.module[0].bias.grad.clone()
+    return [*alike, bool((gradient == fabric.all_reduce(own.module[0].bias.grad)).all()), not hasattr(own, "wire")]
+
+
+def test_what_fabric_sets_up_can_be_copied_averaged_and_pickled(tmp_path: Path) -> None:
+    first, second = run_ranks(tmp_path, 2, _copied)
+    assert (first, second) == ([True] * 2, [True] * 8)

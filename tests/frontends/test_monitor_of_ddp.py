@@ -2,15 +2,19 @@
 
 import importlib
 import logging
+import os
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import pytorch_lightning as pl
 import torch
 import yaml
 from pytorch_lightning.loggers import CSVLogger
+from pytorch_lightning.plugins.environments import TorchElasticEnvironment
 from pytorch_lightning.profilers import AdvancedProfiler, SimpleProfiler
 from torch import Tensor, nn
 from torch.distributed import GradBucket
@@ -18,7 +22,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from lightning_sparsecomm import CompressionMonitor
+from lightning_sparsecomm import CompressionMonitor, methods
+from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
+from tests.distributed.launch import run_ranks
 from tests.frontends.test_callbacks import NAMES, rows_of
 
 PACKAGES = ["pytorch_lightning", "lightning.pytorch"]
@@ -193,6 +199,47 @@ def test_the_method_is_a_hyperparameter_and_in_the_table(
     assert found["sparsecomm_model"].startswith(f"{PARAMETERS:,} parameters in ")
     out = capfd.readouterr().out
     assert out.index(line) < out.index("sent by one rank of 2")
+
+
+class OneValue(CSVLogger):
+    """Refuses another value of a hyperparameter, as MLflow's logger does within a run."""
+
+    def log_hyperparams(self, params: Any = None) -> None:
+        for name, value in params.items():
+            if self.experiment.hparams.get(name, value) != value:
+                raise ValueError(f"{name} has another value in this run")
+        super().log_hyperparams(params)
+
+
+def _fit_again(rank: int, folder: str) -> list[str]:
+    """Two fits of one Trainer, and a third from step 0 by another method."""
+    os.environ.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"})
+    os.environ.update({"MASTER_ADDR": "localhost", "MASTER_PORT": "0"})
+    model = type("Model", (_Training, pl.LightningModule), {})(False)
+    logger, quiet = OneValue(folder), {"enable_progress_bar": False, "enable_checkpointing": False}
+    plugins = [TorchElasticEnvironment()]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for method in (methods.dgc(0.1, warmup_steps=0), methods.sbc(0.1)):
+            strategy = SparseCommStrategy(method)
+            trainer = pl.Trainer(
+                accelerator="cpu", devices=1, strategy=strategy, max_epochs=1, logger=logger, plugins=plugins, **quiet
+            )
+            for epochs in (1, 2):
+                trainer.fit_loop.max_epochs = epochs
+                trainer.fit(model, DataLoader(torch.randn(8, 6), batch_size=4))
+    return [str(each.message) for each in caught if "hyperparameters" in str(each.message)]
+
+
+def test_a_further_fit_has_a_hyperparameter_of_its_own_and_a_logger_may_refuse(tmp_path: Path) -> None:
+    (refused,) = run_ranks(tmp_path, 1, _fit_again, str(tmp_path))
+    (file,) = tmp_path.rglob("hparams.yaml")
+    found = yaml.safe_load(file.read_text())
+    assert found.keys() == {"sparsecomm", "sparsecomm_from_step_2", "sparsecomm_model"}
+    assert "by dgc" in found["sparsecomm"]
+    words = r"OneValue did not take the hyperparameters {} \(ValueError: .* in this run\)\. Training goes on without"
+    for name, text in zip(("sparsecomm", "sparsecomm_from_step_2"), refused, strict=True):
+        assert re.match(words.format(name), text), text
 
 
 @pytest.mark.parametrize("kind", [SimpleProfiler, AdvancedProfiler])

@@ -4,6 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.strategies import DDPStrategy
 
 from lightning_sparsecomm import methods
 from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
@@ -32,9 +34,34 @@ def test_all_ranks_write_beside_rank_0s_checkpoint(tmp_path: Path) -> None:
 
 
 def test_rank_0_removes_a_checkpoint_by_itself(tmp_path: Path) -> None:
-    """As under ddp, where Lightning asks nobody else. The other rank's file stays."""
+    """As under ddp, where Lightning asks nobody else. The files of all ranks go with it."""
     fit(tmp_path, Saving(tmp_path, removes=True), SparseCommStrategy(methods.dgc(0.1, warmup_steps=0)))
-    assert [path.name for path in tmp_path.glob("from*")] == ["from 0.ckpt.sparsecomm"]
+    assert not list(tmp_path.glob("from*"))
+
+
+class Monitoring(Model):
+    """Logs a metric by which each rank takes another one of its first two checkpoints as the worse one."""
+
+    def on_train_batch_end(self, *args: object) -> None:
+        metrics = [1.0, 2.0, 3.0, 4.0] if self.global_rank == 0 else [2.0, 1.0, 3.0, 4.0]
+        self.log("metric", metrics[self.global_step - 1])
+
+
+@pytest.mark.filterwarnings("ignore:It is recommended to use .self.log")
+@pytest.mark.parametrize("name", ["{step}-{metric:.2f}", "{step}"])
+def test_ranks_may_choose_different_checkpoints(name: str, tmp_path: Path) -> None:
+    """As under ddp, rank 0's choice counts, and each checkpoint that is kept has the files of all ranks."""
+    kept: dict[str, list[str]] = {}
+    strategies = {"ddp": DDPStrategy(), "ours": SparseCommStrategy(methods.dgc(0.1, warmup_steps=0))}
+    for kind, strategy in strategies.items():
+        best = ModelCheckpoint(tmp_path / kind, name, "metric", save_top_k=2, mode="max", every_n_train_steps=1)
+        fit(tmp_path, Monitoring(), strategy, enable_checkpointing=True, callbacks=[best])
+        kept[kind] = sorted(path.name for path in (tmp_path / kind).glob("*.ckpt"))
+    assert kept["ours"] == kept["ddp"]
+    folders = sorted((tmp_path / "ours").glob("*.sparsecomm"))
+    assert [folder.name for folder in folders] == [f"{each}.sparsecomm" for each in kept["ddp"]]
+    for folder in folders:
+        assert sorted(path.name.split(".")[0] for path in folder.iterdir()) == ["rank_0_of_2", "rank_1_of_2"]
 
 
 class Asking(Model):

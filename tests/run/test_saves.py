@@ -53,7 +53,7 @@ class Run:
         return file
 
     def remove(self) -> None:
-        self.saves.remove(self.files, RankFile(0, 1, 0), lambda: self.path.unlink(), LOAD, self.ranks)
+        self.saves.remove(self.files, lambda: self.path.unlink(), LOAD)
 
 
 def test_numbers_count_the_saves_of_a_run() -> None:
@@ -198,13 +198,60 @@ def test_a_folder_that_another_run_removes_is_made_again(tmp_path: Path, wire: W
     assert run.files.found() == [saved]
 
 
-def test_without_the_others_only_files_of_ones_own_go(tmp_path: Path, wire: Wire) -> None:
-    former, run = (Run(tmp_path / "last.ckpt", wire, number) for number in (1, 2))
-    old = former.save(1)
-    for each, left in ((run, [old]), (former, [])):
-        each.path.touch()
-        each.saves.remove(each.files, RankFile(0, 1, 0), each.path.unlink, LOAD, None)
-        assert each.files.found() == left
+class Told(Wire):
+    """Gathers what rank 0 has sent, as another rank finds it."""
+
+    def __init__(self, texts: list[bytes]) -> None:
+        super().__init__()
+        self.rank, self.texts = 1, texts
+
+    def all_gather(self, tensor: torch.Tensor, row: str | None = None) -> torch.Tensor:
+        text = self.texts[0]
+        if tensor.dtype == torch.uint8:
+            return torch.frombuffer(bytearray(text), dtype=torch.uint8)[None]
+        return torch.tensor([[len(text)]])
+
+
+def test_a_rank_with_a_disk_of_its_own_removes_what_rank_0_has_removed(tmp_path: Path, wire: Wire) -> None:
+    """Rank 0 tells it with its next save. Files of a save that rank 0 keeps stay, and those of other ranks."""
+    saves, elsewhere = Saves(), tmp_path / "other disk"
+    files_beside = lambda path: RankFiles(elsewhere / Path(path).name, Plugin())  # noqa: E731
+    for number, name in enumerate(("gone.ckpt", "kept.ckpt"), start=1):
+        for rank in (1, 2):
+            files_beside(name).write(RankFile(rank, 3, number), content())
+        saves.resumed(RankFiles(tmp_path / name, Plugin()), number)
+    text = "\0".join([str(tmp_path / "next.ckpt"), str(tmp_path / "gone.ckpt.sparsecomm")]).encode()
+    for removed in (text, text.split(b"\0")[0]):
+        ranks = Ranks(Told([removed]), torch.device("cpu"))
+        path = saves.agree_on_path(tmp_path / "own.ckpt", ranks, RankFile(1, 3, 3), files_beside)
+        assert path == str(tmp_path / "next.ckpt")
+        assert files_beside("gone.ckpt").found() == [RankFile(2, 3, 1)]
+        assert files_beside("kept.ckpt").found() == [RankFile(1, 3, 2), RankFile(2, 3, 2)]
+
+
+def test_rank_0_tells_once_what_it_has_removed(tmp_path: Path, wire: Wire) -> None:
+    class Heard(Wire):
+        def all_gather(self, tensor: torch.Tensor, row: str | None = None) -> torch.Tensor:
+            if tensor.dtype == torch.uint8:
+                heard.append(bytes(tensor.tolist()).decode().split("\0"))
+            return super().all_gather(tensor, row)
+
+    heard: list[list[str]] = []
+    run = Run(tmp_path / "last.ckpt", wire, 1)
+    # Removed and resumed again: what is there now is another's.
+    for _ in range(2):
+        run.save(1)
+        run.remove()
+    run.saves.resumed(RankFiles(tmp_path / "other.ckpt", Plugin()), 5)
+    ranks = Ranks(Heard(), torch.device("cpu"))
+    for _ in range(2):
+        run.saves.agree_on_path("new.ckpt", ranks, RankFile(0, 1, 9), lambda path: RankFiles(path, Plugin()))
+    assert heard == [["new.ckpt", run.files.key], ["new.ckpt"]]
+    run.save(2)
+    run.remove()
+    run.saves.resumed(run.files, 7)
+    run.saves.agree_on_path("new.ckpt", ranks, RankFile(0, 1, 9), lambda path: RankFiles(path, Plugin()))
+    assert heard[2:] == [["new.ckpt"]]
 
 
 def test_what_is_saved_alone_does_not_replace_a_whole_checkpoint(
