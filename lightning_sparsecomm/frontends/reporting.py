@@ -8,9 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_sparsecomm.basis.ledger import Ledger
 from lightning_sparsecomm.basis.phases import Profile
+from lightning_sparsecomm.frontends.expected import Expected
 from lightning_sparsecomm.frontends.packages import FABRICS, TRAINERS
+from lightning_sparsecomm.planning.model_layout import ModelLayout
 from lightning_sparsecomm.planning.saving import times_fewer_bytes
 from lightning_sparsecomm.run.announcement import announcement
+from lightning_sparsecomm.run.length import warn_of_short_run
+from lightning_sparsecomm.run.node_turns import advice
 from lightning_sparsecomm.run.rehearsal import compile_kernels
 
 if TYPE_CHECKING:
@@ -49,6 +53,27 @@ def note(hyperparameters: dict[str, str], trainer: "pl.Trainer") -> None:
                 f" ({type(error).__name__}: {error}). Training goes on without them there.",
                 stacklevel=2,
             )
+
+
+def say_start(strategy: Any, trainer: "pl.Trainer", found: Expected, length: float) -> None:
+    """Says the method of each optimizer, and enters it and the model's layout in the loggers. On rank 0.
+
+    Args:
+        strategy: Of the Trainer; keeps the lines as `announced`.
+        trainer: About to train.
+        found: What is expected of the fit.
+        length: Steps by which the method's form was chosen.
+    """
+    engine, registry = strategy.engine, strategy.engine.registry
+    warn_of_short_run(registry, engine.warmup, found.steps, found.epochs)
+    fewer = [times_fewer_bytes(engine, each, length, found.epoch_steps) for each in registry.optimizers]
+    usual = strategy.method.for_run(length, engine.wire.world_size)
+    told = found.estimated, fewer, strategy.come_and_go, found.may_end_sooner, usual
+    lines = announcement(registry, length, strategy.taking_part, *told)
+    strategy.announced = [*lines, *advice(registry, strategy.num_nodes, strategy.num_processes)]
+    announce(strategy.announced, trainer)
+    layout = ModelLayout.of(registry.modules, [each.optimizer for each in registry.optimizers])
+    note({"sparsecomm_model": layout.line()}, trainer)
 
 
 def get_ready(strategy: Any, trainer: "pl.Trainer") -> None:

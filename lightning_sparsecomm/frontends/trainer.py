@@ -1,5 +1,6 @@
 """The strategy for a Trainer. The bindings combine it with the DDPStrategy of their package."""
 
+import math
 import pickle
 import time
 from collections.abc import Callable, Sequence
@@ -15,15 +16,10 @@ from lightning_sparsecomm.basis.ledger import LIGHTNING, Collective
 from lightning_sparsecomm.basis.wire import Waiting
 from lightning_sparsecomm.frontends.checkpointing import CheckpointingMixin
 from lightning_sparsecomm.frontends.expected import expected, note_place
-from lightning_sparsecomm.frontends.reporting import announce, get_ready, note, profile_of
+from lightning_sparsecomm.frontends.reporting import get_ready, profile_of, say_start
 from lightning_sparsecomm.frontends.stopping import NoQuestion, StopQuestion
 from lightning_sparsecomm.frontends.uneven import UnevenMixin
-from lightning_sparsecomm.planning.model_layout import ModelLayout
-from lightning_sparsecomm.planning.saving import times_fewer_bytes
-from lightning_sparsecomm.run.announcement import announcement
 from lightning_sparsecomm.run.clipping import warn_of_late_clipping
-from lightning_sparsecomm.run.length import warn_of_short_run
-from lightning_sparsecomm.run.node_turns import advice
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
@@ -61,6 +57,7 @@ class TrainerMixin(UnevenMixin, CheckpointingMixin, DDPStrategy):
     _unsettled = False
     _idle_since = 0.0
     _question = NoQuestion()
+    _length_before_trial = math.inf, False
 
     def setup(self, trainer: "pl.Trainer") -> None:
         if trainer.state.fn != "fit":
@@ -115,24 +112,19 @@ class TrainerMixin(UnevenMixin, CheckpointingMixin, DDPStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         self._idle_since = time.monotonic()
-        trainer, registry = self._trainer, self.engine.registry
-        self._question = StopQuestion(trainer, self.engine)
-        found = expected(trainer, [each.steps for each in registry.optimizers])
-        self.engine.expect(found.left, found.may_end_sooner)
+        trainer, engine = self._trainer, self.engine
+        found = expected(trainer, [each.steps for each in engine.registry.optimizers])
+        before = engine.length, engine.may_end_sooner
+        engine.expect(found.left, found.may_end_sooner)
         if self._is_trial():
+            # A fit that has begun goes on after it.
+            self._length_before_trial = before
             return
-        length = self.engine.follow_length()
+        self._question = StopQuestion(trainer, engine)
+        length = engine.follow_length()
         get_ready(self, trainer)
         if trainer.is_global_zero:
-            warn_of_short_run(registry, self.engine.warmup, found.steps, found.epochs)
-            fewer = [times_fewer_bytes(self.engine, each, length, found.epoch_steps) for each in registry.optimizers]
-            usual = self.method.for_run(length, self.engine.wire.world_size)
-            told = found.estimated, fewer, self.come_and_go, found.may_end_sooner, usual
-            lines = announcement(registry, length, self.taking_part, *told)
-            self.announced = [*lines, *advice(registry, self.num_nodes, self.num_processes)]
-            announce(self.announced, trainer)
-            layout = ModelLayout.of(registry.modules, [each.optimizer for each in registry.optimizers])
-            note({"sparsecomm_model": layout.line()}, trainer)
+            say_start(self, trainer, found, length)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         with self.engine.guards.backward():
@@ -216,6 +208,9 @@ class TrainerMixin(UnevenMixin, CheckpointingMixin, DDPStrategy):
     def on_train_end(self) -> None:
         if self._is_trial():
             self.engine.settle()
+            self.engine.length, self.engine.may_end_sooner = self._length_before_trial
+            super().on_train_end()
+            return
         self._question.end()
         # Callbacks have run by now, and may have replaced the weights by averages of each rank's own.
         self.engine.reunite()

@@ -91,7 +91,7 @@ def predict(rehearsed: Rehearsed, link: Link, work: Work) -> Predicted:
         work: What a rank computes besides.
     """
     ranks, compute = rehearsed.ranks, work.seconds * work.straggler
-    if rehearsed.overlaps:
+    if rehearsed.overlaps and rehearsed.calls:
         # Buckets follow one another without a gap; the last one is ready when the backward pass ends.
         sizes = [size for _, size, _ in rehearsed.calls]
         hiding = work.backward * work.straggler

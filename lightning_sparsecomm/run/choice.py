@@ -1,5 +1,6 @@
 """Chooses an optimizer's method, and what the method does instead of the optimizer: momentum, moments, clipping."""
 
+import warnings
 from collections.abc import Sequence
 
 from torch.nn import Parameter
@@ -13,6 +14,7 @@ from lightning_sparsecomm.channel.signs import SharedSign
 from lightning_sparsecomm.sharing.adam import AdamTakeover
 from lightning_sparsecomm.sharing.gradients import NamedParameters
 from lightning_sparsecomm.sharing.method import Method
+from lightning_sparsecomm.sharing.own_step import has_own_rule
 from lightning_sparsecomm.sharing.sync import Sync
 from lightning_sparsecomm.sharing.takeover import MomentumTakeover, Takeover, momentum_rules
 
@@ -21,6 +23,7 @@ def method_for(optimizer: Optimizer, methods: Sequence[Method], held: NamedParam
     """The first method that is defined for an optimizer.
 
     If one of its syncs applies momentum or clipping instead of the optimizer, all its syncs do, for all parameters.
+    Where the optimizer has a rule of its own, a fallback is preferred that leaves momentum and moments to it.
 
     Raises:
         TypeError: No method is defined for the optimizer.
@@ -30,6 +33,8 @@ def method_for(optimizer: Optimizer, methods: Sequence[Method], held: NamedParam
     for method in methods:
         objections = (sync.objection(optimizer) for sync, _ in method.candidates(held))
         objection = next((each for each in objections if each), None)
+        if objection is None and method is not methods[-1] and _takes_over(method, held) and has_own_rule(optimizer):
+            continue
         if objection is None:
             return _joined(method, optimizer, held)
     raise TypeError(f"the method is not defined for {type(optimizer).__name__}: {objection}")
@@ -55,6 +60,7 @@ def takeover_for(optimizer: Optimizer, method: Method, held: NamedParameters, me
     Raises:
         ValueError: It does, and the momentum is outside [0, 1].
     """
+    _warn_of_own_rule(optimizer, method, held)
     syncs = [sync for sync, _ in method.candidates(held)]
     if any(_has(sync, AdamMoments) for sync in syncs):
         return AdamTakeover(optimizer)
@@ -97,6 +103,25 @@ def parts_of(method: Method, before: Parts, named: NamedParameters) -> list[tupl
 def directed(parts: Sequence[tuple[Sync, NamedParameters]]) -> list[Parameter]:
     """The parameters for which ranks share directions instead of gradients, in units of the learning rate."""
     return [parameter for sync, piece in parts if _has(sync, AdamMoments) for _, parameter in piece]
+
+
+def _takes_over(method: Method, held: NamedParameters) -> bool:
+    """Whether a method applies momentum or moments instead of an optimizer that holds these parameters."""
+    syncs = [sync for sync, _ in method.candidates(held)]
+    return any(_has(sync, kind) for sync in syncs for kind in (Velocity, AdamMoments))
+
+
+def _warn_of_own_rule(optimizer: Optimizer, method: Method, held: NamedParameters) -> None:
+    """Warns where a method takes over momentum or moments from an optimizer that has a rule of its own."""
+    if _takes_over(method, held) and has_own_rule(optimizer):
+        name = type(optimizer).__name__
+        warnings.warn(
+            f"{name} changes gradients, weights or state in code of its own, and the method applies momentum or moments"
+            f" as torch's class does: in {name}'s step, .grad holds what is shared of these, or nothing, and the"
+            " groups' momentum and weight decay are 0. So it trains by another rule than with ddp. Use 'sparsecomm' or"
+            " methods.gradient_dropping(), which leave its rule as it is.",
+            stacklevel=2,
+        )
 
 
 def _joined(method: Method, optimizer: Optimizer, held: NamedParameters) -> Method:

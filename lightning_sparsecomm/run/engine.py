@@ -121,7 +121,7 @@ class Engine:
             if self.scaling is not None:
                 self.scaling.remind(optimizer, tracked.skips)
             return
-        self.guards.warn_of_changes(tracked)
+        self.guards.check_gradients(tracked)
         self.registry.admit(tracked)
         tracked.failed_after_sharing = False
         tracked.max_norm = self.max_norm if max_norm is None else max_norm
@@ -190,10 +190,10 @@ class Engine:
             raise
         finally:
             self.guards.depth -= 1
-            tracked.end_step()
             if tracked.takeover is not None:
                 tracked.takeover.armed = False
                 tracked.takeover.release()
+            tracked.end_step()
         if not stepped_shared and not self.registry.in_buckets:
             raise not_shared(tracked.name)
         with self.guards.exchange():

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.channel.inspection import elements_of
-from lightning_sparsecomm.run.optimizers import TrackedOptimizer
+from lightning_sparsecomm.run.optimizers import Left, TrackedOptimizer
 from lightning_sparsecomm.run.registry import Registry
 from lightning_sparsecomm.sharing.bucket import BucketHook
 
@@ -79,6 +79,7 @@ class Guards:
         scaled, at_step, optimizers = self._scales_loss, not self._uses_buckets, self._registry.optimizers
         for tracked in optimizers:
             tracked.note_trained()
+            tracked.left = [each for each in tracked.left if not _is_cleared(each)]
         shared = [each for each in optimizers if each.shared and (scaled or (at_step and each.shares_gradients))]
         before = [(tracked, versions_of(tracked)) for tracked in shared]
         cleared = [all(g is None or not elements_of(g).any() for g, _ in versions) for _, versions in before]
@@ -99,8 +100,17 @@ class Guards:
         for tracked in optimizers if at_step else []:
             tracked.versions_after_backward = [version for _, version in versions_of(tracked)]
 
-    def warn_of_changes(self, tracked: TrackedOptimizer) -> None:
-        """Warns if gradients were changed since the last backward pass. Call it before they are shared."""
+    def check_gradients(self, tracked: TrackedOptimizer) -> None:
+        """Refuses gradients with what the step before has left in them, and warns if they were changed since backward.
+
+        Call it before they are shared.
+        """
+        if left := [each for each in tracked.left if each[1].grad is each[2]]:
+            raise RuntimeError(
+                f"the gradient of {left[0][0]!r} was not cleared since the last step of {tracked.name}, which has left"
+                " momentum or a direction in it, and not the mean gradient, as ddp has. Call zero_grad() before each"
+                " backward pass that follows a step, or use methods.gradient_dropping()."
+            )
         before = tracked.versions_after_backward
         changed = before and before != [version for _, version in versions_of(tracked)]
         if changed and tracked.shares_gradients:
@@ -153,6 +163,14 @@ def not_shared(name: str) -> RuntimeError:
         " and the replicas have drifted apart. Let its step() call the closure first, as torch's optimizers do,"
         " or call strategy.synchronize(optimizer) before it."
     )
+
+
+def _is_cleared(left: Left) -> bool:
+    """Whether a gradient that a step has left is another one by now, or zero."""
+    _, parameter, gradient, version = left
+    if parameter.grad is not gradient:
+        return True
+    return gradient._version != version and not any(bound.item() for bound in gradient.aminmax())
 
 
 def versions_of(tracked: TrackedOptimizer) -> Versions:

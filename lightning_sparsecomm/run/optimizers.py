@@ -16,6 +16,9 @@ from lightning_sparsecomm.sharing.share import Share
 from lightning_sparsecomm.sharing.sync import Sync
 from lightning_sparsecomm.sharing.takeover import Takeover
 
+Left = tuple[str, Parameter, Tensor, int]
+"""A parameter's name, itself, and the gradient that a step has left in it, with its version counter."""
+
 
 @dataclass
 class TrackedOptimizer:
@@ -44,6 +47,7 @@ class TrackedOptimizer:
         clipped_norm: The norm from which these were clipped; None if they were not.
         clipped_before: Whether that was before these gradients were saved, and the next clipping is to be left out.
         resumed: What the next step's exchange gave, from a checkpoint that was saved between the two.
+        left: Where a takeover has left momentum or directions in `.grad`, which was not cleared before a backward pass.
     """
 
     optimizer: Optimizer
@@ -69,6 +73,7 @@ class TrackedOptimizer:
     clipped_norm: Tensor | None = None
     clipped_before: bool = False
     resumed: dict[str, Any] | None = None
+    left: list[Left] = field(default_factory=list)
 
     def watch_updates(self) -> None:
         """Calls the shares around each update from now on, those of the next step included, which may not exist yet."""
@@ -99,6 +104,9 @@ class TrackedOptimizer:
 
     def end_step(self) -> None:
         """Notes that the optimizer's step is over, also where an error has ended it."""
+        if self.takeover is not None and self.shared:
+            here = [(name, parameter, parameter.grad) for name, parameter in self.parameters]
+            self.left = [(name, each, g, g._version) for name, each, g in here if g is not None and g.numel()]
         self.unshare()
         if self.around is not None:
             self.around.forget()

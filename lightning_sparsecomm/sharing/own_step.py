@@ -1,7 +1,9 @@
 """A step that a rank makes by itself: what `.grad` shows of it, and what the optimizer finds there."""
 
+import inspect
 import warnings
 from collections.abc import Iterable, Sequence
+from types import CodeType
 from weakref import WeakSet
 
 import torch
@@ -15,6 +17,34 @@ from lightning_sparsecomm.sharing.gradients import NamedParameters
 def steps_as_torch(optimizer: Optimizer) -> bool:
     """Whether an optimizer's step is torch's own, so that nothing in it changes gradients."""
     return type(optimizer).step.__module__.startswith("torch.optim")
+
+
+# What code names that changes what a step of torch's does, and methods that do not belong to a step.
+_TOUCHED = {"grad", "param_groups", "state"}
+_APART = {"__init__", "__setstate__", "__getstate__", "__repr__", "zero_grad", "add_param_group"}
+_APART |= {"state_dict", "load_state_dict"}
+
+
+def has_own_rule(optimizer: Optimizer) -> bool:
+    """Whether a class derived from torch's optimizer changes in code of its own what a step does.
+
+    Such as one that decays weights or scales gradients, and then calls torch's step. A class whose methods name neither
+    gradients nor groups nor state only calls it, or records something. What cannot be looked into counts as own.
+    """
+    kinds = [kind for kind in type(optimizer).__mro__ if not kind.__module__.startswith("torch.optim")]
+    members = {name: member for kind in kinds if kind is not object for name, member in vars(kind).items()}
+    return any(_touches(name, member) for name, member in members.items() if name not in _APART)
+
+
+def _touches(name: str, member: object) -> bool:
+    member = getattr(member, "__func__", getattr(member, "fget", member))
+    code = getattr(inspect.unwrap(member), "__code__", None) if callable(member) else None
+    return name == "step" if code is None else bool(_names_in(code) & _TOUCHED)
+
+
+def _names_in(code: CodeType) -> set[str]:
+    inner = [_names_in(each) for each in code.co_consts if isinstance(each, CodeType)]
+    return set(code.co_names).union(*inner)
 
 
 # Optimizers of which users know that what changes these gradients counts in other ways.

@@ -1,6 +1,7 @@
 """How long a fit will be: densities follow it, and its last step sends what waits."""
 
 import math
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,31 @@ def test_a_learning_rate_finder_tries_a_run_of_its_own_length(tmp_path: Path) ->
     fit(tmp_path, Tried(tmp_path / "lengths.pt"), SparseCommStrategy(), callbacks=[finder], max_epochs=2)
     lengths = torch.load(tmp_path / "lengths.pt")
     assert lengths == [3] * 3 + [2 * BATCHES] * (2 * BATCHES)
+
+
+class TriesAgain(LearningRateFinder):
+    """Searches at the beginning of the first epoch, as in Lightning's documentation. The handler of SIGTERM stays."""
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None: ...
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch == 0:
+            before = list(signal.getsignal(signal.SIGTERM).signal_handlers)
+            assert any("_Notifier" in repr(each) for each in before)
+            self.lr_find(trainer, pl_module)
+            assert signal.getsignal(signal.SIGTERM).signal_handlers == before
+
+
+def test_a_search_amid_a_fit_leaves_the_fit_its_length_and_its_way_to_stop(tmp_path: Path) -> None:
+    ends, lengths = [], []
+    search = TriesAgain(num_training_steps=3, update_attr=False, early_stop_threshold=None)
+    for index, searches in enumerate([[], [search]]):
+        model = Tried(tmp_path / f"{index}.pt")
+        method = dgc(0.1, warmup_steps=0, every=2)
+        ends.append(fit(tmp_path, model, SparseCommStrategy(method), callbacks=searches, max_epochs=3))
+        lengths.append(torch.load(tmp_path / f"{index}.pt"))
+    assert lengths == [[12] * 12, [3] * 3 + [12] * 12]
+    assert all((weight == ends[0][0][name]).all() for name, weight in ends[1][0].items())
 
 
 def test_averaged_weights_with_batch_norm_stay_the_average(tmp_path: Path) -> None:

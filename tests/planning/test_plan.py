@@ -38,6 +38,10 @@ def test_buckets_hide_behind_the_backward_pass() -> None:
     assert row.seconds == pytest.approx(3.0 + row.exposed)
 
 
+def test_a_model_in_which_nothing_is_trained_has_a_step_too() -> None:
+    assert predict(buckets(), Network(8e9, **EXACT), Work(3.0)).seconds == 3.0
+
+
 def test_an_exchange_at_the_step_is_waited_for() -> None:
     network = Network(8e6, **EXACT)
     row = predict(gathered(1e6, computing=0.5), network, Work(3.0, straggler=1.2))

@@ -11,10 +11,11 @@ from torch import nn
 
 from lightning_sparsecomm.basis.parts import parts_in
 from lightning_sparsecomm.channel import Channel, ClipLocalNorm, ErrorFeedback, Momentum, MomentumCorrection
+from lightning_sparsecomm.channel.adam_moments import AdamMoments
 from lightning_sparsecomm.channel.momentum import Velocity
 from lightning_sparsecomm.codecs import SparseCodec, TopK
 from lightning_sparsecomm.exchange import DenseAllReduce, Gather
-from lightning_sparsecomm.methods import default, demo, dgc, gradient_dropping, signsgd
+from lightning_sparsecomm.methods import default, demo, dgc, gradient_dropping, local_adam, signsgd
 from lightning_sparsecomm.run.choice import advice_on_signs, method_for, takeover_for
 from lightning_sparsecomm.sharing import GradientSync, Method
 from tests import laws
@@ -129,6 +130,62 @@ def test_the_first_method_that_is_defined_is_chosen() -> None:
     assert len(method_for(adam, methods, held(adam)).syncs) == 1
     with pytest.raises(TypeError, match="the method is not defined for Adam: "):
         method_for(adam, methods[:1], held(adam))
+
+
+class Decaying(torch.optim.SGD):
+    """Decays weights apart from the gradient, and then steps as SGD."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.decay()
+        return super().step(closure)
+
+    def decay(self) -> None:
+        for group in self.param_groups:
+            torch._foreach_mul_(group["params"], 1 - group["lr"] * 0.1)
+
+
+class Centered(torch.optim.AdamW):
+    def step(self, closure: Any = None) -> Any:
+        means = [each.grad.mean() for group in self.param_groups for each in group["params"]]
+        return super().step(closure), means
+
+
+class Counting(torch.optim.SGD):
+    """Only calls SGD's step; that it reads its groups when it is made does not matter."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.rate, self.steps = self.param_groups[0]["lr"], 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("kind", "alone", "drops"),
+    [
+        (Decaying, dgc(), True),
+        (Centered, local_adam(), True),
+        (Counting, dgc(), False),
+        (torch.optim.SGD, dgc(), False),
+        (torch.optim.AdamW, local_adam(), False),
+    ],
+)
+def test_a_rule_of_the_users_own_is_left_to_the_optimizer(
+    kind: Any, alone: Method, drops: bool, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Momentum and moments are torch's rule. Who asks for a method by name is told."""
+    optimizer = kind(parameters(), lr=0.1)
+    method = method_for(optimizer, default().chain, held(optimizer))
+    assert takeover_for(optimizer, method, held(optimizer), set()) is None or not drops
+    assert any(any(parts_in(method, each)) for each in (Velocity, AdamMoments)) is not drops
+    assert not recwarn.list
+    takeover = takeover_for(optimizer, method_for(optimizer, [alone], held(optimizer)), held(optimizer), set())
+    assert takeover is not None
+    assert [str(each.message)[: len(kind.__name__) + 8] for each in recwarn.list] == [
+        f"{kind.__name__} changes"
+    ] * drops
 
 
 def test_what_one_sync_takes_over_all_do_that_hold_parameters_of_the_optimizer() -> None:

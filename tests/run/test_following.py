@@ -142,6 +142,7 @@ class Scaled(SGD):
         return super().step(closure)
 
 
+@pytest.mark.filterwarnings("ignore:Scaled changes gradients")
 @pytest.mark.usefixtures("wire")
 def test_with_an_optimizer_that_changes_gradients_each_step_exchanges() -> None:
     engine, _ = engine_of(FOLLOWING, Scaled)

@@ -1,14 +1,17 @@
 """Misuse that would let replicas drift is refused."""
 
 import gc
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
 from lightning_sparsecomm.basis import PeerError, Wire
-from lightning_sparsecomm.methods import dense, gradient_dropping
+from lightning_sparsecomm.methods import dense, dgc, gradient_dropping, local_adam
 from lightning_sparsecomm.run.engine import Engine
+from lightning_sparsecomm.sharing import Method
 from tests.run.training import Halving, backward, chain, equal, gradients, ready, step
 
 
@@ -98,6 +101,53 @@ def test_gradients_that_were_changed_before_they_are_shared_are_warned_of(engine
     optimizer.zero_grad()
     backward(engine, module)
     step(engine, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("method", "make"),
+    [
+        (dgc(1.0, warmup_steps=0), torch.optim.SGD),
+        (dgc(0.5, warmup_steps=0, every=2), torch.optim.SGD),
+        (local_adam(0.5), torch.optim.AdamW),
+    ],
+    ids=repr,
+)
+def test_gradients_that_a_step_has_left_are_not_taken_for_new_ones(wire: Wire, method: Method, make: Any) -> None:
+    """They hold momentum or a direction; with ddp, and where gradients are dropped, they hold the mean gradient."""
+
+    def train(engine: Engine, clear: Callable[[torch.optim.Optimizer], object]) -> None:
+        module = chain()
+        engine.registry.add_module(module)
+        optimizer = make(module.parameters(), lr=0.1)
+        for _ in range(3):
+            backward(engine, module)
+            step(engine, optimizer)
+            clear(optimizer)
+        engine.close()
+
+    def halve(optimizer: torch.optim.Optimizer) -> None:
+        for weight in optimizer.param_groups[0]["params"]:
+            weight.grad.mul_(0.5)
+
+    for set_to_none in (True, False):
+        train(Engine(method, wire), lambda optimizer, none=set_to_none: optimizer.zero_grad(none))  # type: ignore[misc]
+    for leave in (lambda optimizer: None, halve):
+        with pytest.raises(
+            RuntimeError, match=r"gradient of '0.weight' was not cleared since the last step.*zero_grad"
+        ):
+            train(Engine(method, wire), leave)
+        train(Engine(gradient_dropping(1.0), wire), leave)
+
+
+def test_a_backward_pass_over_what_a_step_has_left_may_be_cleared_later(wire: Wire) -> None:
+    """As of a discriminator in the step of its generator."""
+    engine = Engine(dgc(1.0, warmup_steps=0), wire)
+    module, optimizer, _ = ready(engine)
+    for _ in range(2):
+        step(engine, optimizer)
+        backward(engine, module)
+        optimizer.zero_grad(set_to_none=False)
+        backward(engine, module)
 
 
 def test_a_step_that_never_calls_its_closure_is_refused(engine: Engine) -> None:

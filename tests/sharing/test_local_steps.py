@@ -408,6 +408,7 @@ class WritesGradients(SGD):
                 weight.sub_(weight.grad.add_(1.0), alpha=group["lr"])
 
 
+@pytest.mark.filterwarnings("ignore:WritesGradients changes gradients")
 @pytest.mark.usefixtures("wire")
 def test_an_optimizer_of_the_user_s_own_may_write_to_gradients() -> None:
     training = trained(dgc(1.0, warmup_steps=0, every=3), WritesGradients, 1, momentum=0.0)
