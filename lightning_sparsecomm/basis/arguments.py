@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 
 
 def is_number(value: object) -> bool:
@@ -30,6 +31,20 @@ def check_booleans(**booleans: bool) -> None:
     for name, value in booleans.items():
         if not isinstance(value, bool):
             raise TypeError(f"{name} must be True or False; got {value!r}. Leave it out for its default.")
+
+
+def check_texts(**texts: str | None) -> None:
+    """Raises `TypeError` for the first value that is neither a text nor None."""
+    for name, value in texts.items():
+        if value is not None and not isinstance(value, str):
+            raise TypeError(f"{name} must be a text; got {value!r}. Leave it out for its default.")
+
+
+def check_durations(**durations: timedelta) -> None:
+    """Raises `ValueError` for the first value that is not a positive timedelta."""
+    for name, value in durations.items():
+        if not isinstance(value, timedelta) or value <= timedelta(0):
+            raise ValueError(f"{name} must be a positive timedelta; got {value!r}. Leave it out for its default.")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -41,6 +41,7 @@ class SparseCodec(Compressor):
         indices: Encodes their positions.
 
     Raises:
+        TypeError: `selector` or `indices` is no object of such a class.
         ValueError: A codec's class is not registered.
     """
 
@@ -50,6 +51,12 @@ class SparseCodec(Compressor):
     indices: IndexCoding = Raw32()  # noqa: RUF009
 
     def __post_init__(self) -> None:
+        for name, part, kind in (("selector", self.selector, Selector), ("indices", self.indices, IndexCoding)):
+            if not isinstance(part, kind):
+                raise TypeError(
+                    f"{name} must be an object of a class derived from {kind.__name__}; got {part!r}. Use"
+                    " SparseCodec(TopK(0.01), Float16(), Golomb()), for example."
+                )
         choices = self.values.codecs() if isinstance(self.values, ValueCoding) else [self.values]
         for choice in choices:
             _check_registered("values", choice, VALUE_CODECS, "register_value_codec")

@@ -43,6 +43,9 @@ class Gather(Exchange):
 
     Args:
         compressor: Turns the vector into bytes.
+
+    Raises:
+        TypeError: `compressor` is not a Compressor.
     """
 
     may_reduce: bool = True
@@ -52,6 +55,11 @@ class Gather(Exchange):
     """Whether its compressor takes sparse vectors too."""
 
     def __init__(self, compressor: Compressor) -> None:
+        if not isinstance(compressor, Compressor):
+            raise TypeError(
+                f"compressor must be a Compressor; got {compressor!r}. A selector needs a codec around it:"
+                " SparseCodec(TopK(0.01)), for example."
+            )
         self.compressor = compressor
 
     def exchange(self, x: Vector, context: Round, wire: Wire) -> Exchanged:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from lightning_sparsecomm.basis.arguments import check_booleans, plain_for_command_lines
+from lightning_sparsecomm.basis.arguments import check_booleans, check_durations, check_texts, plain_for_command_lines
 from lightning_sparsecomm.basis.digests import digest_of
 from lightning_sparsecomm.basis.groups import join_alone
 from lightning_sparsecomm.basis.wire import Wire
@@ -25,6 +25,7 @@ from lightning_sparsecomm.elastic.units import steps_until_exchange
 from lightning_sparsecomm.elastic.wire import ElasticWire
 from lightning_sparsecomm.frontends.expected import expected
 from lightning_sparsecomm.frontends.leading import LeadingMixin
+from lightning_sparsecomm.frontends.mixin import check_is_method
 from lightning_sparsecomm.frontends.progress import LeastLimits, follow, steps_of
 from lightning_sparsecomm.frontends.reporting import get_ready, say
 from lightning_sparsecomm.methods import sparse_loco
@@ -105,13 +106,16 @@ class ElasticTrainerMixin(LeadingMixin):
             ValueError: The method exchanges gradients in flight (`delay`), lets gradients differ between replicas, or
                 averages in DDP's buckets (`dense`, `auto`); `adapt_steps` is given with `delay` or `fragments`;
                 `local_state_dir` is no folder, or is given without `replica` or with a method that exchanges gradients;
-                no lighthouse is known; or `uneven_inputs` or `nodes` is given, which replicas that come and go have
-                no use for.
+                or `uneven_inputs` or `nodes` is given, which replicas that come and go have no use for. At set-up: no
+                lighthouse is known.
+            TypeError: `method` is not a Method; or `lighthouse` or `replica` is no text.
         """
         with plain_for_command_lines():
             load_torchft()
             method = method if method is not None else sparse_loco()
             check_booleans(adapt_steps=adapt_steps, log_each_replica=log_each_replica)
+            check_is_method(method)
+            check_texts(lighthouse=lighthouse, replica=replica)
             check_method(method, adapt_steps)
             if kwargs.pop("uneven_inputs", False):
                 raise ValueError(
@@ -123,11 +127,7 @@ class ElasticTrainerMixin(LeadingMixin):
                     f"nodes must be left out with replicas that come and go, each of one rank; got {kwargs['nodes']!r}."
                 )
             check_files(membership_log, local_state_dir, replica, method)
-            for name, value in (("exchange_timeout", exchange_timeout), ("patience", patience)):
-                if not isinstance(value, timedelta) or value <= timedelta(0):
-                    raise ValueError(
-                        f"{name} must be a positive timedelta; got {value!r}. Leave it out for its default."
-                    )
+            check_durations(exchange_timeout=exchange_timeout, patience=patience)
         super().__init__(method, seed, check_replicas_every, **kwargs)
         self.lighthouse = lighthouse
         self.replica = replica if replica is not None else f"{socket.gethostname()}-{os.getpid()}"

@@ -117,14 +117,20 @@ class FabricMixin(SynchronizingMixin, DDPStrategy):
             self._early.append(optimizer)
         return super().setup_optimizer(optimizer)
 
+    def _register_early(self) -> None:
+        """Registers optimizers that were set up before their module, where that is known by now."""
+        early, self._early = self._early, []
+        for each in early:
+            if self.engine.registry.held_by(each):
+                self.engine.register(each)
+            else:
+                self._early.append(each)
+
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         # Only by the first backward pass are all modules known to be set up.
         if not self._checked:
             registry = self.engine.registry
-            early, self._early = self._early, []
-            for each in early:
-                if registry.held_by(each):
-                    self.engine.register(each)
+            self._register_early()
             self.engine.agreement.on_optimizers([tracked.optimizer for tracked in registry.optimizers])
             registry.check()
             self._checked = True
@@ -200,6 +206,7 @@ class FabricMixin(SynchronizingMixin, DDPStrategy):
         # Loading a model after its optimizer, from the same checkpoint, has discarded the method's state.
         again = state is not None and self._resumed_from == os.fspath(path)
         if ready and (trains or again):
+            self._register_early()
             # Lightning does not return all that it has read.
             checkpoint: dict[str, Any] = {}
             if self.global_rank == 0:

@@ -77,7 +77,7 @@ class SynchronizingMixin(SavingMixin):
         with plain_for_command_lines():
             _refuse_misplaced(self._ddp_kwargs)
             check_options(type(self).__name__, self._ddp_kwargs, _known_options(type(self)))
-            _check_method(method)
+            check_is_method(method)
             _check_start_method(getattr(self, "_start_method", "popen"))
         for option in COMM_HOOK_OPTIONS:
             if getattr(self, f"_{option}", None) is not None:
@@ -232,7 +232,7 @@ class SynchronizingMixin(SavingMixin):
         return f"<SparseCommStrategy of {package}, for no other package's Trainer or Fabric; {self.method!r}>"
 
 
-def _check_method(method: object) -> None:
+def check_is_method(method: object) -> None:
     """Users may pass a recipe's name, or the recipe without calling it: raises a `TypeError` that says so."""
     if method is None or isinstance(method, Method):
         return

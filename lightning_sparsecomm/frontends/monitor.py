@@ -3,6 +3,7 @@
 import time
 from typing import Any, NamedTuple
 
+from lightning_sparsecomm.basis.arguments import check_booleans
 from lightning_sparsecomm.basis.ledger import Ledger, summary_table
 from lightning_sparsecomm.elastic.membership import Membership
 from lightning_sparsecomm.frontends.packages import Callback
@@ -140,11 +141,12 @@ class CompressionMonitor(Observer):
         summary: Whether to print the table at the end of fit.
 
     Raises:
-        TypeError: At the start of fit, with a strategy that is neither ours nor ddp.
+        TypeError: An argument is no bool; or, at the start of fit, with a strategy that is neither ours nor ddp.
     """
 
     def __init__(self, progress_bar: bool = True, summary: bool = True) -> None:
         super().__init__()
+        check_booleans(progress_bar=progress_bar, summary=summary)
         self.progress_bar = progress_bar
         self.summary = summary
         self._logged: Totals | None = None

@@ -73,13 +73,13 @@ class SavingMixin:
         """Writes this rank's file, and then the checkpoint, by `write`; see `Saves.replace`.
 
         `entries` are those that differ on this rank; the checkpoint holds rank 0's. Unless it is `to_resume` from, the
-        checkpoint holds weights alone, and gets no files. It is a collective if all ranks save `together`.
+        checkpoint holds weights alone, and gets no files: rank 0 may write it by itself. Otherwise it is a collective
+        if all ranks save `together`.
         """
         saved = self._ended
         if self._engine is not None:
             saved = self._engine.agreement.run, self._engine.state.state_dict(), self._engine.wire
         run, state, _ = saved if saved is not None else (0, {}, None)
-        file = self._own_file(self._saves.number(run))
         content: State | None = None
         if saved is not None and to_resume and self._holds_state:
             content = {
@@ -88,12 +88,18 @@ class SavingMixin:
                 "entries": entries,
                 "state": state,
             }
+        files, load = self._files(path), self.checkpoint_io.load_checkpoint
+        if content is None and together and not files.written_later:
+            # As under ddp, where other ranks need not call this.
+            if self.global_rank == 0:
+                self._saves.replace_alone(files, run, write, load)
+            return
+        file = self._own_file(self._saves.number(run))
         ranks = self._ranks() if together else None
-        files = self._files(path) if ranks is None else self._files_of_all(path, ranks, file)
+        files = files if ranks is None else self._files_of_all(path, ranks, file)
         if ranks is None:
             save_alone(files, file, content, write, self._files, storage_options)
         else:
-            load = self.checkpoint_io.load_checkpoint
             self._saves.replace(files, file, content, write, load, ranks, storage_options)
 
     def _remove(self, path: Any, remove: Callable[[], None]) -> None:

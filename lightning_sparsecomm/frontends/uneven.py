@@ -78,6 +78,9 @@ class UnevenLoader:
                     # Lightning passes over it without asking whether it counts, and it is nothing to repeat.
                     yield None
                     continue
+                if self.filling and last is None:
+                    # Resumed where this rank had run out: any batch serves.
+                    last = next(iter(self._loader), None)
                 last = last if self.filling else batch
                 self.fills.append(self.filling)
                 yield last

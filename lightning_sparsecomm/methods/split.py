@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from lightning_sparsecomm.methods.auto import auto
 from lightning_sparsecomm.sharing import Method
 
 
@@ -32,6 +33,10 @@ class split(Method):
         for option, each in (("method", method), ("rest", rest)):
             if not isinstance(each, Method):
                 raise TypeError(f"{option} must be a Method, such as methods.dgc(); got {each!r}.")
+            if isinstance(each, auto):
+                raise ValueError(
+                    f"{option} must not be auto(), which chooses for the whole model. Use methods.auto() by itself."
+                )
             if each.fallback is not None:
                 raise ValueError(
                     f"{option} must be one method for all optimizers; got {type(each).__name__} with another method for"

@@ -2,10 +2,13 @@
 
 import itertools
 from collections.abc import Collection, Sequence
+from typing import cast
 
+from torch import nn
 from torch.nn import Parameter
 from torch.optim import LBFGS, Optimizer
 
+from lightning_sparsecomm.sharing.delta import DeltaSync
 from lightning_sparsecomm.sharing.gradients import NamedParameters, has_sparse_gradient
 from lightning_sparsecomm.sharing.method import Method
 from lightning_sparsecomm.sharing.sync import Sync, matches
@@ -51,6 +54,21 @@ def refuse_sparse(methods: Sequence[Method], named: NamedParameters) -> None:
             )
 
 
+def refuse_renormalizing(methods: Sequence[Method], name: str, module: nn.Module) -> None:
+    """Refuses embeddings whose forward passes change weights, where ranks do not exchange weights."""
+    if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or module.max_norm is None:
+        return
+    weight = f"{name}.weight" if name else "weight"
+    syncs = [sync for method in methods for sync, _ in method.parts([(weight, cast(Parameter, module.weight))])]
+    if module.weight.requires_grad and not all(isinstance(sync, DeltaSync) for sync in syncs):
+        raise ValueError(
+            f"max_norm of {name!r} must be None with a method that shares gradients; got {module.max_norm}. Forward"
+            " passes rescale the rows that a rank's batch meets, so replicas drift apart, with ddp in silence. Rescale"
+            f" all rows after each step, by weight.data.renorm_({module.norm_type:g}, 0, {module.max_norm}) in"
+            " on_train_batch_end; or use a method that exchanges weights, such as methods.sbc()."
+        )
+
+
 def refuse_complex(name: str, parameter: Parameter) -> None:
     if parameter.is_complex():
         raise TypeError(
@@ -91,9 +109,9 @@ def refuse_unannounced(named: NamedParameters, noted: Collection[int]) -> None:
             )
 
 
-def refuse_lbfgs(optimizer: Optimizer) -> None:
+def refuse_lbfgs(optimizer: Optimizer, in_nodes: bool) -> None:
     """Refuses what looks at each rank's own loss, by which ranks of a node would make different steps."""
-    if isinstance(optimizer, LBFGS):
+    if in_nodes and isinstance(optimizer, LBFGS):
         raise TypeError(
             "nodes must be left out with LBFGS: it stops by each rank's own loss, so ranks of a node would differ. Use"
             " torch.optim.SGD or AdamW."

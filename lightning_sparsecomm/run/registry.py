@@ -16,6 +16,7 @@ from lightning_sparsecomm.run.refusals import (
     refuse_ignored,
     refuse_lbfgs,
     refuse_misplaced,
+    refuse_renormalizing,
     refuse_sparse,
     refuse_strangers,
     refuse_two_owners,
@@ -115,8 +116,7 @@ class Registry:
         if tracked.method is not None or not (held := self.held_by(tracked.optimizer)):
             return
         optimizer = tracked.optimizer
-        if self.nodes is not None:
-            refuse_lbfgs(optimizer)
+        refuse_lbfgs(optimizer, self.nodes is not None)
         method = method_for(optimizer, self.methods, held)
         if any(sync.drifts or not sync.shares_gradients for sync in method.syncs):
             # Before a takeover, which may move weights itself.
@@ -223,8 +223,9 @@ class Registry:
         for index, module in enumerate(self.modules):
             prefix = f"module_{index}." if index else ""
             left_out = ignored_by_ddp(module)
-            for part in module.modules():
+            for name, part in module.named_modules():
                 self.few_rows.scan(part)
+                refuse_renormalizing(self.methods, prefix + name, part)
             for name, parameter in module.named_parameters():
                 if name in left_out:
                     self.ignored.add(id(parameter))

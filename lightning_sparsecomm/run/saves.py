@@ -156,12 +156,32 @@ class Saves:
 
     def remove(self, files: RankFiles, remove: Callable[[], None], load: Load) -> None:
         """Removes a checkpoint by `remove`, and the files of all ranks that belong to it. Called on rank 0 alone."""
-        gone = self._made.pop(files.key, None)
-        if gone is None:
-            save = _save_of(files, load)
-            gone = [save] if save else []
+        gone = self._found(files, load)
         remove()
-        _remove(files, gone)
+        self._drop(files, gone)
+
+    def replace_alone(self, files: RankFiles, run: int, write: Callable[[Any], None], load: Load) -> None:
+        """Writes a checkpoint that needs no files, by `write`; those of the one before go. Called on rank 0 alone.
+
+        Args:
+            files: Those beside the checkpoint.
+            run: The run's number.
+            write: Writes the checkpoint to a path.
+            load: Reads checkpoints and files.
+        """
+        gone = self._found(files, load)
+        files.replace_checkpoint(run % (1 << _COUNT_BITS) << _COUNT_BITS, write)
+        self._drop(files, gone)
+
+    def _found(self, files: RankFiles, load: Load) -> list[int]:
+        if files.key in self._made:
+            return self._made[files.key]
+        save = _save_of(files, load)
+        return [save] if save else []
+
+    def _drop(self, files: RankFiles, saves: Sequence[int]) -> None:
+        _remove(files, saves)
+        self._made.pop(files.key, None)
         self._removed.add(files.key)
 
     def remove_own(self, files: RankFiles, file: RankFile) -> None:

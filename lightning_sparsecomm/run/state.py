@@ -23,6 +23,7 @@ from lightning_sparsecomm.run.replicas import Replicas
 from lightning_sparsecomm.run.scaling import LossScaling
 from lightning_sparsecomm.run.shared_gradients import is_ahead, saved_gradients
 from lightning_sparsecomm.sharing.set_weights import NOTED
+from lightning_sparsecomm.sharing.takeover import MomentumTakeover
 
 # Kinds of state besides those of the shares.
 _OPTIMIZER, _BEGUN, _OWED = "the optimizer's own state", "momentum begun", "owed to the next gradient"
@@ -221,7 +222,9 @@ class RunState:
             hand_out([pair for share in tracked.shares.values() for pair in share.in_common()], self._registry.nodes)
         if _OPTIMIZER in held and (tracked.drifts or in_common):
             own = pop_named(held, _OPTIMIZER, named)
-            _load_optimizer(tracked.optimizer, {id(parameter): own.get(name) for name, parameter in named.items()})
+            # A takeover of momentum moves weights that ranks share by what the optimizer holds: as in the checkpoint.
+            if in_common or not isinstance(tracked.takeover, MomentumTakeover):
+                _load_optimizer(tracked.optimizer, {id(parameter): own.get(name) for name, parameter in named.items()})
         tracked.owed |= {id(named[name]): part for name, part in pop_named(held, _OWED, named).items()}
         begun = pop_named(held, _BEGUN, named)
         if tracked.takeover is not None:

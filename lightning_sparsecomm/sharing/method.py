@@ -71,6 +71,14 @@ class Method(Part):
     ) -> None:
         if not isinstance(syncs, Sequence) or not all(isinstance(sync, Sync) for sync in syncs):
             raise TypeError(f"syncs must be a list of syncs; got {syncs!r}. Use [GradientSync(...)], for example.")
+        if averaging is not None and not isinstance(averaging, Averaging):
+            raise TypeError(
+                f"averaging must be an Averaging; got {averaging!r}. Use Averaging(every=500), for example."
+            )
+        if fallback is not None and not isinstance(fallback, Method):
+            raise TypeError(
+                f"fallback must be a Method; got {fallback!r}. Use methods.gradient_dropping(), for example."
+            )
         if not syncs:
             raise ValueError("syncs must name at least one sync; got none. Use dense() to send everything.")
         if len(syncs) > 1 and any(isinstance(sync, BucketSync) for sync in syncs):

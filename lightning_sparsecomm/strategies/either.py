@@ -113,7 +113,7 @@ class SparseCommStrategy(_Strategy):
         **kwargs: Any,
     ) -> None:
         arguments = {"method": method, "seed": seed, "check_replicas_every": check_replicas_every, **kwargs}
-        arguments |= {"uneven_inputs": uneven_inputs} if uneven_inputs else {}
+        arguments |= {"uneven_inputs": uneven_inputs} if uneven_inputs is not False else {}
         self._register(arguments | ({"nodes": nodes} if nodes is not None else {}))
 
 

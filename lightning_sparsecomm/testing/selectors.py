@@ -33,6 +33,7 @@ def check_selector(selector: Selector, layouts: Iterable[Layout] = LAYOUTS) -> N
         for step in (0, 1, 1000):
             contexts = [Round(layout, step, step / 100, 7, rank, 3) for rank in range(3)]
             counts = [selector.count(context) for context in contexts]
+            law(all(type(each) is int for each in counts), f"{name}.count must be a whole number; got {counts[0]!r}")
             law(len(set(counts)) == 1, f"{name}.count must be equal on all ranks; got {counts} in {layout}")
             for kind, x in inputs(layout):
                 where = f"for {kind}, in step {step} of {layout}"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sparsecomm.basis import Wire
+from lightning_sparsecomm.basis.groups import broadcast_object
 from lightning_sparsecomm.basis.ledger import PARAMETERS
 from lightning_sparsecomm.basis.schedules import PartOfRun
 from lightning_sparsecomm.exchange import NonFiniteGradientError
@@ -247,6 +248,41 @@ def test_a_resumed_run_does_not_average_what_is_frozen() -> None:
     for (plain, resumed), alike in run_ranks(3, _frozen):
         assert resumed == plain < 100
         assert alike
+
+
+def _with_another_method(rank: int, method: Method) -> bool:
+    """Whether ranks end alike that resume, with another method, a run of weights that drifted."""
+
+    def begin(method: Method) -> Run:
+        torch.manual_seed(0)
+        return Run(method, nn.Linear(30, 2), lr=0.1, momentum=0.9, weight_decay=0.1)
+
+    def train(run: Run, steps: range) -> None:
+        for step in steps:
+            generator = torch.Generator().manual_seed(100 * rank + step)
+            run.step([torch.randn(weight.shape, generator=generator) for weight in run.module.parameters()])
+
+    run = begin(federated_averaging(every=4))
+    train(run, range(4))
+    saved = [run.module.state_dict(), run.optimizer.state_dict()]
+    model, optimizer = broadcast_object(copy.deepcopy(saved), 0, run.engine.wire.group)
+    state = copy.deepcopy(run.engine.state.state_dict())
+    run.engine.close()
+    run = begin(method)
+    run.module.load_state_dict(model)
+    run.optimizer.load_state_dict(optimizer)
+    run.engine.restart()
+    run.engine.state.load_state_dict(state, True)
+    train(run, range(4, 10))
+    # Raises where they differ.
+    run.engine.settle()
+    run.engine.close()
+    return True
+
+
+@pytest.mark.parametrize("method", [dgc(0.1, warmup_steps=0, every=3), dgc(0.1, warmup_steps=0, delay=1)], ids=repr)
+def test_momentum_of_ranks_that_drifted_moves_no_shared_weights(method: Method) -> None:
+    assert run_ranks(2, _with_another_method, method) == [True, True]
 
 
 def _exchanges(rank: int, method: Method) -> int:

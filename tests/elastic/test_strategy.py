@@ -169,3 +169,17 @@ def test_importing_the_package_does_not_import_torchft() -> None:
     assert names
     assert all("torchft" not in vars(sys.modules[name]) for name in names)
     assert issubclass(ElasticSparseCommStrategy, ElasticTrainerMixin)
+
+
+@needs_torchft
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"method": "dgc"}, r"method must be a Method.*got 'dgc'. Did you mean lightning_sparsecomm.methods.dgc\(\)"),
+        ({"lighthouse": 5}, "lighthouse must be a text; got 5"),
+        ({"replica": 5}, "replica must be a text; got 5"),
+    ],
+)
+def test_arguments_of_the_wrong_kind_are_refused_at_construction(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        ElasticSparseCommStrategy(**arguments)

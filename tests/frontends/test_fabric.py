@@ -157,3 +157,38 @@ def _copied(rank: int) -> list[bool]:
 def test_what_fabric_sets_up_can_be_copied_averaged_and_pickled(tmp_path: Path) -> None:
     first, second = run_ranks(tmp_path, 2, _copied)
     assert (first, second) == ([True] * 2, [True] * 8)
+
+
+def _loaded(rank: int, path: str, saves: bool, early: bool) -> list[float]:
+    """The weights after four steps, the last two after the first two were saved, or loaded."""
+    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
+    os.environ.update({"MASTER_ADDR": "localhost", "MASTER_PORT": "0"})
+    strategy = FabricStrategy(dgc(0.1, warmup_steps=3))
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, plugins=[TorchElasticEnvironment()])
+    fabric.launch()
+    torch.manual_seed(1)
+    network = nn.Linear(20, 10)
+    made = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
+    if early:
+        optimizer: Any = fabric.setup_optimizers(made)
+        module = fabric.setup_module(network)
+    else:
+        module, optimizer = fabric.setup(network, made)
+    state = {"model": module, "optimizer": optimizer}
+    if not saves:
+        fabric.load(path, state)
+    for step in range(0 if saves else 2, 4):
+        optimizer.zero_grad()
+        inputs = torch.randn(3, 20, generator=torch.Generator().manual_seed(10 * step + rank))
+        fabric.backward(module(inputs).square().sum())
+        optimizer.step()
+        if saves and step == 1:
+            fabric.save(path, state)
+    return [float(each) for each in network.weight.detach().flatten()]
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["together", "optimizer before module"])
+def test_a_run_resumes_in_either_order_of_set_up(tmp_path: Path, early: bool) -> None:
+    path = str(tmp_path / "last.ckpt")
+    ends = [run_ranks(tmp_path, 2, _loaded, path, saves, early) for saves in (True, False)]
+    assert ends[0] == ends[1]

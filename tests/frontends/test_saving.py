@@ -103,6 +103,18 @@ def test_a_checkpoint_after_the_run_holds_its_last_state(make: Make, tmp_path: P
     assert resumed._engine.registry.optimizers[0].steps == 2
 
 
+def test_weights_alone_are_saved_by_rank_0_alone(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under ddp. Saves of all ranks count on alike."""
+    strategy = make(gradient_dropping(0.3), steps=1)
+    monkeypatch.setattr(Wire, "all_gather", lambda *_: pytest.fail("a collective"))
+    strategy.write(tmp_path / "weights.ckpt", to_resume=False)
+    assert (tmp_path / "weights.ckpt").exists()
+    monkeypatch.undo()
+    strategy.write(tmp_path / "last.ckpt")
+    (file,) = RankFiles(tmp_path / "last.ckpt", strategy.checkpoint_io).found()
+    assert file.save % 2**32 == 1
+
+
 @pytest.mark.parametrize("case", ["weights alone", "nothing to hold", "no run"])
 def test_files_that_no_longer_belong_to_a_checkpoint_are_removed(make: Make, tmp_path: Path, case: str) -> None:
     path = tmp_path / "last.ckpt"

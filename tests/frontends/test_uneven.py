@@ -1,5 +1,6 @@
 """Which batches a loader for uneven inputs gives, and which of them count."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -30,6 +31,20 @@ def given(batches: list[Any], length: int) -> list[tuple[Any, bool]]:
 
 def test_a_rank_that_has_run_out_repeats_its_last_batch() -> None:
     assert given([1, 2], 4) == [(1, False), (2, False), (2, True), (2, True)]
+
+
+def test_a_rank_that_resumes_where_it_had_run_out_repeats_any_batch() -> None:
+    class Resumed(list[int]):
+        """A loader that remembers how far it was."""
+
+        begun = False
+
+        def __iter__(self) -> Iterator[int]:
+            left = super().__iter__() if self.begun else iter(())
+            self.begun = True
+            return left
+
+    assert given(Resumed([1, 2]), 3) == [(1, True)] * 3
 
 
 @pytest.mark.parametrize(

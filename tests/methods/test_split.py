@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_sparsecomm.methods import default, dense, dgc, gradient_dropping, s2_reducer, split
+from lightning_sparsecomm.methods import auto, default, dense, dgc, gradient_dropping, s2_reducer, split
 from lightning_sparsecomm.sharing import Averaging
 
 
@@ -56,6 +56,8 @@ def test_parameters_must_be_a_list_of_patterns(parameters: Any) -> None:
 def test_both_must_be_methods_for_all_optimizers(option: str) -> None:
     with pytest.raises(TypeError, match=rf"{option} must be a Method, such as methods.dgc\(\); got 'dgc'"):
         split(["a"], **{"method": dgc(), "rest": dgc(), option: "dgc"})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=rf"{option} must not be auto\(\), which chooses for the whole model"):
+        split(["a"], **{"method": dgc(), "rest": dgc(), option: auto()})  # type: ignore[arg-type]
     text = rf"{option} must be one method for all .*; got dgc with another .* Use methods.dgc\(\) for SGD"
     with pytest.raises(ValueError, match=text):
         split(["a"], **{"method": dgc(), "rest": dgc(), option: default()})

@@ -4,7 +4,11 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_sparsecomm.basis import Wire
+from lightning_sparsecomm.methods import default, dense, dgc, sbc, split
+from lightning_sparsecomm.run.engine import Engine
 from lightning_sparsecomm.run.refusals import listed, refuse_strangers, refuse_two_owners, refuse_unannounced
+from lightning_sparsecomm.sharing import Method
 
 
 def test_a_gradient_that_no_backward_pass_announced() -> None:
@@ -29,6 +33,20 @@ def test_a_parameter_of_no_module_and_one_of_two_optimizers() -> None:
     refuse_two_owners(list(layer.named_parameters()), [])
     with pytest.raises(ValueError, match=r"parameter 'bias' belongs to two optimizers.*Give it to one optimizer"):
         refuse_two_owners(list(layer.named_parameters()), [id(layer.bias)])
+
+
+@pytest.mark.parametrize("method", [dgc(), default(), dense(), sbc(), split(["bags.*"], sbc(), dgc())], ids=repr)
+def test_embeddings_that_rescale_their_rows(method: Method, wire: Wire) -> None:
+    model = nn.ModuleDict({"words": nn.Embedding(3, 2), "bags": nn.EmbeddingBag(3, 2, max_norm=2.0)})
+    engine = Engine(method, wire)
+    if isinstance(method, (sbc, split)):
+        engine.registry.add_module(model)
+    else:
+        with pytest.raises(ValueError, match=r"max_norm of 'bags' must be None .* got 2.0.*renorm_\(2, 0, 2.0\)"):
+            engine.registry.add_module(model)
+        model["bags"].weight.requires_grad_(False)
+        engine.registry.add_module(model)
+    engine.close()
 
 
 def test_long_lists_are_shortened() -> None:

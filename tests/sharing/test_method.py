@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from lightning_sparsecomm.channel import Channel
-from lightning_sparsecomm.exchange import BlockReduce, DenseAllReduce
+from lightning_sparsecomm.codecs import Golomb, SparseCodec, TopK
+from lightning_sparsecomm.exchange import BlockReduce, DenseAllReduce, Gather
 from lightning_sparsecomm.methods import dense, dgc, gradient_dropping
 from lightning_sparsecomm.sharing import Averaging, BucketSync, GradientSync, Method, method
 from lightning_sparsecomm.sharing.gradients import NamedParameters, note_sparse_gradient
@@ -82,6 +83,21 @@ def test_a_repr_says_what_is_not_default() -> None:
 )
 def test_refuses(make: Callable[[], Method], text: str) -> None:
     with pytest.raises(ValueError, match=re.escape(text)):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: Method([sync()], averaging=500), "averaging must be an Averaging; got 500. Use Averaging(every=500)"),  # type: ignore[arg-type]
+        (lambda: Method([sync()], fallback="dgc"), "fallback must be a Method; got 'dgc'."),  # type: ignore[arg-type]
+        (lambda: Gather(TopK(0.1)), "compressor must be a Compressor; got TopK(density=0.1"),  # type: ignore[arg-type]
+        (lambda: SparseCodec(TopK), "selector must be an object of a class derived from Selector; got <class"),  # type: ignore[arg-type]
+        (lambda: SparseCodec(TopK(0.1), indices=Golomb), "indices must be an object of a class derived from Index"),  # type: ignore[arg-type]
+    ],
+)
+def test_parts_of_the_wrong_kind_are_refused(make: Callable[[], object], text: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(text)):
         make()
 
 
