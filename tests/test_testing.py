@@ -665,3 +665,48 @@ def test_ranks_that_hang_are_killed(tmp_path: Path) -> None:
 def test_a_part_instead_of_what_makes_it_is_refused() -> None:
     with pytest.raises(TypeError, match=r"exchange_factory must make the part.*Use lambda: DenseAllReduce\(\.\.\.\)"):
         check_exchange(DenseAllReduce())  # type: ignore[arg-type]
+
+
+class Listing(TopK):
+    def select(self, x: Tensor, context: Any) -> Any:
+        return super().select(x, context).tolist()
+
+
+class Fraction(TopK):
+    def count(self, context: Any) -> Any:
+        return float(super().count(context))
+
+
+class Bare(ErrorFeedback):
+    def __init__(self) -> None: ...
+
+
+class Wide(PlainExchange):
+    def reduce(self, x: Vector, context: Round, wire: Wire) -> Any:
+        return wire.all_reduce_(x.values.clone() / wire.world_size).double(), x.values
+
+
+class Overwriting(PlainExchange):
+    def reduce(self, x: Vector, context: Round, wire: Wire) -> Any:
+        sent = x.values.clone()
+        return wire.all_reduce_(sent) / wire.world_size, sent
+
+
+@pytest.mark.parametrize(
+    ("check", "text"),
+    [
+        (lambda: check_selector(Listing(0.1)), r"Listing.select must return positions as \[k\] int64; got \["),
+        (lambda: check_selector(Fraction(0.1)), r"Fraction.count must be a whole number; got 29.0"),
+        (lambda: check_selector(TopK), "selector must be an object of a class derived from Selector; got <class"),
+        (lambda: check_value_codec(Float16), "codec must be an object of a class derived from ValueCodec; got <class"),
+        (lambda: check_index_codec(Golomb), "coding must be an object of a class derived from IndexCoding; got <class"),
+        (lambda: check_compressor(TopK(0.1)), "compressor must be an object of a class derived from Compressor; got"),
+        (lambda: check_memory(Bare), r"Bare.__init__ must call super\(\).__init__\(\), which makes 'held'"),
+        (lambda: check_memory(lambda: TopK(0.1)), "what memory_factory makes must be .* derived from Memory; got TopK"),
+        (lambda: check_exchange(Wide), r"Exchanged.shared must be \[\d+\] torch.float32, as x.values is; got .*64"),
+        (lambda: check_exchange(Overwriting), "the mean of what ranks sent, which all_reduce_ overwrites; it is"),
+    ],
+)  # fmt: skip
+def test_common_mistakes_are_named(check: Callable[[], None], text: str) -> None:
+    with pytest.raises((AssertionError, TypeError), match=text):
+        check()

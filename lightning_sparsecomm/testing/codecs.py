@@ -25,7 +25,7 @@ from lightning_sparsecomm.testing.decoding import (
     inputs,
     is_extreme,
 )
-from lightning_sparsecomm.testing.laws import law
+from lightning_sparsecomm.testing.laws import check_kind, law
 from lightning_sparsecomm.testing.samples import LAYOUTS, selections, vectors
 
 
@@ -44,7 +44,9 @@ def check_value_codec(codec: ValueCodec, tolerance: float = 0.0) -> None:
 
     Raises:
         AssertionError: A law is violated.
+        TypeError: `codec` is no value codec.
     """
+    check_kind("codec", codec, ValueCodec)
     receiver = VALUE_CODECS.get(codec.code)
     _check_registered(codec, receiver, "@register_value_codec")
     _check_parameter(codec, codec.parameter, "")
@@ -114,7 +116,9 @@ def check_index_codec(coding: IndexCoding) -> None:
 
     Raises:
         AssertionError: A law is violated.
+        TypeError: `coding` is no index codec.
     """
+    check_kind("coding", coding, IndexCoding)
     for codec in coding.codecs():
         _check_registered(codec, INDEX_CODECS.get(codec.code), "@register_index_codec")
     for size in (0, 1, 2, 9, 300, 5000):

@@ -18,7 +18,7 @@ from lightning_sparsecomm.testing.decoding import (
     inputs,
     is_extreme,
 )
-from lightning_sparsecomm.testing.laws import law
+from lightning_sparsecomm.testing.laws import check_kind, law
 from lightning_sparsecomm.testing.samples import LAYOUTS, vectors
 
 
@@ -38,7 +38,9 @@ def check_compressor(compressor: Compressor, tolerance: float = 0.0) -> None:
 
     Raises:
         AssertionError: A law is violated.
+        TypeError: `compressor` is no compressor.
     """
+    check_kind("compressor", compressor, Compressor)
     for layout in LAYOUTS:
         _check_layout(compressor, layout, tolerance)
 

@@ -39,6 +39,7 @@ def decoded_by(decode: Callable[[], Decoded], what: str, where: str) -> Decoded:
 
 def check_positions(indices: Tensor, size: int, what: str, where: str) -> None:
     """Sorted positions in a vector of `size` elements."""
+    law(isinstance(indices, Tensor), f"{what} must return positions as [k] int64; got {indices!r} {where}")
     law(
         indices.dtype == torch.int64 and indices.dim() == 1,
         f"{what} must return positions as [k] int64; got {list(indices.shape)} {indices.dtype} {where}",
@@ -50,6 +51,7 @@ def check_positions(indices: Tensor, size: int, what: str, where: str) -> None:
 
 def check_values(values: Tensor, count: int, what: str, where: str) -> None:
     """`count` finite values."""
+    law(isinstance(values, Tensor), f"{what} must return [{count}] float32 or float64; got {values!r} {where}")
     law(
         values.dtype in (torch.float32, torch.float64) and values.shape == (count,),
         f"{what} must return [{count}] float32 or float64; got {list(values.shape)} {values.dtype} {where}",
@@ -69,6 +71,7 @@ def check_vector(vector: SparseVector | Tensor, size: int, what: str, where: str
 
 def check_bytes(section: Tensor, bound: int | None, what: str, where: str) -> None:
     """Bytes, at most as many as their bound."""
+    law(isinstance(section, Tensor), f"{what} must return [bytes] uint8; got {section!r} {where}")
     law(
         section.dtype == torch.uint8 and section.dim() == 1,
         f"{what} must return [bytes] uint8; got {list(section.shape)} {section.dtype} {where}",

@@ -43,9 +43,10 @@ def check_exchange(
 
     Raises:
         AssertionError: A law is violated.
+        TypeError: `exchange_factory` makes no exchange.
         ValueError: The exchange cannot take the tensors that the laws are checked on.
     """
-    check_factory("exchange_factory", exchange_factory)
+    check_factory("exchange_factory", exchange_factory, Exchange)
     objection = exchange_factory().objection(LAYOUT)
     if objection is not None:
         raise ValueError(f"exchange_factory must make an exchange for {LAYOUT}; this one objects: {objection}")
@@ -72,7 +73,13 @@ def _check_round(step: int, outcomes: Sequence[Outcome], tolerance: float | None
         )
     if tolerance is not None:
         mean = torch.stack([outcome.sent for outcome in outcomes]).mean(0)
-        check_close(shared, mean, tolerance, "Exchanged.shared must be the mean of what ranks sent", where)
+        check_close(
+            shared,
+            mean,
+            tolerance,
+            "Exchanged.shared must be the mean of what ranks sent, which all_reduce_ overwrites",
+            where,
+        )
     for here, part, name in zip(expected, LAYOUT.views(shared), rounds.NAMES):
         law(here or not part.any(), f"{name!r} has no gradient on any rank, but its part of shared is not 0 {where}")
 
@@ -101,6 +108,12 @@ def _check_sums(factory: Callable[[], Exchange], wire: Wire, dtype: torch.dtype)
             if gradient is not None:
                 view.add_(gradient)
         outcomes.append(rounds.reduced(channel, step, wire))
+        for what, vector in (("shared", outcomes[-1].shared), ("sent", outcomes[-1].sent)):
+            law(
+                vector.dtype == dtype and vector.shape == (LAYOUT.size,),
+                f"Exchanged.{what} must be [{LAYOUT.size}] {dtype}, as x.values is; got {list(vector.shape)}"
+                f" {vector.dtype} {where}",
+            )
         for part, gradient, name in zip(LAYOUT.views(outcomes[-1].sent), gradients, rounds.NAMES):
             law(
                 gradient is not None or channel.exchange.sums_pieces or not part.any(),

@@ -49,14 +49,37 @@ def load_kernels() -> None:
         kernels.add_up(torch.tensor([0, 1]), x)
 
 
-def check_factory(name: str, factory: object) -> None:
-    """Refuses a part where something that makes it is asked for: parts with state are made several times.
+def check_kind(name: str, part: object, kind: type) -> None:
+    """Refuses what is no part of the kind that is checked, such as its class, or what makes it.
 
     Raises:
-        TypeError: `factory` cannot be called.
+        TypeError: `part` is no object of `kind`.
+    """
+    if not isinstance(part, kind):
+        raise TypeError(f"{name} must be an object of a class derived from {kind.__name__}; got {part!r}.")
+
+
+def check_factory(name: str, factory: object, kind: type, attribute: str = "") -> None:
+    """Refuses a part where something that makes it is asked for: parts with state are made several times.
+
+    Args:
+        name: Of the argument.
+        factory: What should make the part.
+        kind: Of part.
+        attribute: One that the constructor of `kind` sets; empty for none.
+
+    Raises:
+        AssertionError: The part's constructor does not call that of `kind`.
+        TypeError: `factory` cannot be called, or makes no such part.
     """
     if not callable(factory):
         raise TypeError(
             f"{name} must make the part, which is needed several times; got {factory!r}. Use"
             f" lambda: {type(factory).__name__}(...)."
         )
+    part = factory()
+    check_kind(f"what {name} makes", part, kind)
+    law(
+        not attribute or hasattr(part, attribute),
+        f"{type(part).__name__}.__init__ must call super().__init__(), which makes {attribute!r}",
+    )

@@ -32,8 +32,9 @@ def check_memory(memory_factory: Callable[[], Memory], world_size: int = 2, time
 
     Raises:
         AssertionError: A law is violated.
+        TypeError: `memory_factory` makes no memory.
     """
-    check_factory("memory_factory", memory_factory)
+    check_factory("memory_factory", memory_factory, Memory, "held")
     load_kernels()
     ranks: list[list[Outcome]] = run_ranks(world_size, _on_rank, memory_factory, timeout=timeout)
     for step, outcomes in enumerate(zip(*ranks)):

@@ -54,8 +54,9 @@ def check_method(
 
     Raises:
         AssertionError: A law is violated.
+        TypeError: `method_factory` makes no method.
     """
-    check_factory("method_factory", method_factory)
+    check_factory("method_factory", method_factory, Method, "fallback")
     load_kernels()
     with tempfile.TemporaryDirectory(prefix="training-") as folder:
         ranks = run_ranks(world_size, _on_rank, world_size, method_factory, optimizer, Path(folder), timeout=timeout)

@@ -9,7 +9,7 @@ from lightning_sparsecomm.basis.rounds import Round
 from lightning_sparsecomm.codecs import Selector
 from lightning_sparsecomm.codecs.selectors.candidates import HintedSelector
 from lightning_sparsecomm.testing.decoding import check_positions, inputs
-from lightning_sparsecomm.testing.laws import law
+from lightning_sparsecomm.testing.laws import check_kind, law
 from lightning_sparsecomm.testing.samples import LAYOUTS
 
 
@@ -27,7 +27,9 @@ def check_selector(selector: Selector, layouts: Iterable[Layout] = LAYOUTS) -> N
 
     Raises:
         AssertionError: A law is violated.
+        TypeError: `selector` is no selector.
     """
+    check_kind("selector", selector, Selector)
     name = type(selector).__name__
     for layout in layouts:
         for step in (0, 1, 1000):
