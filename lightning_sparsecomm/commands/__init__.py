@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from lightning_sparsecomm import __version__
 from lightning_sparsecomm.basis.arguments import did_you_mean
 from lightning_sparsecomm.commands import doctor, lighthouse, plan, probe, replay, report, warm
 
@@ -11,6 +12,7 @@ from lightning_sparsecomm.commands import doctor, lighthouse, plan, probe, repla
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs a subcommand; errors of the user's are one line, and exit with 2."""
     parser = argparse.ArgumentParser(prog="sparsecomm", description="Tools for training over slow networks.")
+    parser.add_argument("--version", action="version", version=f"lightning_sparsecomm {__version__}")
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for command in (plan, probe, doctor, report, warm, lighthouse, replay):
         command.add_to(subparsers)

@@ -45,7 +45,9 @@ class ClientMean(Exchange):
                 f"fraction must be in (0, 1]: the part of the ranks that take part in a round; got {fraction!r}. Use 1"
                 " for all."
             )
-        listed = weights is None or (isinstance(weights, Sequence) and not isinstance(weights, str) and weights)
+        listed = weights is None or (
+            isinstance(weights, Sequence) and not isinstance(weights, (str, bytes)) and weights
+        )
         if not listed or not all(is_number(each) and 0 < each < math.inf for each in weights or ()):
             raise ValueError(
                 "weights must be a positive number for each rank, such as its number of samples; got"

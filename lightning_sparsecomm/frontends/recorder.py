@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from lightning_sparsecomm.basis.arguments import check_texts
 from lightning_sparsecomm.basis.ledger import OURS, Ledger
 from lightning_sparsecomm.frontends.monitor import Observer, Totals
 from lightning_sparsecomm.report import Point, Run, write_report
@@ -40,12 +41,13 @@ class CompressionReport(Observer):
 
     Raises:
         ValueError: A name that is no file's name, or `every` is not a whole number of at least 1.
-        TypeError: At the start of fit, with a strategy that is neither ours nor ddp.
+        TypeError: `folder` or `name` is of another kind. At the start of fit: a strategy that is neither ours nor ddp.
         OSError: At the start of training, where the folder cannot be written to.
     """
 
     def __init__(self, folder: str | Path | None = None, name: str | None = None, every: int | None = None) -> None:
         super().__init__()
+        check_texts(name=name, folder=None if isinstance(folder, Path) else folder)
         if name is not None and not re.fullmatch(r"[\w.,=()+ -]+", name):
             raise ValueError(
                 f"name must be letters, digits, spaces and any of .,=()+-, as it names a file; got {name!r}."

@@ -154,7 +154,7 @@ class federated_averaging(Method):
         fraction: float = 1.0,
         weights: Sequence[float] | None = None,
     ) -> None:
-        alike = fraction == 1 and weights is None
+        alike = is_number(fraction) and fraction == 1 and weights is None
         exchange = DenseAllReduce(wire_dtype) if alike else ClientMean(fraction, weights, wire_dtype)
         channel = Channel(exchange)
         super().__init__([DeltaSync(channel, every, buffers=buffers, fragments=fragments, delay=delay, mix=mix)])

@@ -57,10 +57,11 @@ def count(name: str, text: str) -> int:
     Raises:
         ValueError: Not a whole number of at least 1.
     """
-    number = _parsed(name, text, _COUNTS, "a whole number, or one with k, M or B behind it", "124M")
+    example = "124M" if name.endswith("parameters") else "1000"
+    number = _parsed(name, text, _COUNTS, "a whole number, or one with k, M or B behind it", example)
     if not 1 <= number <= _MOST or number != round(number):
         raise ValueError(
-            f"{name} must be a whole number from 1 to {_MOST:,}; got {text!r}. Write {name}=124M, for example."
+            f"{name} must be a whole number from 1 to {_MOST:,}; got {text!r}. Write {name}={example}, for example."
         )
     return round(number)
 

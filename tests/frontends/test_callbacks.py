@@ -3,6 +3,7 @@
 import csv
 import importlib
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_sparsecomm import CompressionMonitor, Ledger, ParameterAveraging, SparsityWarmup
+from lightning_sparsecomm import (
+    CompressionMonitor,
+    CompressionReport,
+    Ledger,
+    ParameterAveraging,
+    SparseCommStrategy,
+    SparsityWarmup,
+)
 from lightning_sparsecomm.frontends.monitor import summary_table
 from lightning_sparsecomm.methods import dense, gradient_dropping
 from lightning_sparsecomm.sharing import Method
@@ -373,3 +381,18 @@ def test_it_is_a_callback_of_each_package() -> None:
     for package in PACKAGES:
         assert isinstance(CompressionMonitor(), importlib.import_module(package).Callback)
     assert isinstance(CompressionMonitor(), pl.Callback)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: CompressionMonitor(summary="no"), "summary must be True or False; got 'no'"),  # type: ignore[arg-type]
+        (lambda: CompressionMonitor(progress_bar=1), "progress_bar must be True or False; got 1"),  # type: ignore[arg-type]
+        (lambda: CompressionReport(5), "folder must be a text; got 5"),  # type: ignore[arg-type]
+        (lambda: CompressionReport(name=5), "name must be a text; got 5"),  # type: ignore[arg-type]
+        (lambda: SparseCommStrategy(uneven_inputs=0), "uneven_inputs must be True or False"),  # type: ignore[arg-type]
+    ],
+)
+def test_arguments_of_the_wrong_kind_are_refused(make: Callable[[], object], text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        make()

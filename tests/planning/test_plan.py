@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_sparsecomm import methods
+from lightning_sparsecomm import __version__, methods
 from lightning_sparsecomm.basis.ledger import link_bytes
 from lightning_sparsecomm.commands import main
 from lightning_sparsecomm.planning import Network, Plan, Rehearsed, Work, plan, predict, square_layers
@@ -217,6 +217,9 @@ def test_a_command_that_is_misspelt_is_answered_with_the_nearest(capsys: pytest.
     with pytest.raises(SystemExit):
         main(["reprot", "reports"])
     assert "'reprot' is no command. Did you mean 'report'? Commands: plan, probe," in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"lightning_sparsecomm {__version__}\n"
 
 
 def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:

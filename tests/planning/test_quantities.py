@@ -40,6 +40,8 @@ def test_a_time_without_a_unit_is_refused(text: str) -> None:
 def test_a_count_is_whole_and_positive(text: str) -> None:
     with pytest.raises(ValueError, match=r"--parameters must be .*124M"):
         count("--parameters", text)
+    with pytest.raises(ValueError, match=r"--steps must be .*1000"):
+        count("--steps", text)
 
 
 def test_words() -> None:
