@@ -60,7 +60,7 @@ class CheckpointingMixin(SynchronizingMixin, DDPStrategy):
         self._callbacks, self._own_callbacks = [], None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        weights_only = "optimizer_states" not in checkpoint
+        weights_only, self._deferred = "optimizer_states" not in checkpoint, False
         if self._defers():
             assert self._own_callbacks is not None
             self._own_callbacks[1].add(filepath, weights_only, storage_options)

@@ -89,7 +89,7 @@ class SavingMixin:
                 "state": state,
             }
         files, load = self._files(path), self.checkpoint_io.load_checkpoint
-        if content is None and together and not files.written_later:
+        if content is None and together:
             # As under ddp, where other ranks need not call this.
             if self.global_rank == 0:
                 self._saves.replace_alone(files, run, write, load)

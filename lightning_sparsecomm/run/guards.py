@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.channel.inspection import elements_of
-from lightning_sparsecomm.run.optimizers import Left, TrackedOptimizer
+from lightning_sparsecomm.run.optimizers import Left, TrackedOptimizer, parameters_of
 from lightning_sparsecomm.run.registry import Registry
 from lightning_sparsecomm.sharing.bucket import BucketHook
 
@@ -105,9 +105,11 @@ class Guards:
 
         Call it before they are shared.
         """
-        if left := [each for each in tracked.left if each[1].grad is each[2]]:
+        members = {id(parameter) for parameter in parameters_of(tracked.optimizer)}
+        known = [each for other in self._registry.optimizers for each in other.left if id(each[1]) in members]
+        if left := [each for each in known if not _is_cleared(each)]:
             raise RuntimeError(
-                f"the gradient of {left[0][0]!r} was not cleared since the last step of {tracked.name}, which has left"
+                f"the gradient of {left[0][0]!r} was not cleared since the last optimizer step, which has left"
                 " momentum or a direction in it, and not the mean gradient, as ddp has. Call zero_grad() before each"
                 " backward pass that follows a step, or use methods.gradient_dropping()."
             )
@@ -167,10 +169,9 @@ def not_shared(name: str) -> RuntimeError:
 
 def _is_cleared(left: Left) -> bool:
     """Whether a gradient that a step has left is another one by now, or zero."""
-    _, parameter, gradient, version = left
-    if parameter.grad is not gradient:
-        return True
-    return gradient._version != version and not any(bound.item() for bound in gradient.aminmax())
+    _, parameter, reference = left
+    gradient = reference()
+    return gradient is None or parameter.grad is not gradient or not any(each.item() for each in gradient.aminmax())
 
 
 def versions_of(tracked: TrackedOptimizer) -> Versions:

@@ -1,6 +1,7 @@
 """One optimizer of a run: its method, its shares, and the progress of its next step."""
 
 import math
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,8 +17,8 @@ from lightning_sparsecomm.sharing.share import Share
 from lightning_sparsecomm.sharing.sync import Sync
 from lightning_sparsecomm.sharing.takeover import Takeover
 
-Left = tuple[str, Parameter, Tensor, int]
-"""A parameter's name, itself, and the gradient that a step has left in it, with its version counter."""
+Left = tuple[str, Parameter, weakref.ref[Tensor]]
+"""A parameter's name, itself, and the gradient that a step has left in it, which is freed once it is cleared."""
 
 
 @dataclass
@@ -106,7 +107,7 @@ class TrackedOptimizer:
         """Notes that the optimizer's step is over, also where an error has ended it."""
         if self.takeover is not None and self.shared:
             here = [(name, parameter, parameter.grad) for name, parameter in self.parameters]
-            self.left = [(name, each, g, g._version) for name, each, g in here if g is not None and g.numel()]
+            self.left = [(name, each, weakref.ref(g)) for name, each, g in here if g is not None and g.numel()]
         self.unshare()
         if self.around is not None:
             self.around.forget()

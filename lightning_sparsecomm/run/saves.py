@@ -161,7 +161,9 @@ class Saves:
         self._drop(files, gone)
 
     def replace_alone(self, files: RankFiles, run: int, write: Callable[[Any], None], load: Load) -> None:
-        """Writes a checkpoint that needs no files, by `write`; those of the one before go. Called on rank 0 alone.
+        """Writes a checkpoint that needs no files, by `write`. Called on rank 0 alone.
+
+        Files of the one before go, unless a plugin writes later, which may not have replaced that yet.
 
         Args:
             files: Those beside the checkpoint.
@@ -169,9 +171,10 @@ class Saves:
             write: Writes the checkpoint to a path.
             load: Reads checkpoints and files.
         """
-        gone = self._found(files, load)
+        gone = [] if files.written_later else self._found(files, load)
         files.replace_checkpoint(run % (1 << _COUNT_BITS) << _COUNT_BITS, write)
-        self._drop(files, gone)
+        if not files.written_later:
+            self._drop(files, gone)
 
     def _found(self, files: RankFiles, load: Load) -> list[int]:
         if files.key in self._made:

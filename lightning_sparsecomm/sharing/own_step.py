@@ -32,14 +32,21 @@ def has_own_rule(optimizer: Optimizer) -> bool:
     gradients nor groups nor state only calls it, or records something. What cannot be looked into counts as own.
     """
     kinds = [kind for kind in type(optimizer).__mro__ if not kind.__module__.startswith("torch.optim")]
-    members = {name: member for kind in kinds if kind is not object for name, member in vars(kind).items()}
-    return any(_touches(name, member) for name, member in members.items() if name not in _APART)
+    members = [named for kind in kinds if kind is not object for named in vars(kind).items()]
+    return any(_touches(name, member) for name, member in members if name not in _APART)
 
 
 def _touches(name: str, member: object) -> bool:
     member = getattr(member, "__func__", getattr(member, "fget", member))
+    if getattr(member, "__module__", "").startswith("torch.optim"):
+        # torch wraps the step that a class inherits, in that class.
+        return False
     code = getattr(inspect.unwrap(member), "__code__", None) if callable(member) else None
-    return name == "step" if code is None else bool(_names_in(code) & _TOUCHED)
+    if code is None:
+        return name == "step"
+    names = _names_in(code)
+    # What works in place has such a name: clip_grad_norm_(weights), weight.mul_(0.9).
+    return bool(names & _TOUCHED) or any(each.endswith("_") and not each.endswith("__") for each in names)
 
 
 def _names_in(code: CodeType) -> set[str]:

@@ -162,10 +162,33 @@ class Counting(torch.optim.SGD):
         return super().step(closure)
 
 
+class Clipping(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        nn.utils.clip_grad_norm_(self.weights, 1.0)
+        return super().step(closure)
+
+
+class Derived(Decaying):
+    """Inherits a rule through a step that hides it."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+class Naming(torch.optim.SGD):
+    """Has torch's own step, which torch wraps in this class once an object of it is made."""
+
+    def describe(self) -> str:
+        return type(self).__name__
+
+
 @pytest.mark.parametrize(
     ("kind", "alone", "drops"),
     [
         (Decaying, dgc(), True),
+        (Clipping, dgc(), True),
+        (Derived, dgc(), True),
+        (Naming, dgc(), False),
         (Centered, local_adam(), True),
         (Counting, dgc(), False),
         (torch.optim.SGD, dgc(), False),

@@ -1,6 +1,7 @@
 """Misuse that would let replicas drift is refused."""
 
 import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -133,10 +134,29 @@ def test_gradients_that_a_step_has_left_are_not_taken_for_new_ones(wire: Wire, m
         train(Engine(method, wire), lambda optimizer, none=set_to_none: optimizer.zero_grad(none))  # type: ignore[misc]
     for leave in (lambda optimizer: None, halve):
         with pytest.raises(
-            RuntimeError, match=r"gradient of '0.weight' was not cleared since the last step.*zero_grad"
+            RuntimeError, match=r"gradient of '0.weight' was not cleared since the last optimizer step.*zero_grad"
         ):
             train(Engine(method, wire), leave)
         train(Engine(gradient_dropping(1.0), wire), leave)
+
+
+def test_gradients_that_are_cleared_after_a_step_are_freed(wire: Wire) -> None:
+    engine = Engine(dgc(1.0, warmup_steps=0), wire)
+    module, optimizer, _ = ready(engine)
+    step(engine, optimizer)
+    gradients = [weakref.ref(weight.grad) for weight in module.parameters()]
+    optimizer.zero_grad()
+    assert [gradient() for gradient in gradients] == [None, None]
+
+
+def test_what_a_step_has_left_is_no_gradient_for_another_optimizer(wire: Wire) -> None:
+    engine = Engine(dgc(1.0, warmup_steps=0), wire)
+    module, optimizer, _ = ready(engine)
+    other = torch.optim.SGD(module.parameters(), lr=0.1)
+    engine.register(other)
+    step(engine, optimizer)
+    with pytest.raises(RuntimeError, match="was not cleared since the last optimizer step"):
+        step(engine, other)
 
 
 def test_a_backward_pass_over_what_a_step_has_left_may_be_cleared_later(wire: Wire) -> None:
