@@ -69,7 +69,7 @@ def say_start(strategy: Any, trainer: "pl.Trainer", found: Expected, length: flo
     fewer = [times_fewer_bytes(engine, each, length, found.epoch_steps) for each in registry.optimizers]
     usual = strategy.method.for_run(length, engine.wire.world_size)
     told = found.estimated, fewer, strategy.come_and_go, found.may_end_sooner, usual
-    lines = announcement(registry, length, strategy.taking_part, *told)
+    lines = announcement(registry, length, strategy.taking_part, *told, engine.warmup is not None)
     strategy.announced = [*lines, *advice(registry, strategy.num_nodes, strategy.num_processes)]
     announce(strategy.announced, trainer)
     layout = ModelLayout.of(registry.modules, [each.optimizer for each in registry.optimizers])

@@ -39,6 +39,9 @@ _ELEMENTS = 4_000_000
 # In the first step buffers are touched for the first time; only from the second on does a residual hold something.
 _WARM_UP_STEPS, _STEPS = 2, 3
 
+# More exchanges of weights than this are not rehearsed, however rarely moments are averaged.
+_LONGEST_PERIOD = 60
+
 # Of `features`, the first that are numbers of elements.
 _SIZES_FROM = 3
 
@@ -186,6 +189,9 @@ class _Stage:
         self.steps = steps
         self.wire = MirrorWire(ranks)
         method = copy.deepcopy(method)
+        # Exchanges of weights average other moments each time; after so many, all have had their turns.
+        moments = [every for sync in parts_in(method, DeltaSync) for every in sync.moments.values()]
+        self._period = min(math.lcm(*moments), _LONGEST_PERIOD)
         for sync in parts_in(method, DeltaSync):
             # On average over steps, fragments send and compute what one exchange of all does, and so does a late one.
             sync.fragments, sync.delay = 1, 0
@@ -208,7 +214,9 @@ class _Stage:
         They are that step itself, or steps so far `apart`.
         """
         times: list[dict[str, float]] = []
-        for repetition in range(_WARM_UP_STEPS + self.steps):
+        played: list[tuple[Collective, float]] = []
+        period = self._period if local or apart else 1
+        for repetition in range(_WARM_UP_STEPS + max(self.steps, period)):
             clock = self.wire.ledger.clock
             clock.seconds = dict.fromkeys(PHASES, 0.0)
             self.wire.calls.clear()
@@ -226,8 +234,9 @@ class _Stage:
                     optimizer.step()
             if repetition >= _WARM_UP_STEPS:
                 times.append(clock.seconds)
+                played += self.wire.calls if len(times) <= period else ()
         seconds = {name: statistics.median(each[name] for each in times) for name in PHASES}
-        calls = tuple((kind, float(size), 1.0) for kind, size in self.wire.calls)
+        calls = tuple((kind, float(size), 1 / period) for kind, size in played)
         return Rehearsed("", self.ranks, seconds, calls, 0.0, overlaps=False)
 
     def held_bytes(self) -> float:

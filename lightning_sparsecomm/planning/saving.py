@@ -4,10 +4,11 @@ import math
 
 from lightning_sparsecomm.basis.parts import parts_in
 from lightning_sparsecomm.codecs import Threshold
-from lightning_sparsecomm.planning.exchanges import more_by_epochs
+from lightning_sparsecomm.planning.exchanges import every_late, more_by_epochs, share_of_exchanges
 from lightning_sparsecomm.planning.rehearsed import rehearse
 from lightning_sparsecomm.run.engine import Engine
 from lightning_sparsecomm.run.optimizers import TrackedOptimizer
+from lightning_sparsecomm.sharing.delta import DeltaSync
 from lightning_sparsecomm.sharing.gradient import GradientSync
 from lightning_sparsecomm.sharing.gradients import NamedParameters
 
@@ -44,6 +45,7 @@ def times_fewer_bytes(engine: Engine, tracked: TrackedOptimizer, length: float, 
     except Exception:
         # A part from outside may need what only a real run has.
         return math.nan
+    sent += _averaged(engine, tracked, parameters, length) * 2 * (between - 1) / between
     dense = sum(parameter.nbytes for _, parameter in parameters)
     sent += _at_the_end(tracked, parameters) * 2 * (between - 1) / between / length
     return dense * 2 * (ranks - 1) / ranks / sent if sent else math.nan
@@ -58,3 +60,19 @@ def _at_the_end(tracked: TrackedOptimizer, parameters: NamedParameters) -> int:
         if isinstance(sync, GradientSync) and sync.finishes(tracked.optimizer)
     ]
     return sum(parameter.nbytes for piece in finished for _, parameter in piece)
+
+
+def _averaged(engine: Engine, tracked: TrackedOptimizer, parameters: NamedParameters, length: float) -> float:
+    """Bytes per step of what ranks average besides: running means with exchanges of weights, or whole replicas."""
+    method = tracked.method
+    assert method is not None
+    deltas = [sync for sync, _ in method.parts(parameters) if isinstance(sync, DeltaSync)]
+    averaging = engine.replicas.averaging or method.averaging
+    if averaging is not None and not deltas:
+        return sum(4 * parameter.numel() for _, parameter in parameters) / averaging.every
+    if tracked is not engine.registry.optimizers[0] or not any(sync.buffers == "average" for sync in deltas):
+        return 0.0
+    modules = {id(part): part for module in engine.registry.modules for part in module.modules()}
+    buffers = [named for part in modules.values() for named in part.named_buffers(recurse=False)]
+    running = sum(4 * buffer.numel() for name, buffer in buffers if name.startswith("running_"))
+    return running * share_of_exchanges(method, every_late(method, length), length)

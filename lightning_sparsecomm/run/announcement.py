@@ -21,6 +21,7 @@ def announcement(
     come_and_go: bool = False,
     may_end_sooner: bool = False,
     usual: Method | None = None,
+    warms_up: bool = False,
 ) -> list[str]:
     """A line for each optimizer, and one more where it does not suit its method.
 
@@ -33,6 +34,7 @@ def announcement(
         come_and_go: Whether ranks are replicas, of which more may join.
         may_end_sooner: Whether the run may end at any time before its length.
         usual: The method that a new run of this length on these ranks would have.
+        warms_up: Whether a callback warms up the densities.
     """
     lines: list[str] = []
     for number, tracked in enumerate(registry.optimizers):
@@ -42,7 +44,7 @@ def announcement(
             densities = "".join(f"; {_density(each, length, may_end_sooner)} {run}" for each in following)
             warmups = list(dict.fromkeys(filter(None, map(_warmup, _schedules(tracked.method)))))
             densities += "".join(f"; {words}" for words in warmups) + _kept(registry, world_size, usual)
-            bytes_sent = _words(fewer[number], bool(warmups)) if fewer else ""
+            bytes_sent = _words(fewer[number], warms_up or bool(warmups)) if fewer else ""
             call = repr(tracked.method)
             for each in following:
                 numbers = " to ".join(f"{number:.3g}" for number in _numbers(each, length, may_end_sooner))

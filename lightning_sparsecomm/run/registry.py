@@ -225,7 +225,7 @@ class Registry:
             left_out = ignored_by_ddp(module)
             for name, part in module.named_modules():
                 self.few_rows.scan(part)
-                refuse_renormalizing(self.methods, prefix + name, part)
+                refuse_renormalizing(self.methods if self._wire.world_size > 1 else [], prefix + name, part)
             for name, parameter in module.named_parameters():
                 if name in left_out:
                     self.ignored.add(id(parameter))

@@ -243,7 +243,8 @@ def _of_other_ranks(held: Saved, renewable: Collection[str], nodes: Sequence[Seq
     `nodes` are theirs, if they had any.
     """
     # Means of weights and of what was noted of them may be rounded in other ways.
-    held = {kind: parts for kind, parts in held.items() if kind.rpartition(".")[2] not in (NOTED, *renewable)}
+    dropped = (NOTED, *renewable)
+    held = {kind: parts for kind, parts in held.items() if kind.rpartition(".")[2].rpartition(", ")[2] not in dropped}
     if not nodes:
         return held
     # What one rank of each node holds counts as zero on the others, in a mean over all.

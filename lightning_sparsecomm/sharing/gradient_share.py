@@ -71,6 +71,8 @@ class GradientShare(Share):
         self._gradients: list[Tensor | None] = []
         # What waits at the end, then its mean over ranks; None in all other turns.
         self._waiting: Tensor | None = None
+        # Whether each parameter was trained in the optimizer's last step: in another one's turn it may be frozen.
+        self._trained: dict[str, bool] = {}
         self._finishes = sync.finishes(optimizer)
         super().__init__(optimizer, parameters, wire)
 
@@ -96,6 +98,7 @@ class GradientShare(Share):
 
     def _settings(self, turn: Turn) -> StepSettings:
         """What the optimizer prescribes for this step."""
+        self._trained = {name: weight.requires_grad for name, weight in self.parameters}
         rules = momentum_rules(self.optimizer, self.parameters) if self._applies_momentum else ()
         rates = learning_rates(self.optimizer, self.parameters) if self._follows_rate else ()
         adam = adam_rules(self.optimizer, self.parameters) if self._adam is not None else ()
@@ -181,7 +184,7 @@ class GradientShare(Share):
         """Moves the weights by a change over the layout that is equal on all ranks, as SGD would by its step."""
         signs, dropped = self._signs(), []
         for (name, weight), part in zip(self.parameters, self.layout.views(change)):
-            if weight.requires_grad:
+            if self._trained.get(name, weight.requires_grad):
                 weight.detach().sub_(part, alpha=signs[name])
             elif bool(part.any()):
                 dropped.append(name)

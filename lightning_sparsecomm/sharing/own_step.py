@@ -37,7 +37,7 @@ def has_own_rule(optimizer: Optimizer) -> bool:
 
 
 def _touches(name: str, member: object) -> bool:
-    member = getattr(member, "__func__", getattr(member, "fget", member))
+    member = getattr(member, "__func__", member)
     if getattr(member, "__module__", "").startswith("torch.optim"):
         # torch wraps the step that a class inherits, in that class.
         return False

@@ -285,6 +285,36 @@ def test_momentum_of_ranks_that_drifted_moves_no_shared_weights(method: Method) 
     assert run_ranks(2, _with_another_method, method) == [True, True]
 
 
+def _in_turns(rank: int) -> float:
+    """How far the weights of a critic end from those of ddp, when each optimizer's turn freezes the other's layer."""
+    critic, generator = nn.Linear(20, 2, bias=False), nn.Linear(20, 2, bias=False)
+    run = Run(dgc(0.1, warmup_steps=0), nn.ModuleList([critic, generator]))
+    run.optimizer.param_groups[0]["params"] = [critic.weight]
+    other = torch.optim.SGD([generator.weight], lr=0.1)
+    run.engine.register(other)
+    begun, taken = critic.weight.detach().clone(), torch.zeros(2, 20)
+    for turn in range(10):
+        for optimizer, trained, frozen in ((run.optimizer, critic, generator), (other, generator, critic)):
+            trained.requires_grad_(True)
+            frozen.requires_grad_(False)
+            gradients = [torch.randn(2, 20, generator=torch.Generator().manual_seed(10 * turn + r)) for r in (0, 1)]
+            frozen.weight.grad, trained.weight.grad = None, gradients[rank].clone()
+            with run.engine.guards.backward():
+                pass
+            with run.engine.stepping(optimizer):
+                run.engine.closure(optimizer, lambda: None)()
+                optimizer.step()
+            taken += (gradients[0] + gradients[1]) / 2 * (trained is critic)
+    run.engine.settle()
+    run.engine.close()
+    return float((critic.weight.detach() - (begun - 0.1 * taken)).abs().max())
+
+
+def test_what_waits_for_a_layer_that_another_turn_freezes_is_used() -> None:
+    """As of a critic, frozen while its generator is trained when the training ends."""
+    assert all(distance < 1e-5 for distance in run_ranks(2, _in_turns))
+
+
 def _exchanges(rank: int, method: Method) -> int:
     run = Run(method, nn.Linear(3, 2))
     run.engine.length = 40

@@ -139,7 +139,7 @@ def train(
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore",
-            ".*(num_workers|LeafSpec|Checkpoint directory|The dirpath|litlogger|other code than the optimizer).*",
+            ".*(num_workers|LeafSpec|Checkpoint directory|The dirpath|litlogger).*",
         )
         trainer.fit(
             Network() if model is None else model,

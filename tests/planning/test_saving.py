@@ -42,6 +42,8 @@ def _said(rank: int, folder: str, method: Method) -> Any:
         methods.dgc(0.1, warmup_steps=0, every=25, few_rows=True),
         # It exchanges once amid the run, and once at its end.
         methods.diloco(every=60),
+        # Each other exchange averages one moment, each third the other.
+        methods.des_loc(every=5),
     ],
     ids=repr,
 )

@@ -7,7 +7,13 @@ from torch import nn
 from lightning_sparsecomm.basis import Wire
 from lightning_sparsecomm.methods import default, dense, dgc, sbc, split
 from lightning_sparsecomm.run.engine import Engine
-from lightning_sparsecomm.run.refusals import listed, refuse_strangers, refuse_two_owners, refuse_unannounced
+from lightning_sparsecomm.run.refusals import (
+    listed,
+    refuse_renormalizing,
+    refuse_strangers,
+    refuse_two_owners,
+    refuse_unannounced,
+)
 from lightning_sparsecomm.sharing import Method
 
 
@@ -35,17 +41,25 @@ def test_a_parameter_of_no_module_and_one_of_two_optimizers() -> None:
         refuse_two_owners(list(layer.named_parameters()), [id(layer.bias)])
 
 
-@pytest.mark.parametrize("method", [dgc(), default(), dense(), sbc(), split(["bags.*"], sbc(), dgc())], ids=repr)
-def test_embeddings_that_rescale_their_rows(method: Method, wire: Wire) -> None:
-    model = nn.ModuleDict({"words": nn.Embedding(3, 2), "bags": nn.EmbeddingBag(3, 2, max_norm=2.0)})
-    engine = Engine(method, wire)
-    if isinstance(method, (sbc, split)):
-        engine.registry.add_module(model)
-    else:
+@pytest.mark.parametrize(
+    ("method", "refused"), [(dgc(), True), (default(), True), (dense(), True), (sbc(), False)], ids=repr
+)
+def test_embeddings_that_rescale_their_rows(method: Method, refused: bool) -> None:
+    bags = nn.EmbeddingBag(3, 2, max_norm=2.0)
+    if refused:
         with pytest.raises(ValueError, match=r"max_norm of 'bags' must be None .* got 2.0.*renorm_\(2, 0, 2.0\)"):
-            engine.registry.add_module(model)
-        model["bags"].weight.requires_grad_(False)
-        engine.registry.add_module(model)
+            refuse_renormalizing([method], "bags", bags)
+    else:
+        refuse_renormalizing([method], "bags", bags)
+    refuse_renormalizing([split(["bags.*"], sbc(), dgc())], "bags", bags)
+    refuse_renormalizing([method], "words", nn.Embedding(3, 2))
+    bags.weight.requires_grad_(False)
+    refuse_renormalizing([method], "bags", bags)
+
+
+def test_one_rank_may_rescale_rows(wire: Wire) -> None:
+    engine = Engine(dgc(), wire)
+    engine.registry.add_module(nn.Embedding(3, 2, max_norm=2.0))
     engine.close()
 
 
