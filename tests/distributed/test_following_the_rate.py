@@ -38,16 +38,17 @@ def _train(
     engine.registry.add_module(module)
     engine.length = length
     optimizer = torch.optim.SGD(module.parameters(), 1.0, momentum, maximize=sign < 0)
-    for rate, gradient in zip(rates, gradients_of(rank), strict=True):
+    for step, (rate, gradient) in enumerate(zip(rates, gradients_of(rank), strict=True)):
         optimizer.param_groups[0]["lr"] = rate
         for parameter, part in zip(module.parameters(), torch.from_numpy(gradient).split(SIZES)):
             parameter.grad = sign * part.clone().view(parameter.shape)
+        if frozen and step == len(rates) - 1:
+            module.requires_grad_(False)
+            optimizer.zero_grad()
         with engine.stepping(optimizer):
             engine.synchronize(optimizer)
             optimizer.step()
     before = flat(p.detach() for p in module.parameters())
-    if frozen:
-        module.requires_grad_(False)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if settle:
@@ -120,7 +121,7 @@ def test_what_waits_is_applied_upwards_where_sgd_maximizes(tmp_path: Path) -> No
         np.testing.assert_allclose(weights, _ddp(RATES, 0.9), rtol=1e-4, atol=2e-3)
 
 
-def test_frozen_weights_stay_as_they_are(tmp_path: Path) -> None:
+def test_weights_that_are_frozen_before_the_last_step_stay_as_they_are(tmp_path: Path) -> None:
     run_ranks(tmp_path, WORLD_SIZE, _train, dgc(0.02), RATES, float("inf"), 0.9, True, 1.0, True)
 
 
