@@ -187,7 +187,9 @@ def _loaded(rank: int, path: str, saves: bool, early: bool) -> list[float]:
     return [float(each) for each in network.weight.detach().flatten()]
 
 
-@pytest.mark.parametrize("early", [False, True], ids=["together", "optimizer before module"])
+@pytest.mark.parametrize(
+    "early", [pytest.param(False, marks=pytest.mark.slow), True], ids=["together", "optimizer first"]
+)
 def test_a_run_resumes_in_either_order_of_set_up(tmp_path: Path, early: bool) -> None:
     path = str(tmp_path / "last.ckpt")
     ends = [run_ranks(tmp_path, 2, _loaded, path, saves, early) for saves in (True, False)]

@@ -48,7 +48,7 @@ class Monitoring(Model):
 
 
 @pytest.mark.filterwarnings("ignore:It is recommended to use .self.log")
-@pytest.mark.parametrize("name", ["{step}-{metric:.2f}", "{step}"])
+@pytest.mark.parametrize("name", ["{step}-{metric:.2f}", pytest.param("{step}", marks=pytest.mark.slow)])
 def test_ranks_may_choose_different_checkpoints(name: str, tmp_path: Path) -> None:
     """As under ddp, rank 0's choice counts, and each checkpoint that is kept has the files of all ranks."""
     kept: dict[str, list[str]] = {}
