@@ -38,7 +38,7 @@ def has_own_rule(optimizer: Optimizer) -> bool:
 
 def _touches(name: str, member: object) -> bool:
     member = getattr(member, "__func__", member)
-    if getattr(member, "__module__", "").startswith("torch.optim"):
+    if (getattr(member, "__module__", None) or "").startswith("torch.optim"):
         # torch wraps the step that a class inherits, in that class.
         return False
     code = getattr(inspect.unwrap(member), "__code__", None) if callable(member) else None
