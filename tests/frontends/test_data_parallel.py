@@ -109,3 +109,13 @@ def test_a_method_may_keep_buffers_to_each_rank(wire: Wire) -> None:
     for _ in range(3):
         forward(model).backward()
     assert handed(wire, DDP_BUFFERS) == (0, 0)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_a_compiled_model_is_traced_without_a_warning(wire: Wire) -> None:
+    """Warnings are errors: Dynamo would warn of the clock in what counts buffers."""
+    module = network()
+    compiled = torch.compile(LocalDataParallel(module, wire), backend="eager")
+    for _ in range(2):
+        compiled(torch.randn(4, 3)).square().sum().backward()
+    assert handed(wire, DDP_BUFFERS) == (2, 2 * BUFFERS)

@@ -7,10 +7,15 @@ from typing import Any
 
 import pytest
 import pytorch_lightning as pl
+import torch
+from torch import nn
 
 from lightning_sparsecomm import methods
+from lightning_sparsecomm.basis.mirror import MirrorWire
 from lightning_sparsecomm.planning.exchanges import more_by_epochs
-from lightning_sparsecomm.sharing import Method
+from lightning_sparsecomm.planning.saving import times_fewer_bytes
+from lightning_sparsecomm.run.engine import Engine
+from lightning_sparsecomm.sharing import Averaging, Method
 from tests.distributed.launch import run_ranks
 from tests.planning.test_chooser import train
 
@@ -64,6 +69,36 @@ def test_nothing_is_said_of_what_follows_from_how_large_gradients_are(tmp_path: 
     (said, _), _ = run_ranks(tmp_path, 2, _said, str(tmp_path), methods.strom(0.001))
     assert "strom(threshold=0.001)" in said[0]
     assert "times fewer" not in said[0]
+
+
+@pytest.mark.parametrize(
+    ("method", "averaging", "normalized", "more"),
+    [
+        # Two running statistics of 100 float32 with each exchange.
+        (methods.sbc(0.1, every=10), None, True, 2 * 400 / 10),
+        (methods.sbc(0.1, every=10), None, False, 0),
+        (methods.gradient_dropping(0.1), None, True, 0),
+        # All weights and biases, every 50 steps.
+        (methods.gradient_dropping(0.1), Averaging(50), False, 4 * 10_100 / 50),
+    ],
+)
+def test_what_ranks_average_besides_counts(
+    method: Method, averaging: Averaging | None, normalized: bool, more: float
+) -> None:
+    def fewer(average: Averaging | None, norm: nn.Module) -> float:
+        engine = Engine(method, MirrorWire(2))
+        linear = nn.Linear(100, 100)
+        engine.registry.add_module(nn.Sequential(linear, norm))
+        engine.replicas.averaging = average
+        tracked = engine.register(torch.optim.SGD(linear.parameters(), lr=0.1))
+        found = times_fewer_bytes(engine, tracked, 1000.0)
+        engine.close()
+        return found
+
+    ddp = 4 * 10_100
+    plain = ddp / fewer(None, nn.Identity())
+    norm = nn.BatchNorm1d(100, affine=False) if normalized else nn.Identity()
+    assert ddp / fewer(averaging, norm) - plain == pytest.approx(more, abs=0.5)
 
 
 @pytest.mark.parametrize(

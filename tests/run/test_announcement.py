@@ -32,6 +32,16 @@ def test_a_run_that_resumes_with_another_length_says_that_it_keeps_its_method(wi
     assert lines[2].endswith(" of the elements in each of 3,000 steps; with the method of a run of 20 steps")
 
 
+@pytest.mark.parametrize("warms_up", [False, True])
+def test_a_callback_that_warms_up_is_said_with_the_bytes(wire: Wire, warms_up: bool) -> None:
+    engine, module = Engine(dgc(0.1, warmup_steps=0), wire), chain()
+    engine.registry.add_module(module)
+    engine.register(torch.optim.SGD(module.parameters(), lr=0.1))
+    (line,) = announcement(engine.registry, 20, 2, fewer=[50.0], warms_up=warms_up)
+    engine.close()
+    assert line.endswith("about 50 times fewer bytes than ddp" + ", after the warm-up" * warms_up)
+
+
 def _kept_of(engine: Engine, ranks: int) -> str:
     engine.registry.methods = default().chain
     follow(engine.registry, (562, ranks))
