@@ -36,7 +36,8 @@ from lightning_sparsecomm import Channel, methods
 from lightning_sparsecomm.basis import Wire
 from lightning_sparsecomm.basis.groups import destroy_all
 from lightning_sparsecomm.basis.ledger import OURS
-from lightning_sparsecomm.planning.links import MeasuredLink, Network
+from lightning_sparsecomm.planning.links import Network
+from lightning_sparsecomm.planning.measured_link import MeasuredLink
 from lightning_sparsecomm.planning.probe import measure_link
 from lightning_sparsecomm.planning.rehearsed import Rehearsed, rehearse
 from lightning_sparsecomm.run.engine import Engine

@@ -25,7 +25,7 @@ from lightning_sparsecomm.elastic.units import steps_until_exchange
 from lightning_sparsecomm.elastic.wire import ElasticWire
 from lightning_sparsecomm.frontends.expected import expected
 from lightning_sparsecomm.frontends.leading import LeadingMixin
-from lightning_sparsecomm.frontends.mixin import check_is_method
+from lightning_sparsecomm.frontends.options import check_is_method
 from lightning_sparsecomm.frontends.progress import LeastLimits, follow, steps_of
 from lightning_sparsecomm.frontends.reporting import get_ready, say
 from lightning_sparsecomm.methods import sparse_loco

@@ -1,10 +1,7 @@
 """What the strategies for Trainer and Fabric have in common. It imports no Lightning package."""
 
-import difflib
-import inspect
-import multiprocessing
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
@@ -15,19 +12,26 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_sparsecomm import methods
-from lightning_sparsecomm.basis.arguments import check_one_of, check_options, options_of, plain_for_command_lines
+from lightning_sparsecomm.basis.arguments import check_options, plain_for_command_lines
 from lightning_sparsecomm.basis.far import FarWire
 from lightning_sparsecomm.basis.ledger import Ledger
 from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.frontends.data_parallel import CountedDataParallel, LocalDataParallel, SwitchedDataParallel
+from lightning_sparsecomm.frontends.options import (
+    check_is_method,
+    check_start_method,
+    check_values,
+    known_options,
+    refuse_comm_hooks,
+    refuse_misplaced,
+    refuse_static_graph,
+)
 from lightning_sparsecomm.frontends.saving import SavingMixin
 from lightning_sparsecomm.planning.chooser import AutoChooser, forget_run
 from lightning_sparsecomm.run.agreement import CHECK_REPLICAS_EVERY
 from lightning_sparsecomm.run.engine import Engine
 from lightning_sparsecomm.run.node_turns import check_nodes, divide
 from lightning_sparsecomm.sharing.method import Method
-
-COMM_HOOK_OPTIONS = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
 
 
 class SynchronizingMixin(SavingMixin):
@@ -68,24 +72,20 @@ class SynchronizingMixin(SavingMixin):
             **kwargs: Options of DDPStrategy and of DistributedDataParallel.
 
         Raises:
-            TypeError: `method` is not a Method, `seed` not a whole number, `uneven_inputs` no bool, or `nodes` no list.
-            ValueError: A communication hook is given besides a method, `start_method` is unknown, or
-                `check_replicas_every` is not a whole number of at least 1. At set-up: `nodes` does not have each rank
-                once, or has unequal numbers of them, or the method cannot work between nodes.
+            TypeError: `method` is not a Method, `seed` not a whole number, `uneven_inputs` no bool, or `nodes` no list
+                of ranks.
+            ValueError: A communication hook is given besides a method, `start_method` is unknown, `timeout` no positive
+                timedelta, or `check_replicas_every` not a whole number of at least 1. At set-up: `nodes` does not
+                have each rank once, or has unequal numbers of them, or the method cannot work between nodes.
         """
         super().__init__(**kwargs)
         with plain_for_command_lines():
-            _refuse_misplaced(self._ddp_kwargs)
-            check_options(type(self).__name__, self._ddp_kwargs, _known_options(type(self)))
+            refuse_misplaced(self._ddp_kwargs)
+            check_options(type(self).__name__, self._ddp_kwargs, known_options(type(self), SynchronizingMixin))
             check_is_method(method)
-            _check_start_method(getattr(self, "_start_method", "popen"))
-        for option in COMM_HOOK_OPTIONS:
-            if getattr(self, f"_{option}", None) is not None:
-                raise ValueError(
-                    f"{option} cannot be combined with a method, which takes the place of DDP's communication hook."
-                    " Leave it out, or use strategy='ddp'. methods.dense(wire_dtype='bfloat16') rounds on the wire."
-                )
-        _check_values(seed, check_replicas_every, uneven_inputs)
+            check_start_method(getattr(self, "_start_method", "popen"))
+        refuse_comm_hooks(self)
+        check_values(seed, check_replicas_every, uneven_inputs, kwargs.get("timeout"))
         check_nodes(nodes)
         self.uneven_inputs, self.nodes = uneven_inputs, nodes
         self.method = method if method is not None else methods.default()
@@ -176,7 +176,7 @@ class SynchronizingMixin(SavingMixin):
         engine = self._engine = Engine(self.method, wire, self.seed, self.check_replicas_every, scaler)
         engine.agreement.arguments |= {"uneven_inputs": self.uneven_inputs, "nodes": self.nodes}
         if isinstance(self.method, methods.auto):
-            _refuse_static_graph(self._ddp_kwargs)
+            refuse_static_graph(self._ddp_kwargs)
             engine.chooser = self._chooser = AutoChooser(engine, self.method.choices)
         if engine.scaling is not None:
             engine.scaling.take_over(lambda optimizer: engine.unscale_(self._bare(optimizer)))
@@ -230,68 +230,3 @@ class SynchronizingMixin(SavingMixin):
         ddp = next(each for each in type(self).__mro__ if each.__name__ == "DDPStrategy")
         package = ddp.__module__.removesuffix(".strategies.ddp")
         return f"<SparseCommStrategy of {package}, for no other package's Trainer or Fabric; {self.method!r}>"
-
-
-def check_is_method(method: object) -> None:
-    """Users may pass a recipe's name, or the recipe without calling it: raises a `TypeError` that says so."""
-    if method is None or isinstance(method, Method):
-        return
-    name = method if isinstance(method, str) else getattr(method, "__name__", "")
-    name = name.removeprefix("sparsecomm_")
-    recipe = next(iter(difflib.get_close_matches(name, methods.__all__, n=1)), None)
-    hint = f" Did you mean lightning_sparsecomm.methods.{recipe}()?" if recipe is not None else ""
-    raise TypeError(
-        f"method must be a Method, such as lightning_sparsecomm.methods.dgc(density=0.001); got {method!r}.{hint}"
-    )
-
-
-def _check_start_method(name: object) -> None:
-    """Raises `ValueError` for one that multiprocessing does not know, before it asks the operating system."""
-    known = "popen", *multiprocessing.get_all_start_methods()
-    check_one_of("start_method", name, known, "Leave it out for popen, which starts the script again.")
-
-
-def _check_values(seed: object, check_replicas_every: object, uneven_inputs: object) -> None:
-    if type(seed) is not int:
-        raise TypeError(f"seed must be a whole number, equal on all ranks; got {seed!r}. Leave it out for 0.")
-    if check_replicas_every is not None and (type(check_replicas_every) is not int or check_replicas_every < 1):
-        raise ValueError(
-            "check_replicas_every must be a whole number of optimizer steps, at least 1; got"
-            f" {check_replicas_every!r}. Use None to compare replicas at the end of training only."
-        )
-    if type(uneven_inputs) is not bool:
-        raise TypeError(f"uneven_inputs must be True or False, equal on all ranks; got {uneven_inputs!r}.")
-
-
-def _refuse_static_graph(given: Mapping[str, object]) -> None:
-    if given.get("static_graph"):
-        raise ValueError(
-            "static_graph must be False with methods.auto, which switches DDP's reducer on and off; got True. Leave it"
-            " out, or choose a method by hand."
-        )
-
-
-def _refuse_misplaced(given: Mapping[str, object]) -> None:
-    """Raises `TypeError` for an option that belongs to another class, and says to which."""
-    if "length" in given:
-        raise TypeError(
-            "length is an option of Fabric's strategy: from lightning_sparsecomm.strategies.lightning_fabric (or"
-            " .lightning.fabric) import SparseCommStrategy. A Trainer knows its length: leave it out."
-        )
-    for name, recipe in methods.RECIPES.items():
-        options = options_of(recipe) or []
-        for option in given:
-            if option in options:
-                raise TypeError(
-                    f"{option} is an option of a method, not of the strategy. Use"
-                    f" SparseCommStrategy(methods.{name}({option}={given[option]!r})), for example."
-                )
-
-
-def _known_options(strategy: type) -> list[str]:
-    """The names of the options of a strategy: its own, those of its DDPStrategy, and those of DDP."""
-    ddp = next(each for each in strategy.__mro__ if each.__name__ == "DDPStrategy")
-    ours = [each for each in strategy.__mro__ if issubclass(each, SynchronizingMixin) and "__init__" in vars(each)]
-    kinds = (*ours, ddp, DistributedDataParallel)
-    names = [name for kind in kinds for name in inspect.signature(kind.__init__).parameters]  # type: ignore[misc]
-    return [name for name in dict.fromkeys(names) if name not in ("self", "kwargs", "module")]

@@ -1,8 +1,8 @@
 """Predicts what a training step takes with each method over a given network, and chooses."""
 
 from lightning_sparsecomm.planning.links import Link as Link
-from lightning_sparsecomm.planning.links import MeasuredLink as MeasuredLink
 from lightning_sparsecomm.planning.links import Network as Network
+from lightning_sparsecomm.planning.measured_link import MeasuredLink as MeasuredLink
 from lightning_sparsecomm.planning.model import Predicted as Predicted
 from lightning_sparsecomm.planning.model import Work as Work
 from lightning_sparsecomm.planning.model import predict as predict

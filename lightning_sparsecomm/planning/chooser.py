@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 
 from lightning_sparsecomm.methods.auto import BASELINE
-from lightning_sparsecomm.planning.links import MeasuredLink
+from lightning_sparsecomm.planning.measured_link import MeasuredLink
 from lightning_sparsecomm.planning.model import Work
 from lightning_sparsecomm.planning.outlook import Outlook
 from lightning_sparsecomm.planning.probe import agreed

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from lightning_sparsecomm.methods.auto import BASELINE
-from lightning_sparsecomm.planning.links import MeasuredLink
+from lightning_sparsecomm.planning.measured_link import MeasuredLink
 from lightning_sparsecomm.planning.model import Work, predict
 from lightning_sparsecomm.planning.probe import agreed, measure_link
 from lightning_sparsecomm.planning.rehearsed import Rehearsed

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_sparsecomm.basis.ledger import PROBING, Collective
 from lightning_sparsecomm.basis.wire import Wire
-from lightning_sparsecomm.planning.links import OPENING_TRIPS, MeasuredLink
+from lightning_sparsecomm.planning.measured_link import OPENING_TRIPS, MeasuredLink
 
 # Bytes handed over; the larger ones tell the rate, and are left out on a link where they would take too long. Of fewer
 # than the smallest, Gloo's ring makes fewer messages, and saves round trips.

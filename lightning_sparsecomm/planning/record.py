@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from lightning_sparsecomm.methods.auto import BASELINE
-from lightning_sparsecomm.planning.links import MeasuredLink
+from lightning_sparsecomm.planning.measured_link import MeasuredLink
 from lightning_sparsecomm.planning.quantities import as_rate, as_time
 from lightning_sparsecomm.run.following import run_followed
 from lightning_sparsecomm.sharing.method import RunSize

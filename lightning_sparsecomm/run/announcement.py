@@ -44,7 +44,9 @@ def announcement(
             densities = "".join(f"; {_density(each, length, may_end_sooner)} {run}" for each in following)
             warmups = list(dict.fromkeys(filter(None, map(_warmup, _schedules(tracked.method)))))
             densities += "".join(f"; {words}" for words in warmups) + _kept(registry, world_size, usual)
-            bytes_sent = _words(fewer[number], warms_up or bool(warmups)) if fewer else ""
+            trained = [each for _, each in registry.held_by(tracked.optimizer) if each.requires_grad]
+            or_more = registry.few_rows.may_find(trained, tracked.method.syncs)
+            bytes_sent = _words(fewer[number], warms_up or bool(warmups), or_more) if fewer else ""
             call = repr(tracked.method)
             for each in following:
                 numbers = " to ".join(f"{number:.3g}" for number in _numbers(each, length, may_end_sooner))
@@ -105,9 +107,10 @@ def _warmup(schedule: Schedule) -> str:
     return f"warm-up of {warmup.steps:,} steps" if warmup.steps else f"warm-up of {warmup.epochs} epochs"
 
 
-def _words(times: float, warms_up: bool) -> str:
+def _words(times: float, warms_up: bool, or_more: bool) -> str:
     """Nothing where the number is unknown, or too close to 1 to speak of."""
     if not times > 1.1:
         return ""
     number = f"{times:,.0f}" if times >= 10 else f"{times:.2g}"
-    return f"; about {number} times fewer bytes than ddp{', after the warm-up' if warms_up else ''}"
+    words = f"; about {number} times fewer bytes than ddp{', after the warm-up' if warms_up else ''}"
+    return words + ", and fewer still if steps use few rows of the embeddings" * or_more

@@ -1,6 +1,6 @@
 """Tables whose gradients have few rows, such as embeddings of many ids: found in the first step, once and for all."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +71,12 @@ class FewRows:
             note_few_rows(table, int(rows) if _are_few(rows, table, self._wire.world_size) else 0)
         self._judged |= {id(each) for each in tables}
         return True
+
+    def may_find(self, parameters: Sequence[Parameter], syncs: Iterable[Sync]) -> bool:
+        """Whether tables not judged yet, a tenth of these bytes or more, may turn out to have few rows."""
+        tables = sum(each.nbytes for each in parameters if id(each) in self._tables - self._judged)
+        whole = sum(each.nbytes for each in parameters)
+        return tables > 0 and whole <= 10 * tables and any(sync.takes_few_rows for sync in syncs)
 
     @staticmethod
     def state_dict(named: NamedParameters) -> dict[str, int]:

@@ -123,11 +123,11 @@ def device_of(tracked: TrackedOptimizer) -> torch.device:
 
 
 def check_nodes(nodes: object) -> None:
-    """Raises `TypeError` unless it is None, "auto", or a list of lists of whole numbers."""
+    """Raises `TypeError` unless it is None, "auto", or a list of lists of whole numbers; none of them empty."""
     if nodes is None or nodes == "auto":
         return
-    groups = nodes if isinstance(nodes, Sequence) and not isinstance(nodes, str) else [None]
-    if not all(isinstance(group, Sequence) and all(type(rank) is int for rank in group) for group in groups):
+    groups = nodes if nodes and isinstance(nodes, Sequence) and not isinstance(nodes, str) else [None]
+    if not all(isinstance(group, Sequence) and group and all(type(rank) is int for rank in group) for group in groups):
         raise TypeError(
             f'nodes must be "auto", or the ranks of each node, such as [[0, 1], [2, 3]]; got {nodes!r}. Leave it out to'
             " treat all ranks alike."

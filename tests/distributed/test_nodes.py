@@ -455,6 +455,8 @@ def test_an_exchange_that_fails_on_one_rank_of_each_node_aborts_on_all() -> None
         ("all", 'nodes must be "auto", or the ranks of each node'),
         ([0, 1], 'nodes must be "auto", or the ranks of each node'),
         ([[0, True]], 'nodes must be "auto", or the ranks of each node'),
+        ([], 'nodes must be "auto", or the ranks of each node'),
+        ([[0, 1], []], 'nodes must be "auto", or the ranks of each node'),
     ],
 )
 def test_what_is_no_list_of_nodes_is_refused_at_once(nodes: Any, words: str) -> None:

@@ -2,6 +2,7 @@
 
 import importlib
 import re
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,9 @@ def test_strategy(package: str) -> None:
         ):
             strategy(check_replicas_every=every)
     assert strategy(check_replicas_every=3).check_replicas_every == 3
+    for timeout in (5, timedelta(0)):
+        with construction(f"timeout must be a positive timedelta; got {timeout!r}. Leave it out"):
+            strategy(timeout=timeout)
     assert strategy().check_replicas_every == 1000
     if "fabric" not in package:
         with construction("uneven_inputs must be True or False, equal on all ranks; got 1.", TypeError):

@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -147,10 +148,26 @@ def test_the_second_call_of_a_straight_sum_finds_the_window_open() -> None:
     assert more == pytest.approx(0.1 * math.log2(250e3 / 14480))
 
 
-@pytest.mark.parametrize("figures", [{"bandwidth": 0.0}, {"bandwidth": 1e8, "rtt": -1.0}, {"bandwidth": math.nan}])
-def test_impossible_networks_are_refused(figures: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=r"must be .*; got"):
-        Network(**figures)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("bandwidth", 0.0),
+        ("bandwidth", math.nan),
+        ("bandwidth", "100mbit"),
+        ("rtt", -1.0),
+        ("rtt", "20ms"),
+        ("call", -1e-4),
+        ("copying", math.inf),
+    ],
+)
+def test_impossible_networks_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"{name} must be .*; got {value!r}"):
+        Network(**{"bandwidth": 1e8, name: value})
+
+
+def test_a_network_is_straight_or_not() -> None:
+    with pytest.raises(TypeError, match="straight must be True or False; got 1"):
+        Network(1e8, straight=1)  # type: ignore[arg-type]
 
 
 POINTS = {

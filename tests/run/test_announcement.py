@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch import nn
 
 from lightning_sparsecomm.basis import ByLength
 from lightning_sparsecomm.basis.wire import Wire
@@ -40,6 +41,26 @@ def test_a_callback_that_warms_up_is_said_with_the_bytes(wire: Wire, warms_up: b
     (line,) = announcement(engine.registry, 20, 2, fewer=[50.0], warms_up=warms_up)
     engine.close()
     assert line.endswith("about 50 times fewer bytes than ddp" + ", after the warm-up" * warms_up)
+
+
+@pytest.mark.parametrize(
+    ("rows", "few_rows", "judged", "said"),
+    [(1000, True, False, True), (1000, False, False, False), (1000, True, True, False), (10, True, False, False)],
+)
+def test_embeddings_may_send_fewer_bytes_than_the_rehearsal_tells(
+    wire: Wire, rows: int, few_rows: bool, judged: bool, said: bool
+) -> None:
+    table, module = nn.Embedding(rows, 10), nn.Linear(100, 100)
+    engine = Engine(dgc(0.1, warmup_steps=0, few_rows=few_rows), wire)
+    engine.registry.add_module(nn.ModuleList([table, module]))
+    engine.register(torch.optim.SGD([*table.parameters(), *module.parameters()], lr=0.1))
+    if judged:
+        engine.registry.few_rows.load_state_dict([("table", table.weight)], {"table": 8})
+    (line,) = announcement(engine.registry, 20, 2, fewer=[50.0])
+    engine.close()
+    assert line.endswith(
+        "times fewer bytes than ddp" + ", and fewer still if steps use few rows of the embeddings" * said
+    )
 
 
 def _kept_of(engine: Engine, ranks: int) -> str:
