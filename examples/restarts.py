@@ -1,7 +1,7 @@
 """A training that is started again when a node is lost or comes back, each time by the same command on each node:
 
-    torchrun --nnodes=1:4 --nproc-per-node=1 --max-restarts=100 --rdzv-backend=c10d --rdzv-id=digits \
-        --rdzv-endpoint=HOST:29400 examples/restarts.py
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes=1:4 --nproc-per-node=1 --max-restarts=100 \
+        --rdzv-backend=c10d --rdzv-id=digits --rdzv-endpoint=HOST:29400 examples/restarts.py
 
 It resumes from the last checkpoint, in a folder that all nodes must be able to read and write. docs/guide/clusters.md
 has the options; examples/cluster/ has files that start it by SLURM and by Kubernetes.

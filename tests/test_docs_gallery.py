@@ -1,4 +1,4 @@
-"""docs/gallery.md, the field guide, names each recipe once, and says what the code says."""
+"""docs/gallery.md names each recipe once, and says what the code says."""
 
 import inspect
 import re

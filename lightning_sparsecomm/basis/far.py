@@ -1,4 +1,4 @@
-"""Collectives over long ways: messages go straight to whoever needs them, so that few round trips are waited for.
+"""Collectives over high-latency links: messages go straight to whoever needs them, so that few round trips pass.
 
 Gloo passes messages around a ring. Each of its hops takes a whole round trip, since a rank first has to say that it is
 ready to receive: W − 1 of them in a gather, 2 (W − 1) in a sum. In an all-to-all, every rank sends to every other one

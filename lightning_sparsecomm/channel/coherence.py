@@ -30,7 +30,9 @@ _GOLDEN = 0.6180339887498949
 
 
 class Coherence:
-    """For each tensor, the squared mean over ranks of its gradients by their mean square: 1/W for noise, 1 for signal.
+    """For each tensor, the square of ranks' mean gradient, divided by the mean of their gradients' squares.
+
+    It is 1/W if ranks' gradients are independent noise, and 1 if they agree.
 
     Ranks sum up to 32 elements of each gradient, others each time, and their squares: in the first 300 steps, and then
     in the first step of every eight that exchanges. Ratios are those of sums that fade by 0.9 each time; they are

@@ -15,10 +15,10 @@ from lightning_sparsecomm.kernels import Moments, direction
 
 
 class _Unit(NamedTuple):
-    """What one segment of the residual is multiplied by to give a change of weights.
+    """The learning rate in which one segment of the residual is measured: residual times `rate` is a change of weights.
 
     Attributes:
-        rate: The learning rate, or a bound below which the unit does not follow it.
+        rate: The learning rate, but at least a fixed part of the largest one so far.
         largest: The largest learning rate so far.
     """
 

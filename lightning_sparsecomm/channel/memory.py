@@ -113,8 +113,8 @@ class Memory(Part, ABC):
     """
 
     in_common: ClassVar[bool] = False
-    """Whether what it holds is equal on all ranks, or does for another rank as well. Otherwise it is empty on a replica
-    that joins others amid a run."""
+    """Whether what it holds is equal on all ranks, or of use to any of them. A replica that joins a run gets it from
+    another one then; otherwise it begins with an empty one."""
 
     def __init__(self, *vectors: str) -> None:
         self.held = {name: NamedVector() for name in vectors}

@@ -10,7 +10,7 @@ from lightning_sparsecomm.codecs.registry import register_index_codec
 from lightning_sparsecomm.kernels import position_kernels_for
 from lightning_sparsecomm.kernels.positions.blocks import BLOCK
 
-# Of how many successive positions a stretch of a sample is, and how many after its first one the next begins.
+# A sample is stretches of so many successive positions, each of which begins so many after the one before.
 _STRETCH, _APART = 8 * BLOCK, 128 * BLOCK
 
 

@@ -52,9 +52,9 @@ class Deal(NamedTuple):
     def after(self, exchanging: Mapping[str, Need], joining: Mapping[str, Need]) -> "Deal":
         """The deal once an exchange counts.
 
-        What its replicas have read is read for good. What others held goes back: they are gone, or join anew. Then all
-        get what they want, first of what has come back. Where a pass ends, what is left of it is shared out so that all
-        have equally many batches in relation to what they want, to one batch.
+        What the exchanging replicas have read stays read. What others held goes back, as they are gone, or join anew.
+        Then each replica gets the samples that it wants, first those that have come back. At the end of a pass, what is
+        left is divided in proportion to what replicas want, to within one batch each.
 
         Args:
             exchanging: By name, the needs of those that exchange.

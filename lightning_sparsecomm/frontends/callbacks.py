@@ -12,8 +12,8 @@ from lightning_sparsecomm.sharing.averaging import Averaging
 class SparsityWarmup(Callback):
     """Sends more in the first steps or epochs, with any method. Afterwards the method's own density applies.
 
-    It replaces a warm-up of the method's own. `dense`, `federated_averaging` and `diloco` have no density and always
-    send everything.
+    It replaces a warm-up of the method's own. A method without a density (`dense`, `quantized`, `powersgd`, `diloco`
+    and others) sends the same in every exchange.
 
     >>> round(SparsityWarmup(epochs=4).warmup.density(0.001, step=0, epoch=0), 3)
     0.251

@@ -127,10 +127,9 @@ class CompressionMonitor(Observer):
       host's time. ddp has `seconds_wait` only, as DDP's own logging samples it.
     - `exchange_share`: exchange_seconds of the time in training batches.
 
-    And as they are now: `bytes_sent_total`, `residual_norm`; `replicas`, how many of those that come and go take part;
-    and `choice`, what `methods.auto` uses, as its place in
-    `choices` of the method: 0 for ddp, 1 for ddp in bfloat16, 2 for sparsecomm, as far as its quality allows them, and
-    then its candidates.
+    And current values: `bytes_sent_total`; `residual_norm`; `replicas`, how many take part where they come and go; and
+    `choice`, the place in the method's `choices` of what `methods.auto` uses: 0 ddp, 1 ddp in bfloat16, 2 sparsecomm,
+    as far as its quality allows them, and then its candidates.
 
     >>> import pytorch_lightning as pl
     >>> trainer = pl.Trainer(accelerator="cpu", callbacks=[CompressionMonitor(progress_bar=False)], logger=False)

@@ -29,7 +29,8 @@ ASKS = "_broadcast_sigterm_tensor"
 _UNDER_WAY_SECONDS = 1.0
 _MOST_STEPS = 1000
 _RECENT = 5
-# Of rank 0, which another rank that was told to stop waits for: all may have been told, but not in the same moment.
+# A rank other than 0 that was told to stop waits for so many answers of rank 0, or so long, before it leaves alone:
+# rank 0 may be told a moment later.
 _MOST_ANSWERS, _MOST_SECONDS = 2, 2.0
 
 

@@ -15,13 +15,12 @@ def default(delay: int = 0, every: int | None = None, residual_in_weights: bool 
 
     The density follows from the run's length, and small tensors are sent more densely. Values take one to three bits,
     and positions the shortest code. Ranks each add up a piece of every tensor; biases and norms are sent whole, in 8
-    bits. So with any number of ranks there are about 10 times fewer bytes than with ddp in a run of 300 steps, 20 times
-    in 1,000 and 50 times in 4,000.
+    bits. There are about 10 times fewer bytes than with ddp in a run of 300 steps, 20 times in 1,000 and 50 times in
+    4,000; by Adam and AdamW on more than 4 ranks down to half of that, in runs of 563 to 5,000 steps.
 
-    In runs of a Trainer of 2,000 steps or more (by Adam and AdamW 563), ranks exchange in every second or fourth step,
-    and more of the elements then, which all together takes about as many bytes. In between, each steps along its own
-    gradients; by Adam and AdamW, more than four ranks do so only from 5,001 steps on. In runs of up to 5,000 steps (by
-    Adam and AdamW from 563 on), a rank is ahead of the shared weights by what it has not sent yet, too.
+    In longer runs of a Trainer, ranks exchange only in every second or fourth step, and send more of the elements then,
+    in about as many bytes altogether. In between, each rank steps along its own gradients. In runs of up to 5,000 steps
+    (by Adam and AdamW from 563 on), a rank's weights also contain what it has not sent yet. `every` says when.
 
     With other optimizers values are bfloat16, of fewer elements in about as many bytes. Tables of embeddings of which a
     step meets few rows travel row by row, and are trained as with ddp.

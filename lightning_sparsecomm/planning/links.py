@@ -36,10 +36,10 @@ class Link(ABC):
             collective: Which one.
             handed_bytes: Bytes that each rank hands over.
             ranks: Number of ranks.
-            ring: Whether it goes around Gloo's ring over a long way too, as DDP's own sums do.
-            idle: Seconds since these ranks last sent something as large; infinite for a first message. Over a long way,
-                TCP's window becomes smaller meanwhile, and opens again in some round trips. A ring's segments need so
-                little of it that only a first sum finds it too small.
+            ring: Whether it goes around Gloo's ring over a high-latency link too, as DDP's own sums do.
+            idle: Seconds since these ranks last sent something as large; infinite for a first message. Over a
+                high-latency link, TCP's window becomes smaller meanwhile, and opens again in some round trips. A ring's
+                segments need so little of it that only a first sum finds it too small.
         """
 
     def buckets_seconds(self, sizes: Sequence[float], ranks: int, first: bool = False) -> float:

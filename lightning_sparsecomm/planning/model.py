@@ -4,8 +4,8 @@
 
 A method that exchanges at the step waits for all its collectives, one after another. DDP's buckets are on the wire
 while the backward pass goes on, so only what is left at its end is waited for. Between exchanges the network is idle
-while ranks compute, and over a long way TCP's window becomes smaller, of which DDP's sums need little. Each rank is
-taken to have processor cores of its own.
+while ranks compute, and over a high-latency link TCP's window becomes smaller, of which DDP's sums need little. Each
+rank is taken to have processor cores of its own.
 """
 
 import math

@@ -16,7 +16,7 @@ from lightning_sparsecomm.planning.measured_link import OPENING_TRIPS, MeasuredL
 _SMALLEST = 256
 _SIZES = (_SMALLEST, 16 * 2**10, 128 * 2**10, 2**20, 8 * 2**20)
 _FAR_SIZES = (128 * 2**10, 2 * 2**20, 8 * 2**20)
-# Over a long way, in round trips: how long measuring may take.
+# Over a high-latency link, in round trips: how long measuring may take.
 _ROUND_TRIPS = 60
 _REPETITIONS = 3
 
@@ -29,13 +29,13 @@ _KINDS: tuple[Collective, ...] = "all_reduce", "all_gather"
 def measure_link(wire: Wire, seconds: float = 1.0, device: torch.device | None = None) -> MeasuredLink:
     """Sums and gathers of growing size, as long as time allows. A collective; the result is equal on all ranks.
 
-    A gather hands each byte to all others, so it is measured with as many bytes on the link as the sum. Over a long
-    way, where sums are made of gathers, only gathers grow.
+    A gather hands each byte to all others, so it is measured with as many bytes on the link as the sum. Over a
+    high-latency link, where sums are made of gathers, only gathers grow.
 
     Args:
         wire: Between which ranks.
-        seconds: About how long it may take; up to four times as long over a long way, or sixty round trips, as small
-            sizes tell no rate there. Two sizes are measured in any case.
+        seconds: About how long it may take; up to four times as long over a high-latency link, or sixty round trips, as
+            small sizes tell no rate there. Two sizes are measured in any case.
         device: Where tensors are; the CPU by default.
     """
     measuring = _Measuring(wire, device)

@@ -10,16 +10,17 @@ from lightning_sparsecomm.planning.quantities import as_rate, as_time
 from lightning_sparsecomm.run.following import run_followed
 from lightning_sparsecomm.sharing.method import RunSize
 
-# A method that is predicted to take at most so many times the best is tried, and at most so many are.
+# Methods are tried that should take at most so many times as long as the best one; at most so many of them.
 _WORTH_TRYING, _MOST_TRIED = 1.3, 2
 
-# For a trial to pay, so many steps must be left, or it must be predicted to save as much as so many steps.
+# A trial pays if so many steps are left, or if it should save the time of so many steps.
 _LEFT, _SAVED = 40, 5
 
-# A trial ends early where a step takes so many times what it does with the best of the others.
+# A trial ends early if its steps take so many times as long as those of the best of the others.
 _FAR_BEHIND = 1.5
 
-# After its first step it must be so much, and as long: new memory, and a TCP window that opens, are a second or two.
+# After its first step, it ends only if that took so many times as long, and so many seconds more: new memory and a TCP
+# window that opens can cost a second or two.
 _HOPELESS, _LONG = 3.0, 5.0
 
 # Of two methods that differ by less, the one that is closer to ddp is used.
@@ -99,8 +100,8 @@ class Record:
     def to_try_again(self) -> list[str]:
         """Methods that are not far behind what was measured, though they had seemed to be; else the fastest, once.
 
-        That only where another one is near, and the fastest was not measured last: over a long way, steps are faster
-        while TCP's window still is what a method that has sent more left.
+        That only where another one is near, and the fastest was not measured last: over a high-latency link, steps are
+        faster while TCP's window still is what a method that has sent more left.
         """
         fastest, least = min(self.measured.items(), key=lambda item: item[1])
         again = [name for name in self.cut_short if self.measured[name] <= _FAR_BEHIND * least and name != self.current]

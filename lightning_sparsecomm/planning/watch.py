@@ -22,10 +22,10 @@ _SECONDS = 0.2
 # After a switch: steps that touch new memory, and the fewest and most steps that count.
 _SKIPPED, _FEWEST, _MOST = 2, 5, 50
 
-# A step's time has drifted if the median of so many steps, from fewest to most, is so far from what it was.
+# A step's time has drifted if the median of 4 to 16 steps differs by such a factor from the former one.
 _WINDOW, _WIDEST, _DRIFT = 4, 16, 1.5
 
-# So has its waiting, by that factor, and by so much of a step.
+# Waiting has drifted if it differs by such a factor, and by such a part of a step.
 _WAIT_DRIFT, _MUCH = 2.0, 0.15
 
 # Medians of means over several steps are of at least so many.

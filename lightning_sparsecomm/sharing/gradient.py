@@ -59,10 +59,10 @@ class GradientSync(Sync):
         every: Optimizer steps between two exchanges, or a schedule of it. In between, a rank steps along its own
             gradients, which the next exchange puts together; with `LocalAdam` and more than 4 ranks, by a part of these
             steps where gradients are mostly noise.
-        residual_in_weights: Whether a rank computes its gradients ahead of the shared weights by all that it has not
-            sent yet, and not only by its steps since the last exchange. The mean of those weights over ranks is then
-            where ranks would be if everything were sent; with `LocalAdam` and more than 4 ranks about there, since a
-            part of the residual may not count. Takes the memory of one more model with every=1.
+        residual_in_weights: Whether a rank computes its gradients at the shared weights plus all that it has not sent
+            yet, and not only its steps since the last exchange. In the mean over ranks, these are the weights that
+            sending everything would give; with `LocalAdam` and more than 4 ranks, only a part of the residual may
+            count. Takes the memory of two more models with every=1.
 
     Raises:
         ValueError: Unknown `local`; `sparse` with memories, a local mode, or an exchange of dense vectors only;

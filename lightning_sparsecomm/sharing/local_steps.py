@@ -43,10 +43,10 @@ class LocalStepsShare(GradientShare):
     With `residual_in_weights`, an exchange leaves A ← θ·E, of what a rank has trained and not sent, and w ← w − A; not
     at the end of an epoch, where w is what all share.
 
-    The first step exchanges, also amid a run. u is what enters the residual E: with momentum a velocity, with
-    `LocalAdam` a direction; η is the learning rate; θ is 1, or for directions `Coherence.ahead`. So what a rank trains
-    ahead by is its own alone. Other code finds u in `.grad`, without θ; what it changes there counts in E too.
-    The anchors are equal on all ranks, and are the model that is validated and saved. What E holds at last moves them.
+    η is the learning rate. u is what enters the residual E: with momentum a velocity, with `LocalAdam` a direction. θ
+    is 1, or for directions `Coherence.ahead`. Other code finds u, without θ, in `.grad`; what it changes there enters E
+    too. The anchors are equal on all ranks, and are the model that is validated and saved. At the end of training, E is
+    averaged and applied to them. The first step exchanges, also where local steps begin amid a run.
 
     Where other code changes weights that are ahead, the next exchange takes over the mean of its changes. A rank that
     has such changes refuses that exchange, as if a gradient were not finite: so all know, and repeat it.

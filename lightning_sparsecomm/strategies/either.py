@@ -122,10 +122,14 @@ class ElasticSparseCommStrategy(_Strategy):
 
     As `SparseCommStrategy`, this is a name that the Trainer of either package looks up.
 
+    >>> ElasticSparseCommStrategy(lighthouse="http://10.0.0.1:29510", replica="desk")
+    ElasticSparseCommStrategy(seed=0, lighthouse='http://10.0.0.1:29510', replica='desk')
+
     Args:
-        method: How weights are exchanged; None for the default.
+        method: How replicas share what they train; None for `methods.sparse_loco()`.
         seed: Seed of the method's own randomness; equal on all replicas.
-        **kwargs: Further options of the strategies of the packages, and those of DDPStrategy.
+        **kwargs: `lighthouse`, `replica`, `exchange_timeout`, `patience`, `adapt_steps`, `membership_log`,
+            `log_each_replica` and `local_state_dir`, as docs/guide/elastic.md says; and options of DDPStrategy.
 
     Raises:
         TypeError, ValueError, ModuleNotFoundError: As these strategies say; or an option that only an object can carry.

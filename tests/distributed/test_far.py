@@ -1,4 +1,4 @@
-"""Over a long way, messages go straight to whoever needs them: with the same results, on all ranks to the same bits."""
+"""Over a high-latency link, messages go straight to whoever needs them, with the same results to the bit."""
 
 import contextlib
 import itertools

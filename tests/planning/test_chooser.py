@@ -205,7 +205,7 @@ def test_a_trial_that_is_far_behind_ends_after_two_steps_that_count(tmp_path: Pa
 def test_a_first_step_of_ddp_that_is_long_and_far_behind_is_its_last(
     tmp_path: Path, ddp: float, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the probe knew no rate, as over a long way: so the run began with ddp all the same."""
+    """Where the probe knew no rate, as over a high-latency link: so the run began with ddp all the same."""
     far = {"ddp": ddp, "ddp-bf16": ddp / 2, "sparsecomm": ddp / 13, "compute": 0.1, "wait": 0.06}
     monkeypatch.setattr(chooser, "_without_doubt", lambda nets: None)
     for _, record, _ in run_ranks(tmp_path, 2, train, str(tmp_path), methods.auto(), (far,)):
@@ -272,7 +272,7 @@ def test_one_slow_step_ends_no_trial(tmp_path: Path) -> None:
 
 
 def far(rank: int, folder: str, learns: bool) -> Any:
-    """Only 64 bytes could be measured over a long way: as many as were under way at once, in one round trip."""
+    """Only 64 bytes could be measured over a high-latency link: as many as are sent in one round trip."""
     predicted = Outlook.predicted
     pretend({"ddp": 0.35, "ddp-bf16": 0.33, "sparsecomm": 0.2, "compute": 0.05, "wait": 0.1})
     Outlook.predicted = predicted  # type: ignore[method-assign]

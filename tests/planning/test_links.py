@@ -24,7 +24,7 @@ def test_a_large_sum_takes_its_bytes_by_the_rate() -> None:
 
 
 def test_a_small_collective_takes_its_hops() -> None:
-    """Each takes a round trip; over a long way, ours goes straight to all, in one."""
+    """Each takes a round trip; over a high-latency link, ours goes straight to all, in one."""
     far, near = Network(1e12, rtt=0.1, **EXACT), Network(1e12, rtt=0.001, **EXACT)
     for kind, count in (("all_reduce", 6), ("all_gather", 3), ("all_to_all", 1), ("send", 1)):
         assert near.seconds(kind, 8, 4) == pytest.approx(count * 0.001)
@@ -107,7 +107,7 @@ def test_a_ring_passes_two_segments_in_a_round_trip_whatever_its_rate() -> None:
 def test_sums_around_the_ring_take_what_was_measured(
     ranks: int, rate: float, rtt: float, size: float, measured: float
 ) -> None:
-    """Rows of docs/network.md, section "Long ways": calls that follow one another."""
+    """Rows of docs/network.md, section "High-latency links": calls that follow one another."""
     predicted = Network(rate, rtt).seconds("all_reduce", size, ranks, ring=True, idle=0.0)
     assert predicted == pytest.approx(measured, rel=0.15)
 

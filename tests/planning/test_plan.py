@@ -99,7 +99,7 @@ def test_ddps_sums_find_tcps_window_closed_only_at_first() -> None:
 def test_sums_at_a_time_delay_each_other_by_as_much_as_was_measured(
     rtt: float, sizes: list[float], measured: float
 ) -> None:
-    """Two ranks behind cables of 1 Gbit/s, of which a sum without length reached 0.87; docs/network.md, "Long ways"."""
+    """Two ranks behind cables of 1 Gbit/s, of which a sum without latency reached 0.87; docs/network.md."""
     assert Network(870e6, rtt).buckets_seconds(sizes, 2) == pytest.approx(measured, rel=0.13)
 
 
