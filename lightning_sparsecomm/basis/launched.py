@@ -18,7 +18,7 @@ def joined(timeout: timedelta) -> Iterator[Wire]:
     """A wire as trainings have between the processes that a launcher such as torchrun has started, on Gloo.
 
     Raises:
-        ValueError: No launcher has set the environment.
+        ValueError: No launcher has set the environment, or it is wrong.
         ConnectionError: The ranks do not find each other.
     """
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
@@ -28,8 +28,18 @@ def joined(timeout: timedelta) -> Iterator[Wire]:
             " torchrun, for example, with --node-rank=1 on the second machine: torchrun --nnodes=2 --nproc-per-node=1"
             " --node-rank=0 --master-addr=HOST --no-python sparsecomm probe"
         )
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
+        if not os.environ[name].isdecimal():
+            raise ValueError(
+                f"{name} must be a whole number; got {os.environ[name]!r}. Leave it to a launcher such as torchrun."
+            )
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if rank >= world_size:
+        raise ValueError(
+            f"RANK must be from 0 to WORLD_SIZE − 1; got {rank}, and {world_size} ranks. Leave both to the launcher."
+        )
     try:
-        dist.init_process_group("gloo", timeout=timeout)
+        dist.init_process_group("gloo", timeout=timeout, rank=rank, world_size=world_size)
     except dist.DistError as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise ConnectionError(

@@ -28,8 +28,9 @@ def add_to(subparsers: Any) -> None:
         "--join-timeout",
         default="60s",
         metavar="TIME",
-        help="how long replicas wait for one that is there, but not in the exchange yet; then they leave it behind."
-        " Longer than the slowest one lags, and than a joining replica receives; 60s by default",
+        help="how long replicas wait for one that is there, but not in the exchange yet; then they leave it behind, if"
+        " they are more than half of those that are there. Longer than the slowest one lags, and than a joining replica"
+        " receives; 60s by default",
     )
     add(
         "--heartbeat-timeout",

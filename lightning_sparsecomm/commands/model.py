@@ -1,6 +1,7 @@
 """A model that a command's user names, as `package.module:Class`."""
 
 import importlib
+import inspect
 import os
 import sys
 import warnings
@@ -27,17 +28,27 @@ def model_named(text: str) -> nn.Module:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        maker = getattr(importlib.import_module(place), name)
-    except (ImportError, AttributeError, TypeError) as error:
+        module = importlib.import_module(place)
+    except (ModuleNotFoundError, TypeError) as error:
+        # What the file itself imports may be missing: that is the user's own error, with its traceback.
+        if isinstance(error, ModuleNotFoundError) and not f"{place}.".startswith(f"{error.name}."):
+            raise
         raise ValueError(
             f"{_RULE}; got {text!r}: {error}. Start it in the folder that has {place.partition('.')[0]}."
         ) from error
+    maker = getattr(module, name, None)
+    if not callable(maker):
+        raise ValueError(f"{_RULE}; got {text!r}, but {place} has no {name} that makes one.")
     try:
-        model = maker()
+        inspect.signature(maker).bind()
+    except ValueError:
+        # It is built in, and does not tell its arguments.
+        pass
     except TypeError as error:
         raise ValueError(
             f"{_RULE}; got {text!r}: {error}. Write a function without arguments that makes it, and name that."
         ) from error
+    model = maker()
     if not isinstance(model, nn.Module):
         raise ValueError(f"{_RULE}, a torch.nn.Module; got {text!r}, which makes {type(model).__name__}.")
     if not any(parameter.requires_grad for parameter in model.parameters()):

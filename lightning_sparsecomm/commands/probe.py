@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> None:
     """Measures, and prints on rank 0."""
     if not 0 < options.seconds < math.inf:
         raise ValueError(f"--seconds must be positive, and finite; got {options.seconds}. Leave it out for 2.")
-    if os.environ.get("WORLD_SIZE") == "1":
+    if os.environ.get("WORLD_SIZE", "").lstrip("0") == "1":
         raise ValueError(
             "WORLD_SIZE must be at least 2 to measure a network; got 1. Start two processes here, torchrun"
             " --nproc-per-node=2 --no-python sparsecomm probe, or one on each of several machines with --nnodes."

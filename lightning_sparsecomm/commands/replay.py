@@ -8,8 +8,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import IO, Any, Protocol
 
 from torch._C._distributed_c10d import TCPStore
@@ -116,17 +116,51 @@ def replay(scripts: Sequence[Script], start: Callable[[dict[str, str]], Process]
                 return ends
             time.sleep(_LOOKING_SECONDS)
     finally:
-        for process in running.values():
-            process.terminate()
-        deadline = time.monotonic() + _ENDING_SECONDS
-        for process in running.values():
-            # Lightning only notes SIGTERM, and one that waits for another replica never comes to look.
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, deadline - time.monotonic()))
-            process.kill()
-            process.wait()
-        folder.cleanup()
+        with _undisturbed():
+            for process in running.values():
+                process.terminate()
+            deadline = time.monotonic() + _ENDING_SECONDS
+            for process in running.values():
+                # Lightning only notes SIGTERM, and one that waits for another replica never comes to look.
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.0, deadline - time.monotonic()))
+                process.kill()
+                process.wait()
+            folder.cleanup()
     return ends
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """A context in which an impatient user's signals do nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _Group:
+    """A process and all that it has started, such as what a shell script runs."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        self.poll, self.wait = process.poll, process.wait
+
+    def terminate(self) -> None:
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: int) -> None:
+        # It is the leader of a process group, which may outlive it.
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
 
 
 def _end_of(script: Script, code: int, store: TCPStore) -> str:
@@ -156,14 +190,16 @@ def _start(environment: dict[str, str], command: Sequence[str]) -> Process:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
+            start_new_session=True,
         )
     except OSError as error:
         raise ValueError(f"COMMAND must be what starts a replica; got {command[0]!r}: {error}") from error
     threading.Thread(target=_pass_on, args=(process.stdout, short(environment[REPLICA])), daemon=True).start()
-    return process
+    return _Group(process)
 
 
 def _pass_on(output: IO[str], name: str) -> None:
     """Prints what a replica prints, with its name."""
-    for line in output:
-        print(f"{name} | {line}", end="", flush=True)
+    with output:
+        for line in output:
+            print(f"{name} | {line}", end="", flush=True)

@@ -84,12 +84,29 @@ def address_towards(lighthouse: str) -> str:
         with socket.socket(family, kind, protocol) as probe:
             # Sends nothing: it only chooses a card.
             probe.connect(address)
-            return str(probe.getsockname()[0])
+            found_address = str(probe.getsockname()[0])
+        return found_address if _is_loopback(host) or not _is_loopback(found_address) else _outwards(found_address)
     except (ValueError, OSError) as error:
         raise ValueError(
             f"lighthouse must be an address such as http://host:29510 that this machine reaches; got {lighthouse!r}:"
             f" {error}. Pass the address that `sparsecomm lighthouse` has printed."
         ) from error
+
+
+def _is_loopback(host: str) -> bool:
+    return host in ("localhost", "[::1]", "::1") or host.startswith("127.")
+
+
+def _outwards(loopback: str) -> str:
+    """The address of the card on the way out of this machine, whose own name may stand for its loopback address.
+
+    Replicas on other machines cannot use that. Without a way out, it is returned as it is.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        # A network that exists in documentation only (RFC 5737): nothing is sent.
+        probe.connect(("192.0.2.1", 9))
+        return str(probe.getsockname()[0])
+    return loopback
 
 
 class Quorum(Connections):
@@ -173,8 +190,8 @@ class Quorum(Connections):
         while (error := attempt()) is not None:
             if time.monotonic() > deadline:
                 raise PeerError(
-                    f"no quorum has formed for {self._patience} with the lighthouse at {self._lighthouse}:"
-                    " look whether it runs, and whether this machine reaches it."
+                    f"no quorum has formed for {self._patience} with the lighthouse at {self._lighthouse}: look whether"
+                    " it runs, whether this machine reaches it, and whether half of the replicas or more hang."
                 ) from error
             if not told:
                 told = True

@@ -1,5 +1,6 @@
 """One exchange between replicas: made or in flight, confirmed, and then committed or taken back."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from lightning_sparsecomm.basis.ledger import MEMBERSHIP
 from lightning_sparsecomm.channel import Channel
+from lightning_sparsecomm.codecs import PayloadError
 from lightning_sparsecomm.elastic.connections import Connections
 from lightning_sparsecomm.elastic.flight import RoundInFlight
 from lightning_sparsecomm.elastic.local_state import note_exchange
@@ -23,6 +25,9 @@ from lightning_sparsecomm.run.registry import Registry
 from lightning_sparsecomm.run.replicas import Replicas
 from lightning_sparsecomm.sharing.share import Turn
 from lightning_sparsecomm.sharing.streamed import StreamedShare
+
+# An exchange whose payloads were damaged is repeated so many times.
+_MOST_DAMAGED = 2
 
 
 class Made(NamedTuple):
@@ -43,6 +48,33 @@ class Made(NamedTuple):
     units: list[Unit]
     means: Callable[[], dict[str, Tensor]]
     flight: RoundInFlight | None = None
+
+
+class _Losses:
+    """Tells which errors of an exchange cost only that exchange, which is then repeated."""
+
+    def __init__(self) -> None:
+        # Exchanges that failed one after another because of damaged payloads.
+        self.damaged = 0
+
+    def caused_by(self, error: BaseException, names: Sequence[str], rank: int) -> LostPeerError | None:
+        """The loss that others see; None for an error that ends this replica.
+
+        Another replica whose gradient is not finite ends by itself. A damaged payload is sent again, up to
+        twice. If it is damaged then too, that is no accident on the way, and this replica ends.
+
+        Args:
+            error: What an exchange has raised.
+            names: Of those that exchange.
+            rank: This replica's among them.
+        """
+        if isinstance(error, NonFiniteGradientError) and error.rank is not None and error.rank != rank:
+            return LostPeerError(f"{names[error.rank]}: {error}")
+        if isinstance(error, PayloadError) and self.damaged < _MOST_DAMAGED:
+            self.damaged += 1
+            warnings.warn(f"an exchange between replicas is repeated: {error}", stacklevel=2)
+            return LostPeerError(str(error))
+        return None
 
 
 class Rounds:
@@ -67,6 +99,7 @@ class Rounds:
         self._channels: list[tuple[Channel, int]] = []
         self._registry, self._replicas = registry, replicas
         self._wire, self._quorum = wire, quorum
+        self._losses = _Losses()
 
     @property
     def pending(self) -> str:
@@ -130,14 +163,11 @@ class Rounds:
                 for unit in units:
                     unit.exchange()
                 means = self._replicas.untrained.means() if _averages(self._registry, tracked, offer) else {}
-            except NonFiniteGradientError as error:
+            except BaseException as error:
                 _take_back(units)
-                if (loss := _loss_of(error, names, self._wire.rank)) is None:
+                if (loss := self._losses.caused_by(error, names, self._wire.rank)) is None:
                     raise
                 raise loss from error
-            except BaseException:
-                _take_back(units)
-                raise
             made = self.made = Made(state, offer, names, units, lambda: means)
             votes = self._wire.all_gather(torch.tensor([self._quorum.vote()], dtype=torch.uint8), MEMBERSHIP)
         if not bool(votes.all()):
@@ -185,7 +215,7 @@ class Rounds:
             flight.landed = True
             if not flight.in_doubt:
                 self.take_back()
-            if (loss := _loss_of(error, made.names, flight.rank)) is None:
+            if (loss := self._losses.caused_by(error, made.names, flight.rank)) is None:
                 raise
             raise loss from error
         flight.landed = True
@@ -226,6 +256,7 @@ class Rounds:
                     unit.land() if isinstance(unit, StreamedShare) and made.flight is not None else unit.commit()
             self._replicas.untrained.take(made.means())
             note_exchange(self.exchanged, made.names, made.state)
+            self._losses.damaged = 0
         return made
 
     def take_back(self) -> None:
@@ -256,13 +287,6 @@ def _averages(registry: Registry, tracked: TrackedOptimizer, offer: Offer) -> bo
     # Of several optimizers, the first that exchanges weights averages the buffers.
     registry.leading = registry.leading or tracked
     return registry.leading is tracked
-
-
-def _loss_of(error: Exception, names: Sequence[str], rank: int) -> LostPeerError | None:
-    """The loss of another replica whose gradient is not finite: that one ends with the error; None for other errors."""
-    if isinstance(error, NonFiniteGradientError) and error.rank is not None and error.rank != rank:
-        return LostPeerError(f"{names[error.rank]}: {error}")
-    return None
 
 
 def _take_back(units: Sequence[Unit]) -> None:

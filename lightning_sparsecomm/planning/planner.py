@@ -9,7 +9,7 @@ from torch.nn import Parameter
 from torch.optim import SGD, Adam, Optimizer
 
 from lightning_sparsecomm import methods
-from lightning_sparsecomm.basis.layout import Layout, TooLargeError
+from lightning_sparsecomm.basis.layout import Layout
 from lightning_sparsecomm.methods.auto import BASELINE, DEFAULT, ROUNDED, Quality, allowed
 from lightning_sparsecomm.planning.links import Link
 from lightning_sparsecomm.planning.model import Predicted, Work, predict
@@ -138,7 +138,7 @@ def plan(
         try:
             _check_size(made, kinds)
             rehearsed = rehearse(made, kinds, ranks, length)
-        except (TypeError, TooLargeError) as error:
+        except (TypeError, ValueError) as error:
             refused[name] = str(error)
         else:
             rows[name] = predict(rehearsed, link, work)

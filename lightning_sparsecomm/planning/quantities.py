@@ -84,24 +84,21 @@ def as_rate(bits: float) -> str:
     """A rate in words: 100 Mbit/s."""
     if math.isinf(bits):
         return "unlimited"
-    for size, unit in ((1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s")):
-        if bits >= size:
-            return f"{bits / size:.3g} {unit}"
-    return f"{bits:.3g} bit/s"
+    return _with_unit(bits, (1e12, "Tbit/s"), (1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s"), (1.0, "bit/s"))
 
 
 def as_time(seconds: float) -> str:
     """A time in words: 12.3 ms."""
-    if seconds >= 100:
-        return f"{seconds:,.0f} s"
-    if seconds >= 1:
-        return f"{seconds:.3g} s"
-    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 or seconds == 0 else f"{seconds * 1e6:.3g} us"
+    return _with_unit(seconds, (1.0, "s"), (1e-3, "ms"), (1e-6, "us")) if seconds else "0 ms"
 
 
 def as_bytes(size: float) -> str:
     """A size in words: 44 MB."""
-    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if size >= unit:
-            return f"{size / unit:.3g} {name}"
-    return f"{size:.0f} B"
+    return _with_unit(size, (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if size >= 999.5 else f"{size:.0f} B"
+
+
+def _with_unit(number: float, *units: tuple[float, str]) -> str:
+    """Three digits, in the largest unit of which there is at least one after rounding, or in the smallest."""
+    size, unit = next((each for each in units if number >= 0.9995 * each[0]), units[-1])
+    count = number / size
+    return f"{count:,.0f} {unit}" if count >= 99.95 else f"{count:.3g} {unit}"

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import pytest
 
 from lightning_sparsecomm.commands import main
 from lightning_sparsecomm.commands.lighthouse import _address
+from lightning_sparsecomm.commands.replay import _start
+from lightning_sparsecomm.elastic.replay import REPLICA
 from tests.elastic.replicas import lighthouse, needs_torchft
 
 pytestmark = [
@@ -49,6 +52,20 @@ def test_a_lighthouse_that_cannot_serve_says_why(option: str, words: str, capsys
         main(["lighthouse", option])
     assert raised.value.code == 2
     assert words in capsys.readouterr().err
+
+
+def test_what_a_replicas_command_has_started_ends_with_it(tmp_path: Path) -> None:
+    script = "sleep 1000 & echo $! > child; wait"
+    process = _start({REPLICA: "a:1"}, ["bash", "-c", f"cd {tmp_path}; {script}"])
+    written = tmp_path / "child"
+    while not (written.exists() and written.read_text()):
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    child = Path("/proc") / written.read_text().strip() / "stat"
+    # Gone, or without a parent that looks after the dead.
+    while child.exists() and child.read_text().split()[2] != "Z":
+        time.sleep(0.01)
 
 
 def _run(script: str, *arguments: str, folder: Path) -> str:

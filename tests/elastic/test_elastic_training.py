@@ -13,11 +13,13 @@ from lightning_sparsecomm import CompressionMonitor, methods
 from tests.elastic.replicas import LONGEST_SECONDS, Replica, lighthouse, needs_torchft, replicas
 from tests.elastic.training import (
     check_resumed,
+    damage_payloads,
     die_in_round,
     die_while_receiving,
     die_while_sending,
     doubt_in_round,
     equal,
+    may_repeat,
     refuse_round,
     slowed,
     stop_at,
@@ -183,6 +185,26 @@ def test_a_round_that_one_replica_votes_against_is_taken_back_and_made_again() -
     assert [each["steps"] for each in results] == [60] * 3
     assert all(each["law"] < 1e-5 for each in results[:2])
     assert all(not change["gone"] for change in results[0]["changes"])
+
+
+def test_a_round_whose_payload_is_damaged_on_its_way_is_taken_back_and_made_again() -> None:
+    with lighthouse() as address, replicas() as start:
+        alterations = {"a": altered(watch_the_law, may_repeat), "b": damage_payloads(4, 2), "c": may_repeat}
+        started = together(start, address, SBC, alterations)
+        results = [each.hear() for each in started]
+    assert equal(results)
+    assert [each["steps"] for each in results] == [60] * 3
+    assert results[0]["law"] < 1e-5
+    assert all(not change["gone"] for change in results[0]["changes"])
+
+
+def test_a_replica_whose_payloads_are_always_damaged_ends_all() -> None:
+    """Whoever reads it cannot tell damage on the way from what another program has written."""
+    with lighthouse() as address, replicas() as start:
+        started = together(start, address, SBC, {"a": may_repeat, "b": damage_payloads(4, 99)}, "ab")
+        for replica in started:
+            with pytest.raises(AssertionError, match="PayloadError: rank 1's payload: CRC-32"):
+                replica.hear()
 
 
 def test_what_a_joining_replica_gets_is_little_more_than_the_weights_and_the_outer_momentum() -> None:

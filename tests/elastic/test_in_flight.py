@@ -21,11 +21,13 @@ from tests.elastic.replicas import lighthouse, needs_torchft, replicas
 from tests.elastic.test_elastic_training import altered, together, with_one_away
 from tests.elastic.training import (
     check_resumed,
+    damage_payloads,
     die_in_round,
     doubt_in_round,
     equal,
     equal_but_for_steps,
     fail_in_step,
+    may_repeat,
     nan_in,
     refuse_round,
     train,
@@ -193,6 +195,16 @@ def test_one_that_fails_ends_and_the_others_go_on(failure: Callable[[], None]) -
     assert equal(results)
     assert books_agree(results)
     assert results[0]["steps"] == 60
+
+
+@pytest.mark.slow
+def test_an_exchange_whose_payload_is_damaged_on_its_way_is_taken_back_and_made_again() -> None:
+    with lighthouse() as address, replicas() as start:
+        alterations = {"a": may_repeat, "b": damage_payloads(4, 2), "c": may_repeat}
+        results = [each.hear() for each in together(start, address, SBC, watched(alterations))]
+    assert equal(results)
+    assert books_agree(results)
+    assert [each["steps"] for each in results] == [60] * 3
 
 
 @pytest.mark.slow

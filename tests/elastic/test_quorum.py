@@ -5,6 +5,7 @@ import threading
 from concurrent.futures import Future
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from typing import Any
 
 import pytest
 
@@ -27,6 +28,28 @@ def has_ipv6() -> bool:
 @pytest.mark.parametrize("lighthouse", ["http://127.0.0.1:29510", "http://127.0.0.1:29510/", "http://localhost:1"])
 def test_the_address_is_that_of_the_card_on_the_way(lighthouse: str) -> None:
     assert address_towards(lighthouse) in ("127.0.0.1", "::1")
+
+
+def test_a_name_of_this_machine_that_stands_for_its_loopback_is_not_told_to_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As /etc/hosts of Debian has the machine's own name."""
+    asked: list[tuple[str, int]] = []
+
+    class Probe(socket.socket):
+        def connect(self, address: Any) -> None:
+            asked.append(address)
+            super().connect(("127.0.0.1", address[1]) if address[0] == "192.0.2.1" else address)
+
+        def getsockname(self) -> Any:
+            return ("10.1.2.3", 5) if asked[-1][0] == "192.0.2.1" else super().getsockname()
+
+    known = (socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("127.0.1.1", 29510))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *arguments, **options: [known])
+    monkeypatch.setattr(socket, "socket", Probe)
+    assert address_towards("http://desk:29510") == "10.1.2.3"
+    # Whoever says localhost means this machine alone.
+    assert address_towards("http://localhost:29510").startswith("127.")
 
 
 @pytest.mark.parametrize("lighthouse", ["", "127.0.0.1:29510", "http://127.0.0.1", "http://127.0.0.1:x", "http://:-1"])

@@ -27,7 +27,8 @@ def counts_of(scripts: list[Script]) -> dict[str, list[tuple[str, bool, str]]]:
     }
 
 
-def test_what_a_log_has_is_read_and_a_line_broken_off_is_not(tmp_path: Path) -> None:
+@pytest.mark.parametrize("broken_off", ['{"kind": "mee', '{"ki', "{", '{"kind": "meeting", "offer": [0, {"lr": 0.1}'])
+def test_what_a_log_has_is_read_and_a_line_broken_off_is_not(tmp_path: Path, broken_off: str) -> None:
     path = tmp_path / "log.jsonl"
     record = Record(str(path))
     record.change(Change(0.0, 0, ("a",), ("a",), (), ""))
@@ -38,7 +39,7 @@ def test_what_a_log_has_is_read_and_a_line_broken_off_is_not(tmp_path: Path) -> 
     record.landing(entries[1])  # type: ignore[arg-type]
     record.end(entries[2])  # type: ignore[arg-type]
     with path.open("a") as log:
-        log.write('{"kind": "mee')
+        log.write(broken_off)
     assert read(path) == entries
     # The next process of that replica begins a line of its own.
     Record(str(path)).end(Ended("b", 2, "cd"))

@@ -31,6 +31,16 @@ def test_a_message_arrives_whole(count: int) -> None:
     assert outgoing.over
 
 
+def test_a_message_that_was_altered_on_its_way_is_refused() -> None:
+    sent = content_of(1_000_000)
+    outgoing = sending(sent)
+    # What leaves is no longer what the digest is of.
+    sent[654_321] ^= 4
+    with pytest.raises(ConnectionError, match=r"the 1,000,000 bytes from 127\.0\.0\.1:\d+ are damaged"):
+        fetch(outgoing.place, torch.zeros_like(sent), SECONDS)
+    outgoing.wait()
+
+
 def test_whoever_lacks_the_token_gets_nothing() -> None:
     sent = content_of(1_000_000)
     outgoing = sending(sent)
@@ -49,6 +59,14 @@ def test_others_that_connect_do_not_keep_it_from_its_receiver() -> None:
         other.sendall(b"GET / HTTP/1.1\r\n\r\n")
         fetch(outgoing.place, received, SECONDS)
     assert torch.equal(received, sent)
+
+
+def test_a_stranger_that_says_nothing_holds_nobody_up() -> None:
+    outgoing = Sending(content_of(1_000), "127.0.0.1", connecting=0.2, timeout=1000.0)
+    with socket.create_connection((outgoing.place.host, outgoing.place.port)):
+        outgoing.turn_away()
+        outgoing.wait()
+    assert outgoing.over
 
 
 def test_a_receiver_that_does_not_come_is_not_waited_for() -> None:
@@ -83,14 +101,14 @@ def test_what_is_no_piece_of_it_is_an_error(wrong: bytes) -> None:
 
     thread = threading.Thread(target=serve)
     thread.start()
-    place = Place(10, "127.0.0.1", server.getsockname()[1], "00" * 16)
+    place = Place(10, "127.0.0.1", server.getsockname()[1], "00" * 16, "00000000")
     with server, pytest.raises(ConnectionError, match=r"of 10 bytes from .*, 0 have arrived"):
         fetch(place, torch.zeros(10, dtype=torch.uint8), SECONDS)
     thread.join()
 
 
 def test_a_place_is_read_as_it_was_written() -> None:
-    place = Place(2**40, "2001:db8:85a3:8d3:1319:8a2e:370:7348", 65_535, "ab" * 16)
+    place = Place(2**40, "2001:db8:85a3:8d3:1319:8a2e:370:7348", 65_535, "ab" * 16, "0123abcd")
     assert Place.from_tensor(place.to_tensor()) == place
     assert place.to_tensor().shape == (PLACE_BYTES,)
     with pytest.raises(ValueError, match="is no place"):

@@ -4,6 +4,7 @@ import logging
 import os
 import signal
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -23,6 +24,7 @@ from lightning_sparsecomm.elastic.rounds import Rounds
 from lightning_sparsecomm.elastic.streams import Sending
 from lightning_sparsecomm.elastic.turns import ElasticTurns
 from lightning_sparsecomm.elastic.wire import ElasticWire, LostPeerError
+from lightning_sparsecomm.exchange import gather
 from lightning_sparsecomm.sharing.delta_share import DeltaShare
 from lightning_sparsecomm.sharing.gradient_share import GradientShare
 from lightning_sparsecomm.strategies.pytorch_lightning import ElasticSparseCommStrategy
@@ -392,6 +394,36 @@ def refuse_round(number: int) -> Callable[[], None]:
 
         Quorum.vote, Rounds.commit = voting, committed  # type: ignore[method-assign]
         Rounds.take_back = taken_back  # type: ignore[method-assign]
+
+    return before
+
+
+def may_repeat() -> None:
+    """Alters this process: that an exchange is repeated is no error here."""
+    warnings.filterwarnings("ignore", "an exchange between replicas is repeated", UserWarning)
+
+
+def damage_payloads(round_number: int, times: int = 1) -> Callable[[], None]:
+    """Alters this process: one bit of what it sends in a round is another, so often."""
+
+    def before() -> None:
+        may_repeat()
+        make, seal, sent = Rounds.make, gather.seal, list[int]()
+        due: list[int] = []
+
+        def making(rounds: Rounds, plan: Any, *arguments: Any, **options: Any) -> Any:
+            due[:] = [1] if plan.round == round_number and len(sent) < times else []
+            return make(rounds, plan, *arguments, **options)
+
+        def altered(*arguments: Any) -> torch.Tensor:
+            payload = seal(*arguments)
+            if due:
+                sent.append(due.pop())
+                payload[len(payload) // 2] ^= 4
+            return payload
+
+        Rounds.make = making  # type: ignore[method-assign]
+        gather.seal = altered
 
     return before
 

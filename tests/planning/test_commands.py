@@ -104,6 +104,28 @@ def test_a_single_rank_has_nothing_to_probe(
     assert re.search(r"WORLD_SIZE must be at least 2.*got 1\. .*torchrun", capsys.readouterr().err)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("WORLD_SIZE", "abc", "WORLD_SIZE must be a whole number; got 'abc'"),
+        ("RANK", "x", "RANK must be a whole number; got 'x'"),
+        ("WORLD_SIZE", "-2", "WORLD_SIZE must be a whole number; got '-2'"),
+        ("WORLD_SIZE", "01", "WORLD_SIZE must be at least 2"),
+        ("RANK", "7", "RANK must be from 0 to WORLD_SIZE − 1; got 7, and 2 ranks"),
+        ("MASTER_PORT", "http", "MASTER_PORT must be a whole number; got 'http'"),
+    ],
+)
+def test_the_probe_refuses_what_no_launcher_sets(
+    name: str, value: str, words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500", name: value}
+    for each, text in environment.items():
+        monkeypatch.setenv(each, text)
+    with pytest.raises(SystemExit):
+        main(["probe"])
+    assert words in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("seconds", ["nan", "-1", "inf"])
 def test_the_probe_refuses_times_without_end(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):

@@ -89,6 +89,25 @@ def test_a_model_of_ones_own_is_found_in_the_current_folder(tmp_path: Path, monk
         assert ModelLayout.of([model_named(f"{place}:small")]).elements == 8
 
 
+@pytest.mark.parametrize(
+    ("text", "error", "words"),
+    [
+        ("import no_such_package_of_yours", ModuleNotFoundError, "no_such_package_of_yours"),
+        ("import torch\ntorch.no_such_function", AttributeError, "no_such_function"),
+        ("from torch import nn\ndef small(): return nn.Linear(4, '4')", TypeError, "empty"),
+    ],
+)
+def test_an_error_of_ones_own_code_is_shown_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, error: type[Exception], words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    name = f"my_training_file_{error.__name__}"
+    (tmp_path / f"{name}.py").write_text(text)
+    with pytest.raises(error, match=words):
+        model_named(f"{name}:small")
+
+
 HERE = "tests.planning.test_model_layout"
 
 
@@ -97,8 +116,8 @@ HERE = "tests.planning.test_model_layout"
     [
         ("train.py", r"got 'train\.py'\. Write --model train:Model"),
         ("no_such_file:Model", r"No module named 'no_such_file'\. Start it in the folder that has no_such_file"),
-        (f"{HERE}:Unknown", r"has no attribute 'Unknown'"),
-        (f"{HERE}:needs_a_size", r"missing 1 required positional argument: 'size'\. Write a function without arg"),
+        (f"{HERE}:Unknown", r"has no Unknown that makes one"),
+        (f"{HERE}:needs_a_size", r"missing a required argument: 'size'\. Write a function without arg"),
         (f"{HERE}:nothing", r"a torch\.nn\.Module; got .*, which makes NoneType"),
         (f"{HERE}:frozen", r"without a parameter that requires a gradient"),
     ],

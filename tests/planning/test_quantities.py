@@ -1,6 +1,7 @@
 """Rates, times and counts as people write them."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 
@@ -22,6 +23,30 @@ def test_what_people_write() -> None:
     assert count("parameters", "66.9M") == 66_900_000
     assert count("parameters", "11,000,000") == 11_000_000
     assert count("parameters", "1,500.5k") == 1_500_500
+
+
+@pytest.mark.parametrize(
+    ("words", "number", "text"),
+    [
+        (as_time, 0.9996, "1 s"),
+        (as_time, 0.9996e-3, "1 ms"),
+        (as_time, 0.9994, "999 ms"),
+        (as_time, 123.4, "123 s"),
+        (as_time, 12_345.6, "12,346 s"),
+        (as_time, 0.0, "0 ms"),
+        (as_time, 2e-9, "0.002 us"),
+        (as_rate, 999.7e6, "1 Gbit/s"),
+        (as_rate, 4e12, "4 Tbit/s"),
+        (as_rate, 0.5, "0.5 bit/s"),
+        (as_bytes, 999.7e3, "1 MB"),
+        (as_bytes, 999.6, "1 kB"),
+        (as_bytes, 12.0, "12 B"),
+        (as_bytes, 1.6e12, "1.6 TB"),
+        (as_bytes, 1.6e15, "1,600 TB"),
+    ],
+)
+def test_what_people_read(words: Callable[[float], str], number: float, text: str) -> None:
+    assert words(number) == text
 
 
 @pytest.mark.parametrize("text", ["100", "100 mb", "fast", "", "-3mbit", "0mbit", "50mbps", "mbit/s"])
