@@ -54,8 +54,10 @@ class CheckpointingMixin(SynchronizingMixin, DDPStrategy):
             return
         requeue_at_once(self._trainer)
         for ours in self._own_callbacks:
-            if ours in self._callbacks:
-                self._callbacks.remove(ours)
+            # A callback may have set another list meanwhile.
+            for callbacks in (self._callbacks, vars(self._trainer)["callbacks"]):
+                if ours in callbacks:
+                    callbacks.remove(ours)
             forget_actions(vars(self._trainer)["profiler"], f"[Callback]{ours.state_key}.")
         self._callbacks, self._own_callbacks = [], None
 

@@ -20,8 +20,10 @@ def loading(load: Callable[..., T], weights_only: bool | None) -> Callable[..., 
     Before, Lightning's own functions have none, and unpickle any object.
 
     Raises:
-        ValueError: `weights_only` is given, and `load` does not take it.
+        ValueError: `weights_only` is True, and `load` does not take it.
     """
+    if weights_only is None:
+        return load
     if takes_weights_only(load):
         return partial(load, weights_only=weights_only)
     if weights_only:

@@ -111,6 +111,14 @@ class Observer(Callback):
         if self._plain is not None:
             self._plain.ledger.steps += 1
 
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if self._plain is not None:
+            self._plain.end()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        # Lightning does not call `teardown` then.
+        self.teardown(trainer, pl_module, "fit")
+
 
 class CompressionMonitor(Observer):
     """Logs what the method sends, and prints a table of it at the end of fit. Works with ddp too, for comparison.

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from lightning_sparsecomm.basis.ledger import DDP_BUFFERS, DDP_SETUP, GRADIENTS, Ledger
 
@@ -29,6 +30,7 @@ class PlainDDP:
     def __init__(self, world_size: int) -> None:
         self.ledger = Ledger(world_size)
         self._model: DistributedDataParallel | None = None
+        self._watching: RemovableHandle | None = None
         self._sizes: list[tuple[int, int]] = []
         self._passes = self._timed = 0
         self._looked = time.perf_counter()
@@ -62,7 +64,13 @@ class PlainDDP:
         self._sizes = [(weight.numel(), weight.element_size()) for _, weight in named if weight.requires_grad]
         buffers = sum(buffer.nbytes for _, buffer in model.module.named_buffers())
         self.ledger.record(DDP_SETUP, "broadcast", sum(weight.nbytes for _, weight in named) + buffers)
-        model.register_forward_pre_hook(self._before_forward)
+        self._watching = model.register_forward_pre_hook(self._before_forward)
+
+    def end(self) -> None:
+        """Call it when training has ended: lets go of the model."""
+        if self._watching is not None:
+            self._watching.remove()
+        self._model = self._watching = None
 
     def after_backward(self) -> None:
         """Call it after each backward pass: DDP has reduced gradients, unless it was told not to."""

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lightning_sparsecomm.run.contents import State
+from lightning_sparsecomm.run.optimizers import rate_in
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
@@ -24,7 +25,7 @@ def progress_of(trainer: "pl.Trainer") -> State:
         "over": over,
         "stepped": loop._batches_that_stepped,
         "schedulers": [plain(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs],
-        "rates": [[float(group["lr"]) for group in optimizer.param_groups] for optimizer in trainer.optimizers],
+        "rates": [[rate_in(group) for group in optimizer.param_groups] for optimizer in trainer.optimizers],
     }
 
 
@@ -43,7 +44,8 @@ def follow(trainer: "pl.Trainer", state: State) -> None:
         config.scheduler.load_state_dict(saved)
     for optimizer, rates in zip(trainer.optimizers, state["rates"]):
         for group, rate in zip(optimizer.param_groups, rates):
-            group["lr"] = rate
+            if rate is not None:
+                group["lr"] = rate
     # What the other Trainer does after the step in which it was asked.
     loop.update_lr_schedulers("step", update_plateau_schedulers=False)
     if state["over"]:

@@ -15,9 +15,9 @@ from lightning_sparsecomm.sharing.sync import Buffers
 class post_local_sgd(Method):
     """Ranks average their weights after every step at first, and every few steps once training has settled.
 
-    With SGD, with or without momentum, the first steps are ddp's, to float round-off: the mean of weights after a step
-    is the step of the mean gradient. With Adam they are not: the second moment is then the mean of those of the ranks'
-    own gradients.
+    With SGD, with or without momentum, the first steps are ddp's, to float round-off, if all ranks have a gradient for
+    each parameter: the mean of weights after a step is the step of the mean gradient. With Adam they are not: the
+    second moment is then the mean of those of the ranks' own gradients.
 
     Bytes per exchange and rank: 4 for each element, and as many for each of the optimizer's moments that is averaged.
 

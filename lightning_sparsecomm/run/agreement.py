@@ -19,7 +19,7 @@ from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.codecs.payload import FORMAT_VERSION
 from lightning_sparsecomm.run.gathered import as_tensor, gather_texts
 from lightning_sparsecomm.run.nodes import Groups
-from lightning_sparsecomm.run.optimizers import parameters_of
+from lightning_sparsecomm.run.optimizers import parameters_of, rate_in
 from lightning_sparsecomm.run.registry import Registry
 from lightning_sparsecomm.sharing.gradients import NamedParameters
 from lightning_sparsecomm.sharing.method import Method
@@ -169,10 +169,14 @@ def facts_of_optimizers(optimizers: Sequence[Optimizer], parameters: NamedParame
 def facts_of_rates(optimizers: Sequence[Optimizer]) -> list[Fact]:
     """The learning rates of all param groups."""
     return [
-        Fact(f"the learning rate of optimizer {number}'s group {place}", f"{float(group['lr']):.6g}", _RATES)
+        Fact(f"the learning rate of optimizer {number}'s group {place}", _as_text(rate_in(group)), _RATES)
         for number, optimizer in enumerate(optimizers)
         for place, group in enumerate(optimizer.param_groups)
     ]
+
+
+def _as_text(rate: float | None) -> str:
+    return _ABSENT if rate is None else f"{rate:.6g}"
 
 
 def require_agreement(

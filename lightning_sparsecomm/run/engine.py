@@ -207,14 +207,14 @@ class Engine:
             self.exchange_weights(tracked, "end", max(tracked.steps - 1, 0))
         # Forward passes since the last exchange may have changed buffers.
         if any(tracked.steps for tracked in optimizers) and self.state.averages_buffers:
-            last = self._turn(optimizers[0], "end", max(optimizers[0].steps - 1, 0))
-            self.turns.settle_buffers(optimizers[0], last)
+            self.turns.settle_buffers(optimizers[0], self._turn(optimizers[0], "end", max(optimizers[0].steps - 1, 0)))
         elif self.state.drifts and not self.state.averages_buffers:
             self.replicas.bystanders.average()
         self.replicas.settle()
         self.agreement.on_weights([(each.steps, {id(p): p for _, p in each.parameters}) for each in optimizers])
         if self.state.differ:
             self.replicas.whole.mark()
+        self.guards.resting = True
 
     def reunite(self) -> None:
         """Makes replicas equal again after callbacks that may have changed weights since `settle`. A collective."""

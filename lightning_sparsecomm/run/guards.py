@@ -32,6 +32,8 @@ class Guards:
         self.depth = 0
         # Whether gradients or weights are being exchanged.
         self.exchanging = False
+        # Whether all is settled, and no backward pass has come since.
+        self.resting = False
         self._registry = registry
         self._wire = wire
         self._hook = hook
@@ -76,6 +78,7 @@ class Guards:
 
         Two passes before clipping are fine, and so is one after `zero_grad`.
         """
+        self.resting = False
         scaled, at_step, optimizers = self._scales_loss, not self._uses_buckets, self._registry.optimizers
         for tracked in optimizers:
             tracked.note_trained()
@@ -143,7 +146,7 @@ class Guards:
             raise self._wire.failures[0] from self._wire.failures[0].__cause__
 
     def _refuse_bypass(self, optimizer: Optimizer) -> None:
-        if self.depth or not self._registry.held_by(optimizer):
+        if self.resting or not self._registry.held_by(optimizer):
             return
         raise RuntimeError(
             f"{type(optimizer).__name__}.step() was called past the strategy, so its gradients were never shared and"
@@ -153,9 +156,14 @@ class Guards:
 
 
 def _before_any_step(optimizer: Optimizer, *_: object) -> None:
-    """Asks each run before any optimizer's step; a Fabric run, which nothing closes, until it is collected."""
-    for guards in list(_WATCHING):
-        guards._refuse_bypass(optimizer)
+    """Asks each run before any optimizer's step; a Fabric run, which nothing closes, until it is collected.
+
+    A step through the strategy of one run is none of the business of another, whose model it may be too.
+    """
+    watching = list(_WATCHING)
+    if not any(guards.depth for guards in watching):
+        for guards in watching:
+            guards._refuse_bypass(optimizer)
 
 
 def not_shared(name: str) -> RuntimeError:

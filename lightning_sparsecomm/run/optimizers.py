@@ -1,7 +1,9 @@
 """One optimizer of a run: its method, its shares, and the progress of its next step."""
 
 import math
+import numbers
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -154,3 +156,9 @@ class TrackedOptimizer:
 def parameters_of(optimizer: Optimizer) -> list[Parameter]:
     """All parameters of all groups, in the optimizer's order."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def rate_in(group: Mapping[str, Any]) -> float | None:
+    """The learning rate of a param group; None where an optimizer finds its own, and has no number there."""
+    rate = group.get("lr")
+    return float(rate) if isinstance(rate, (numbers.Real, Tensor)) else None

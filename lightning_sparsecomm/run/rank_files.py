@@ -144,8 +144,8 @@ class RankFiles:
         for file in files:
             with suppress(FileNotFoundError):
                 self._io.remove_checkpoint(self.path(file))
-        # Elsewhere, a folder is no more than the names of its files.
-        if isinstance(self._fs, LocalFileSystem):
+        # Elsewhere, a folder is no more than the names of its files. A plugin that writes later may be about to write.
+        if isinstance(self._fs, LocalFileSystem) and not self.written_later:
             with suppress(OSError):
                 os.rmdir(self._root)
 

@@ -1,10 +1,11 @@
 """Refusals of parameters that a method cannot exchange."""
 
 import itertools
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from typing import cast
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import LBFGS, Optimizer
 
@@ -118,8 +119,13 @@ def refuse_lbfgs(optimizer: Optimizer, in_nodes: bool) -> None:
         )
 
 
-def refuse_two_owners(named: NamedParameters, others: Collection[int]) -> None:
-    """Refuses weights that another optimizer's share would also set; `others` are the identities of its members."""
+def refuse_moved_by_others(named: NamedParameters, others: Collection[int]) -> None:
+    """Refuses weights that another share, or another of these weights, would also set to an anchor.
+
+    Args:
+        named: The weights.
+        others: The identities of other optimizers' members.
+    """
     for name, parameter in named:
         if id(parameter) in others:
             raise ValueError(
@@ -127,6 +133,25 @@ def refuse_two_owners(named: NamedParameters, others: Collection[int]) -> None:
                 " other's steps. Give it to one optimizer, or use methods.default(every=1) or"
                 " methods.gradient_dropping(), which exchange in each step."
             )
+    by_storage = defaultdict[int, list[tuple[int, int, str]]](list)
+    for name, parameter in named:
+        if parameter.numel():
+            by_storage[parameter.untyped_storage().data_ptr()].append((*_span(parameter), name))
+    for spans in by_storage.values():
+        for (_, end, first), (begin, _, second) in itertools.pairwise(sorted(spans)):
+            if begin < end:
+                raise ValueError(
+                    f"parameters {first!r} and {second!r} must not share memory, as a transposed weight does: each is"
+                    " set to its own anchor, and would undo the other's steps. Register one of them, and compute the"
+                    " other from it in forward; or use methods.default(every=1) or methods.gradient_dropping()."
+                )
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """The bytes of its storage from its first element to its last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    begin = int(tensor.storage_offset()) * tensor.element_size()
+    return begin, begin + (int(last) + 1) * tensor.element_size()
 
 
 def listed(things: Sequence[object], most: int = 6) -> str:

@@ -16,10 +16,10 @@ from lightning_sparsecomm.run.refusals import (
     refuse_ignored,
     refuse_lbfgs,
     refuse_misplaced,
+    refuse_moved_by_others,
     refuse_renormalizing,
     refuse_sparse,
     refuse_strangers,
-    refuse_two_owners,
     refuse_unannounced,
     refuse_unmatched,
 )
@@ -184,7 +184,7 @@ class Registry:
         for sync, piece in parts:
             if sync.anchored:
                 others = set().union(*(other.members for other in self.optimizers if other is not tracked))
-                refuse_two_owners(piece, others)
+                refuse_moved_by_others(piece, others)
         # Only now: whoever catches a refusal and steps again is refused again. A takeover holds this very set.
         tracked.members |= new
         tracked.parts = parts

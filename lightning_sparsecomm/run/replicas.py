@@ -16,6 +16,9 @@ from lightning_sparsecomm.sharing.gradients import NamedParameters
 from lightning_sparsecomm.sharing.moments import state_on_all_ranks
 from lightning_sparsecomm.sharing.sync import Sync
 
+Place = tuple[int, torch.Size, tuple[int, ...]]
+"""Address, shape and strides: a buffer may be a view of a part of a weight that begins where that does."""
+
 
 class Viewed(NamedTuple):
     """What a tensor held before the shared value was written into it for a while.
@@ -93,9 +96,9 @@ class Replicas:
                     continue
                 since = averaging.every
             if steps // every > (steps - since) // every:
-                values = {weight.data_ptr(): value for weight, value in shared or ()}
+                values = {_place(weight): value for weight, value in shared or ()}
                 for _, weight in piece:
-                    value = values.get(weight.data_ptr(), weight)
+                    value = values.get(_place(weight), weight)
                     # One rank of a node has it in full precision.
                     common[id(weight)] = value.to(weight.dtype) if in_nodes else value
         return common
@@ -136,10 +139,10 @@ class Replicas:
             own = [tensor.clone() for tensor in averaged]
             average_([tensor.data for tensor in averaged], self._wire)
             self._viewed = {
-                names[tensor.data_ptr()]: Viewed(mine, tensor.clone(), tensor) for tensor, mine in zip(averaged, own)
+                names[_place(tensor)]: Viewed(mine, tensor.clone(), tensor) for tensor, mine in zip(averaged, own)
             }
             for tensor, shared in kept:
-                if (name := names[tensor.data_ptr()]) not in self._viewed:
+                if (name := names[_place(tensor)]) not in self._viewed:
                     self._viewed[name] = Viewed(tensor.clone(), shared, tensor)
                     tensor.data.copy_(shared)
         return True
@@ -166,7 +169,7 @@ class Replicas:
         if self._viewed is None:
             names = self._names()
             drifted = *self._drifted(), *(tensor for tensor, _ in self._kept())
-            return own | {names[tensor.data_ptr()]: tensor for tensor in drifted}
+            return own | {names[_place(tensor)]: tensor for tensor in drifted}
         current = self._all_by_name()
         now = {name: current.get(name, viewed.tensor).detach() for name, viewed in self._viewed.items()}
         return own | {name: viewed.kept(now[name]) for name, viewed in self._viewed.items()}
@@ -212,9 +215,9 @@ class Replicas:
     def _all_by_name(self) -> dict[str, Tensor]:
         return self._parameters_by_name(trained=True) | self._untrained_by_name()
 
-    def _names(self) -> dict[int, str]:
-        """Names by the tensors' addresses."""
-        return {tensor.data_ptr(): name for name, tensor in self._all_by_name().items()}
+    def _names(self) -> dict[Place, str]:
+        """Names by the tensors' places."""
+        return {_place(tensor): name for name, tensor in self._all_by_name().items()}
 
     def _buffers(self, tracked: TrackedOptimizer) -> list[Tensor]:
         """The buffers to average with an optimizer's parameters; all of them belong to the first optimizer."""
@@ -234,7 +237,7 @@ class Replicas:
             if tracked.steps and sync.drifts and _shared_weights(tracked, sync) is None:
                 tensors += [parameter.detach() for _, parameter in piece] + self._buffers(tracked)
         # Two optimizers may hold the same parameters.
-        return list({tensor.data_ptr(): tensor for tensor in tensors}.values())
+        return list({_place(tensor): tensor for tensor in tensors}.values())
 
     def _parts(self) -> Iterator[tuple[TrackedOptimizer, Sync, NamedParameters]]:
         for tracked in self._registry.optimizers:
@@ -253,6 +256,10 @@ def _without_anchors(tracked: TrackedOptimizer, warn: bool) -> list[Tensor]:
             stacklevel=2,
         )
     return [weight.detach() for _, weight in tracked.parameters if id(weight) not in anchored]
+
+
+def _place(tensor: Tensor) -> Place:
+    return tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
 def _shared_weights(tracked: TrackedOptimizer, sync: Sync) -> list[tuple[Tensor, Tensor]] | None:

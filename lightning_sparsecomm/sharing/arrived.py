@@ -109,7 +109,9 @@ class Arrived(NamedTuple):
         given, views = (self.layout.views(each) for each in (dense(self.exchanged.shared), shared))
         for index, (name, (old, new)) in enumerate(zip(self.names, pairs)):
             if old and not factors[index]:
-                left.leave(name, given[index], old)
+                # What no rank has had a gradient for is left as it is: the optimizer must not meet zeros there.
+                if present[index]:
+                    left.leave(name, given[index], old)
             elif (more := left.take(name, new)) is not None:
                 views[index].add_(more)
                 present[index] = True

@@ -67,9 +67,11 @@ def averaged(weights: Sequence[Tensor], wire: Wire) -> list[Tensor]:
 
 def _chunks(tensors: Sequence[Tensor]) -> Iterable[list[Tensor]]:
     chunk: list[Tensor] = []
+    elements = 0
     for tensor in tensors:
-        if chunk and sum(each.numel() for each in chunk) + tensor.numel() > _CHUNK:
+        if chunk and elements + tensor.numel() > _CHUNK:
             yield chunk
-            chunk = []
+            chunk, elements = [], 0
         chunk.append(tensor)
+        elements += tensor.numel()
     yield chunk

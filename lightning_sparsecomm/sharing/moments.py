@@ -56,8 +56,9 @@ def _kinds_of(optimizer: Optimizer) -> list[str] | None:
     """
     if not type(optimizer).__module__.startswith("torch.optim") or isinstance(optimizer, torch.optim.SparseAdam):
         return None
-    # On a CPU, where nothing can be captured.
-    accepted = inspect.signature(type(optimizer)).parameters.keys() - {"params", "capturable"}
+    # On a CPU, where nothing can be captured; and without what only says how a step is computed.
+    ways = {"params", "capturable", "foreach", "fused", "differentiable"}
+    accepted = inspect.signature(type(optimizer)).parameters.keys() - ways
     kinds: dict[str, None] = {}
     for group in optimizer.param_groups:
         options = {name: value for name, value in (optimizer.defaults | group).items() if name in accepted}

@@ -21,7 +21,10 @@ _READ_EARLY = ("accelerator", "parallel_devices", "precision", "precision_plugin
 
 class _Either(type):
     def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, SynchronizingMixin) or super().__instancecheck__(instance)
+        if not isinstance(instance, SynchronizingMixin):
+            return super().__instancecheck__(instance)
+        # Each is an object of the packages' `SparseCommStrategy` too.
+        return cls is not ElasticSparseCommStrategy or getattr(instance, "come_and_go", False)
 
 
 class _Strategy(str, metaclass=_Either):

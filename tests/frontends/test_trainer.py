@@ -7,14 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from pytorch_lightning import Callback, Trainer
 from pytorch_lightning.plugins.precision import MixedPrecision
 from pytorch_lightning.strategies import DDPStrategy
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_sparsecomm import Channel, CompressionMonitor, GradientSync, Method, NonFiniteGradientError
 from lightning_sparsecomm.exchange import DenseAllReduce
 from lightning_sparsecomm.methods import dense, gradient_dropping
 from lightning_sparsecomm.strategies.pytorch_lightning import SparseCommStrategy
+from tests.distributed.launch import QUIET, run_ranks
 from tests.frontends.fitting import Model, fit, refusals
 
 
@@ -185,3 +188,24 @@ def test_gradient_that_is_not_finite(scope: Any, tmp_path: Path) -> None:
     for error in found:
         text = r"rank 1 has a gradient that is not finite, for parameter 'network.2.weight' in step 2\."
         assert re.match(f"{NonFiniteGradientError.__name__}: {text}", error), error
+
+
+def _twice(rank: int, rebinds: bool) -> list[str]:
+    class Extra(Callback):
+        pass
+
+    class Late(Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            if rebinds:
+                trainer.callbacks = [*trainer.callbacks, Extra()]
+
+    strategy = with_method(gradient_dropping())
+    options = {**QUIET, "enable_checkpointing": False}
+    trainer = Trainer(max_steps=1, strategy=strategy, devices=1, callbacks=[Late()], **options)
+    trainer.fit(Model(), DataLoader(torch.zeros(1, 6)))
+    return [type(each).__name__ for each in trainer.callbacks]
+
+
+def test_no_callback_of_ours_stays_where_another_has_set_a_list_of_its_own(tmp_path: Path) -> None:
+    assert run_ranks(tmp_path, 1, _twice, False) == [["Late"]]
+    assert run_ranks(tmp_path, 1, _twice, True) == [["Late", "Extra"]]

@@ -152,7 +152,9 @@ def test_what_is_too_large_for_training_is_too_large_for_a_plan() -> None:
 def test_a_method_that_cannot_work_between_so_many_ranks_is_left_out() -> None:
     parameters = square_layers(100_000)
     kinds = [(optimizer_for("sgd", parameters), parameters)]
-    result = plan(kinds, 40_000, Network(1e9), Work(1.0), 1000, quality="exact", candidates={"terngrad": methods.terngrad()})
+    result = plan(
+        kinds, 40_000, Network(1e9), Work(1.0), 1000, quality="exact", candidates={"terngrad": methods.terngrad()}
+    )
     assert result.refused.keys() == {"terngrad"}
     assert "got 40000. Use fewer ranks" in result.refused["terngrad"]
 

@@ -1,12 +1,14 @@
 """What must be equal on all ranks, and the words for what is not. Ranks that do differ are in tests/distributed."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
 from lightning_sparsecomm.basis import Wire
 from lightning_sparsecomm.methods import dgc, gradient_dropping
 from lightning_sparsecomm.run import agreement
-from lightning_sparsecomm.run.agreement import Fact, facts_of_optimizers, facts_of_run, plain_repr
+from lightning_sparsecomm.run.agreement import Fact, facts_of_optimizers, facts_of_rates, facts_of_run, plain_repr
 from lightning_sparsecomm.run.engine import Engine
 from lightning_sparsecomm.sharing import Method
 from tests.run.training import chain
@@ -48,6 +50,15 @@ def test_the_facts_of_optimizers() -> None:
         "the optimizer of parameter 'b'": "none",
     }
     assert topics(facts_of_optimizers([], [])) == {"the list of optimizers": "none"}
+
+
+def test_a_group_may_have_no_learning_rate_of_its_own() -> None:
+    """As Hugging Face's Adafactor, which finds it by itself."""
+    groups: list[dict[str, Any]] = [{"lr": 0.1}, {"lr": torch.tensor(0.25)}, {"lr": None}, {}]
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5)
+    optimizer.param_groups = groups
+    facts = facts_of_rates([optimizer])
+    assert [fact.value for fact in facts] == ["0.1", "0.25", "none", "none"]
 
 
 def test_the_first_difference_is_named_by_rank() -> None:

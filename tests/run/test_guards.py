@@ -56,6 +56,33 @@ def test_the_guard_watches_until_close(wire: Wire) -> None:
     engine.close()
 
 
+def test_the_guard_rests_between_the_end_and_the_next_backward_pass(wire: Wire) -> None:
+    """A Fabric's model goes on to be trained by torch alone, after `settle`."""
+    engine = Engine(gradient_dropping(1.0), wire)
+    module, optimizer, _ = ready(engine)
+    step(engine, optimizer)
+    engine.settle()
+    optimizer.step()
+    backward(engine, module)
+    with pytest.raises(RuntimeError, match=r"SGD.step\(\) was called past the strategy"):
+        optimizer.step()
+    engine.close()
+
+
+def test_a_step_through_another_run_is_none_of_a_runs_business(wire: Wire) -> None:
+    """Nothing closes a Fabric run, whose model another Fabric may train meanwhile."""
+    former = Engine(gradient_dropping(1.0), wire)
+    module, optimizer, _ = ready(former)
+    step(former, optimizer)
+    engine = Engine(gradient_dropping(1.0), wire)
+    engine.registry.add_module(module)
+    another = torch.optim.SGD(module.parameters(), lr=0.1)
+    backward(engine, module)
+    step(engine, another)
+    for each in (engine, former):
+        each.close()
+
+
 def test_a_run_that_is_collected_in_the_middle_of_a_step_does_not_fail_it(wire: Wire) -> None:
     """Nothing closes a Fabric run, and the garbage collector takes it whenever it likes."""
     runs: list[Engine] = []

@@ -83,6 +83,16 @@ def test_only_rank_0_lets_a_plugin_write_later(tmp_path: Path) -> None:
         files.write(RankFile(0, 2, 1), {})
 
 
+def test_a_folder_that_a_plugin_may_be_about_to_write_to_stays(tmp_path: Path) -> None:
+    for plugin, stays in ((AsyncCheckpointIO(TorchCheckpointIO()), True), (Plugin(), False)):
+        files = RankFiles(tmp_path / "last.ckpt", plugin)
+        os.makedirs(files.folder)
+        files.remove([])
+        assert os.path.isdir(files.folder) == stays
+        if stays:
+            os.rmdir(files.folder)
+
+
 FILE = RankFile(1, 2, 7)
 
 

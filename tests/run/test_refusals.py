@@ -9,9 +9,9 @@ from lightning_sparsecomm.methods import default, dense, dgc, sbc, split
 from lightning_sparsecomm.run.engine import Engine
 from lightning_sparsecomm.run.refusals import (
     listed,
+    refuse_moved_by_others,
     refuse_renormalizing,
     refuse_strangers,
-    refuse_two_owners,
     refuse_unannounced,
 )
 from lightning_sparsecomm.sharing import Method
@@ -36,9 +36,21 @@ def test_a_parameter_of_no_module_and_one_of_two_optimizers() -> None:
         ValueError, match=r"1 parameter\(s\) that the model lacks, of shapes \(1, 2\): .* part of the model"
     ):
         refuse_strangers([layer.weight])
-    refuse_two_owners(list(layer.named_parameters()), [])
+    refuse_moved_by_others(list(layer.named_parameters()), [])
     with pytest.raises(ValueError, match=r"parameter 'bias' belongs to two optimizers.*Give it to one optimizer"):
-        refuse_two_owners(list(layer.named_parameters()), [id(layer.bias)])
+        refuse_moved_by_others(list(layer.named_parameters()), [id(layer.bias)])
+
+
+def test_weights_that_share_memory() -> None:
+    layer = nn.Linear(3, 3)
+    flat = torch.zeros(7)
+    apart = [("first", nn.Parameter(flat[:3])), ("second", nn.Parameter(flat[3:7])), ("none", nn.Parameter(flat[:0]))]
+    refuse_moved_by_others(apart, [])
+    transposed = nn.Parameter(layer.weight.detach().t())
+    with pytest.raises(ValueError, match=r"parameters '(there|back)' and '(there|back)' must not share memory"):
+        refuse_moved_by_others([("there", layer.weight), ("bias", layer.bias), ("back", transposed)], [])
+    with pytest.raises(ValueError, match="parameters 'all' and 'last' must not share memory"):
+        refuse_moved_by_others([("last", nn.Parameter(flat[6:])), ("all", nn.Parameter(flat))], [])
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,16 @@ def test_the_anchor_is_viewed_without_a_collective_and_own_weights_come_back(mak
     assert not engine.replicas.view_shared()
 
 
+def test_a_buffer_that_is_a_part_of_a_weight_is_not_taken_for_it(make: Make) -> None:
+    engine, module, optimizer = make(federated_averaging(every=3))
+    module.register_buffer("row", module.trained.weight.detach()[0])
+    train(engine, module, optimizer)
+    own = weights(module)
+    engine.replicas.view_shared()
+    engine.replicas.view_own()
+    assert torch.equal(weights(module), own)
+
+
 @pytest.mark.parametrize("method", [federated_averaging(every=3), gradient_dropping(local="partial")])
 def test_what_is_set_while_the_shared_model_is_viewed_stays(make: Make, method: Method) -> None:
     """As by a hook that sets weights, or a buffer, while Lightning validates. All other elements come back."""

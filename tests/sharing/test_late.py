@@ -270,6 +270,14 @@ def test_a_gradient_that_is_missing_moves_nothing() -> None:
 
 
 @pytest.mark.usefixtures("wire")
+def test_a_gradient_that_is_missing_moves_nothing_after_a_step_at_rate_0_either() -> None:
+    training, begin = Training(dgc(1.0, warmup_steps=0, delay=1), momentum=0.9, weight_decay=0.1), Layers()
+    for seed, rate in enumerate([0.1, 0.1, 0.0, 0.1, 0.1]):
+        training.train(drawn(seed)[0], None, rate)
+    assert torch.equal(training.shared()[20:], begin.bias.detach())
+
+
+@pytest.mark.usefixtures("wire")
 @pytest.mark.parametrize("rates", [[0.1] * 5, [0.1, 0.2, 0.0, 0.0, 0.1]])
 @pytest.mark.parametrize(
     ("make", "kind", "options"),

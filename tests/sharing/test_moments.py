@@ -189,6 +189,9 @@ def test_what_an_optimizer_keeps() -> None:
     assert kept_by(torch.optim.AdamW(weights), wanted) == ADAM
     # Which a CPU does not know; other optimizers are tried there.
     assert kept_by(torch.optim.Adam(weights, capturable=True), wanted) == ADAM
+    rate = torch.tensor(0.1)
+    for kind in (torch.optim.Adam, torch.optim.AdamW):
+        assert kept_by(kind(weights, lr=rate, foreach=True, capturable=True), wanted) == ADAM
     assert kept_by(torch.optim.SGD(weights, lr=0.1, momentum=0.9), wanted) == {"momentum_buffer": 3}
     assert kept_by(Own(weights), wanted) == wanted
     assert kept_by(torch.optim.SGD(weights, lr=0.1), wanted) == {}

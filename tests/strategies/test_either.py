@@ -15,7 +15,7 @@ import pytorch_lightning as pl
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
 from lightning_sparsecomm.methods import gradient_dropping
-from lightning_sparsecomm.strategies.either import SparseCommStrategy
+from lightning_sparsecomm.strategies.either import ElasticSparseCommStrategy, SparseCommStrategy
 
 PACKAGES = ["pytorch_lightning", "lightning.pytorch", "lightning_fabric", "lightning.fabric"]
 
@@ -98,6 +98,17 @@ def test_it_cannot_be_subclassed() -> None:
 def test_other_strategies_are_not_taken_for_it() -> None:
     assert not isinstance(pl.strategies.DDPStrategy(), SparseCommStrategy)
     assert not isinstance("ddp", SparseCommStrategy)
+
+
+def test_replicas_that_come_and_go_are_told_from_others() -> None:
+    module = importlib.import_module("lightning_sparsecomm.strategies.pytorch_lightning")
+    plain = module.SparseCommStrategy()
+    # Without torchft, none can be constructed.
+    elastic = module.ElasticSparseCommStrategy.__new__(module.ElasticSparseCommStrategy)
+    assert isinstance(plain, SparseCommStrategy)
+    assert isinstance(elastic, SparseCommStrategy)
+    assert isinstance(elastic, ElasticSparseCommStrategy)
+    assert not isinstance(plain, ElasticSparseCommStrategy)
 
 
 def test_it_keeps_nothing_alive() -> None:
