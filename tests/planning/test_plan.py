@@ -10,7 +10,7 @@ import pytest
 from lightning_sparsecomm import __version__, methods
 from lightning_sparsecomm.basis.ledger import link_bytes
 from lightning_sparsecomm.commands import main
-from lightning_sparsecomm.planning import Network, Plan, Rehearsed, Work, plan, predict, square_layers
+from lightning_sparsecomm.planning import Network, Plan, Rehearsed, Work, plan, planner, predict, square_layers
 from lightning_sparsecomm.planning.planner import optimizer_for
 
 EXACT = {"call": 0.0, "copying": 0.0}
@@ -212,6 +212,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
 def test_on_a_terminal_the_command_says_what_it_rehearses_and_that_the_processor_is_busy(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(planner, "known", lambda: {"dgc": methods.dgc(), "sbc": methods.sbc()})
     monkeypatch.setattr("time.thread_time", lambda: 0.0)
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     main([*COMMAND, "--quality", "exact"])
@@ -232,7 +233,9 @@ def test_a_command_that_is_misspelt_is_answered_with_the_nearest(capsys: pytest.
     assert capsys.readouterr().out == f"lightning_sparsecomm {__version__}\n"
 
 
-def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    recipes = {name: recipe() for name, recipe in methods.RECIPES.items() if name in ("dgc", "sketched_sgd", "signsgd")}
+    monkeypatch.setattr(planner, "known", lambda: recipes)
     main([*COMMAND, "--optimizer", "adamw", "--json"])
     result = json.loads(capsys.readouterr().out)
     assert result["choice"] in result["rows"]
