@@ -96,8 +96,19 @@ def offer_of(
         since = max((unit.steps for unit in weights if unit.trained > unit.steps), default=0)
         samples = tracked.samples.behind(trained)
     return Offer(
-        *(tracked.number, wanted, turn.kind, turn.step, turn.epoch, turn.length, trained, step_seconds, settings),
-        *(since, _known(samples), _known(tracked.samples.behind(since)), turn.step + 1 >= length),
+        optimizer=tracked.number,
+        units=wanted,
+        kind=turn.kind,
+        step=turn.step,
+        epoch=turn.epoch,
+        length=turn.length,
+        trained=trained,
+        step_seconds=step_seconds,
+        settings=settings,
+        since=since,
+        samples=_known(samples),
+        samples_since=_known(tracked.samples.behind(since)),
+        last=turn.step + 1 >= length,
     )
 
 

@@ -68,8 +68,17 @@ def say_start(strategy: Any, trainer: "pl.Trainer", found: Expected, length: flo
     warn_of_short_run(registry, engine.warmup, found.steps, found.epochs)
     fewer = [times_fewer_bytes(engine, each, length, found.epoch_steps) for each in registry.optimizers]
     usual = strategy.method.for_run(length, engine.wire.world_size)
-    told = found.estimated, fewer, strategy.come_and_go, found.may_end_sooner, usual
-    lines = announcement(registry, length, strategy.taking_part, *told, engine.warmup is not None)
+    lines = announcement(
+        registry,
+        length,
+        strategy.taking_part,
+        estimated=found.estimated,
+        fewer=fewer,
+        come_and_go=strategy.come_and_go,
+        may_end_sooner=found.may_end_sooner,
+        usual=usual,
+        warms_up=engine.warmup is not None,
+    )
     strategy.announced = [*lines, *advice(registry, strategy.num_nodes, strategy.num_processes)]
     announce(strategy.announced, trainer)
     layout = ModelLayout.of(registry.modules, [each.optimizer for each in registry.optimizers])

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from lightning_sparsecomm.basis.schedules import Density, Every, warmed
 from lightning_sparsecomm.channel import Channel, ErrorFeedback, LocalAdam
-from lightning_sparsecomm.methods.corrected import Steps, clipping_at
+from lightning_sparsecomm.methods.corrected import EACH_STEP, Steps, clipping_at
 from lightning_sparsecomm.methods.dropping import ExchangeName, PositionName, ScopeName, ValueName, sparse
 from lightning_sparsecomm.methods.weights import RestBits, rest, with_rows
 from lightning_sparsecomm.sharing import GradientSync, Method
@@ -90,5 +90,6 @@ class local_adam(Method):
         whole = [after, LocalAdam(), ErrorFeedback()]
         weights = GradientSync(Channel(how, [before, LocalAdam(), ErrorFeedback()]), exclude=exclude, min_dimensions=2)
         steps: Steps = delay, every, residual_in_weights
-        others = rest(rest_bits, *([[after], [after, ErrorFeedback()]] if steps == (0, 1, False) else [whole, whole]))
+        exact, rounded = ([after], [after, ErrorFeedback()]) if steps == EACH_STEP else (whole, whole)
+        others = rest(rest_bits, exact, rounded)
         super().__init__(with_rows([sync.at(*steps) for sync in (weights, others)], few_rows, exclude, [after]))

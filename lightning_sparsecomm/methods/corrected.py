@@ -12,6 +12,9 @@ from lightning_sparsecomm.sharing import GradientSync
 Steps = tuple[int, Every, bool]
 """`delay`, `every` and `residual_in_weights` of `GradientSync`."""
 
+EACH_STEP: Steps = (0, 1, False)
+"""Each step exchanges, and waits for that; nothing unsent is in the weights."""
+
 
 def clipping_at(clip: float | None) -> ClipLocalNorm:
     """Clips each rank's own gradient; raises `ValueError` for a `clip` that is not positive."""
@@ -27,7 +30,7 @@ def corrected(
     exclude: Sequence[str],
     follow_rate: bool,
     rest_bits: RestBits = 32,
-    steps: Steps = (0, 1, False),
+    steps: Steps = EACH_STEP,
     few_rows: bool = False,
 ) -> list[GradientSync]:
     """Sends weights through `exchange`, after momentum and residual; sends all else whole, before momentum."""
@@ -44,7 +47,7 @@ def corrected(
     syncs = [
         GradientSync(weights, exclude=exclude, min_dimensions=2, mask_momentum=masks_own),
         # For steps of a rank's own, momentum must be before the exchange.
-        rest(rest_bits, rounded if steps != (0, 1, False) else [clipping, *after], rounded),
+        rest(rest_bits, [clipping, *after] if steps == EACH_STEP else rounded, rounded),
     ]
     syncs = [sync.at(*steps) for sync in syncs]
     return with_rows(syncs, few_rows, exclude, [clipping, *after])

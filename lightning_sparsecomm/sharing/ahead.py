@@ -109,10 +109,10 @@ class Ahead:
         """Whether a weight is where training, or the last look at it, has left it."""
         if name in self._set_to:
             return alike(weight, self._set_to[name])
-        three = weight, self.anchors.of(name), self.by.get(name, weight)
-        if name in self.by and name not in self.set.changes and _are_of_one_kind(three):
-            weight, shared, by = (each.view(-1) for each in three)
-            return kernels_for(weight.device, weight.dtype).is_ahead_by(weight, shared, by, sign)
+        shared, by = self.anchors.of(name), self.by.get(name)
+        if by is not None and name not in self.set.changes and _are_of_one_kind((weight, shared, by)):
+            kernels = kernels_for(weight.device, weight.dtype)
+            return kernels.is_ahead_by(weight.view(-1), shared.view(-1), by.view(-1), sign)
         return all(alike(weight[part], self._left_at(name, sign, part)) for part in _parts(weight))
 
     def _left_at(self, name: str, sign: int, part: "_Part" = ...) -> Tensor:

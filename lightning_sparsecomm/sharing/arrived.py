@@ -63,7 +63,7 @@ class Leftovers:
         self._rates = {name: float(rate) for name, rate in rates.items()}
 
 
-class Arrived(NamedTuple):
+class ArrivedGradients(NamedTuple):
     """The result of an exchange that no step has used.
 
     Attributes:
@@ -81,7 +81,7 @@ class Arrived(NamedTuple):
         """Of the layout's segments."""
         return [segment.name for segment in self.layout.segments]
 
-    def of(self, names: Collection[str]) -> "Arrived | None":
+    def of(self, names: Collection[str]) -> "ArrivedGradients | None":
         """The same of some segments; None of none."""
         kept = [number for number, name in enumerate(self.names) if name in names]
         if not kept:
@@ -91,7 +91,7 @@ class Arrived(NamedTuple):
         whole = torch.cat([flats[number] for number in kept])
         exchanged = Exchanged(whole, whole, [present[number] for number in kept])
         layout = Layout([(segment.name, segment.shape) for segment in segments])
-        return Arrived(exchanged, layout, tuple(self.rates[number] for number in kept))
+        return ArrivedGradients(exchanged, layout, tuple(self.rates[number] for number in kept))
 
     def at(self, now: Mapping[str, float], left: Leftovers) -> Exchanged:
         """What counts as much at other learning rates, by name, as this did at its own.
@@ -134,7 +134,7 @@ class Arrived(NamedTuple):
     @classmethod
     def loaded(
         cls, shared: Mapping[str, Tensor], present: Mapping[str, Tensor], rates: Mapping[str, Tensor]
-    ) -> "Arrived | None":
+    ) -> "ArrivedGradients | None":
         """What `state_dict` returned; None of nothing."""
         if not shared:
             return None

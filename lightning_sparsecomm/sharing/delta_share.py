@@ -78,7 +78,7 @@ class DeltaShare(PartShare):
         self.steps = 0
         self._set_weights = SetWeights()
         self._moments = Moments(kept_by(optimizer, sync.moments))
-        # Whether this turn's exchange is the last one, after which no moments are used.
+        # Whether this turn's exchange is the run's last; whether weights were noted after this step's update.
         self._last = self._noted = False
         # In a turn: anchors of weights that were set, by name; before the exchange, this rank's own weights.
         self._set: dict[str, Tensor] = {}

@@ -19,7 +19,7 @@ Mix = float | Literal["keep"]
 """The local weights where an exchange arrives: "keep" what was trained meanwhile, or a share of them."""
 
 
-class Arrived(NamedTuple):
+class ArrivedChanges(NamedTuple):
     """The result of an exchange that has not been applied; tensors by parameter name.
 
     Attributes:
@@ -91,13 +91,13 @@ def by_name(vector: SparseVector | Tensor, layout: Layout) -> dict[str, Tensor]:
     return dict(zip((segment.name for segment in layout.segments), layout.views(dense), strict=True))
 
 
-def saved_arrived(arrived: Arrived, began: Mapping[str, Tensor]) -> Saved:
+def saved_arrived(arrived: ArrivedChanges, began: Mapping[str, Tensor]) -> Saved:
     """What has arrived, and the weights when it started, by kind and name."""
     saved: Saved = {f"in flight, {kind}": parts for kind, parts in arrived._asdict().items()}
     return saved | {"in flight, weights at its start": dict(began)}
 
 
-def load_arrived(saved: Saved, parameters: NamedParameters, mix: Mix) -> tuple[Arrived, dict[str, Tensor]]:
+def load_arrived(saved: Saved, parameters: NamedParameters, mix: Mix) -> tuple[ArrivedChanges, dict[str, Tensor]]:
     """Takes out of `saved` what `saved_arrived` returned for some parameters, to their devices.
 
     Raises:
@@ -109,7 +109,7 @@ def load_arrived(saved: Saved, parameters: NamedParameters, mix: Mix) -> tuple[A
         held = pop_named(saved, f"in flight, {kind}", list(devices))
         return {name: each.to(devices[name], copy=True) for name, each in held.items()}
 
-    arrived, began = Arrived(*(taken(kind) for kind in Arrived._fields)), taken("weights at its start")
+    arrived, began = ArrivedChanges(*(taken(kind) for kind in ArrivedChanges._fields)), taken("weights at its start")
     if mix == "keep" and arrived.mean.keys() - began.keys():
         raise ValueError(
             "mix must be a number to resume from a checkpoint that was saved with an exchange in flight and such a mix;"

@@ -145,10 +145,12 @@ class GradientShare(Share):
 
         Unknown learning rates, before the first step after resuming from an old checkpoint, count as 0.
         """
-        total, *others = [each.waiting(self.layout) for each in self.channel.residuals] or [torch.zeros(())]
-        for other in others:
-            total += other
-        return total
+        waiting = [each.waiting(self.layout) for each in self.channel.residuals]
+        if not waiting:
+            return torch.zeros(())
+        for other in waiting[1:]:
+            waiting[0] += other
+        return waiting[0]
 
     def _ahead_by_residual(self) -> dict[str, Tensor]:
         """By name of a trained parameter, the part of its residual that a rank trains ahead by."""

@@ -10,7 +10,7 @@ from lightning_sparsecomm.channel import MomentumCorrection
 from lightning_sparsecomm.channel.saved import Saved, add_prefix, pop_named, strip_prefix
 from lightning_sparsecomm.sharing.adam import show_moments
 from lightning_sparsecomm.sharing.anchors import Anchors
-from lightning_sparsecomm.sharing.arrived import Arrived, Leftovers, number
+from lightning_sparsecomm.sharing.arrived import ArrivedGradients, Leftovers, number
 from lightning_sparsecomm.sharing.gradient_share import GradientShare, SharesGradients
 from lightning_sparsecomm.sharing.gradients import NamedParameters, write_gradients
 from lightning_sparsecomm.sharing.in_flight import InFlightShare
@@ -42,7 +42,7 @@ class LateShare(InFlightShare[None], GradientShare):
     def __init__(self, sync: SharesGradients, optimizer: Optimizer, parameters: NamedParameters, wire: Wire) -> None:
         self._stream = Stream(wire)
         self._prepared: Wire | None = None
-        self._arrived: Arrived | None = None
+        self._arrived: ArrivedGradients | None = None
         self._left = Leftovers()
         self._rates: tuple[float, ...] = ()
         self._anchors = Anchors()
@@ -158,7 +158,7 @@ class LateShare(InFlightShare[None], GradientShare):
             parts = pop_named(ours, f"late, {kind}", list(weights))
             return {name: part.to(weights[name].device, copy=True) for name, part in parts.items()}
 
-        self._arrived = Arrived.loaded(taken("shared"), taken("present"), taken("rate"))
+        self._arrived = ArrivedGradients.loaded(taken("shared"), taken("present"), taken("rate"))
         self._left.load_state_dict(taken("left"), taken("rate of what is left"))
         self._anchors.load_state_dict(taken, self.parameters)
         self._own = taken("own")
@@ -182,7 +182,7 @@ class LateShare(InFlightShare[None], GradientShare):
             if isinstance(exchanged.shared, Tensor):
                 # The next exchange, which starts before this one is used, may write to the same memory.
                 exchanged = exchanged._replace(shared=exchanged.shared.clone())
-            self._arrived = Arrived(exchanged, self.layout, self._rates)
+            self._arrived = ArrivedGradients(exchanged, self.layout, self._rates)
 
     def _use(self) -> None:
         """Writes what has arrived to `.grad`, in other memory than the gradients that are in flight."""

@@ -12,7 +12,7 @@ from lightning_sparsecomm.basis.arguments import check_whole_number, is_number
 from lightning_sparsecomm.basis.stream import Stream
 from lightning_sparsecomm.channel.saved import Saved, add_prefix, pop_named, strip_prefix
 from lightning_sparsecomm.sharing.delta_share import IN_FLIGHT, Delayed, DeltaShare, scaled
-from lightning_sparsecomm.sharing.flown import Arrived, by_name, fly, load_arrived, saved_arrived
+from lightning_sparsecomm.sharing.flown import ArrivedChanges, by_name, fly, load_arrived, saved_arrived
 from lightning_sparsecomm.sharing.flown import Mix as Mix
 from lightning_sparsecomm.sharing.gradients import NamedParameters
 from lightning_sparsecomm.sharing.in_flight import InFlightShare
@@ -64,7 +64,7 @@ class StreamedShare(InFlightShare[dict[str, Tensor]], DeltaShare):
         stream: Stream | None = None,
     ) -> None:
         self.delay, self.stream = sync.delay, stream or Stream(wire)
-        self._arrived: Arrived | None = None
+        self._arrived: ArrivedChanges | None = None
         # The weights when the exchange in flight started, by name, and the step after which it is applied.
         self._began: dict[str, Tensor] = {}
         self._arrives = 0
@@ -198,7 +198,7 @@ class StreamedShare(InFlightShare[dict[str, Tensor]], DeltaShare):
         beside = self.stream.wire(UPDATES)
         self._moments.start(self.optimizer, self.parameters, later=True)
         if not self.parameters:
-            self._arrived = Arrived({}, {}, {})
+            self._arrived = ArrivedChanges({}, {}, {})
             return
         with self.wire.ledger.exchanging():
             weights = {name: weight.detach().clone() for name, weight in self.parameters}
@@ -219,7 +219,7 @@ class StreamedShare(InFlightShare[dict[str, Tensor]], DeltaShare):
             if set_means and self.wire.rank == 0:
                 self._set_weights.warn(set_means)
             sent = by_name(exchanged.sent, self.layout) if self.sync.mask_momentum else {}
-            self._arrived = Arrived(by_name(exchanged.shared, self.layout), sent, set_means)
+            self._arrived = ArrivedChanges(by_name(exchanged.shared, self.layout), sent, set_means)
 
     def _apply(self) -> None:
         """Moves the anchors by what has arrived, and the weights with them."""
