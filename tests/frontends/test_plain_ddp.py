@@ -1,8 +1,6 @@
 """What torch's own DDP waited, from its samples."""
 
-import gc
 import time
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -23,24 +21,24 @@ class Sampled:
         return {"backward_comm_time": 1_500_000_000, "backward_compute_comm_overlap_time": 500_000_000}
 
 
-def _ended(rank: int) -> bool:
-    """Whether anything holds DDP's wrapper after fit."""
-    wrapped: list[weakref.ref[Any]] = []
+def _held(rank: int) -> list[int]:
+    """How many hooks DDP's wrapper has amid training, and after it; and whether the monitor holds the wrapper then."""
+    hooks, found = list[dict[int, Any]](), list[int]()
 
     class Look(pl.Callback):
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            wrapped.append(weakref.ref(trainer.strategy.model))
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            hooks.append(trainer.strategy.model._forward_pre_hooks)
+            found.append(len(hooks[0]))
 
     monitor, options = CompressionMonitor(summary=False), {**QUIET, "enable_checkpointing": False}
     trainer = pl.Trainer(max_steps=1, strategy="ddp", devices=1, callbacks=[monitor, Look()], **options)
     trainer.fit(Model(), DataLoader(torch.zeros(1, 6)))
-    del trainer
-    gc.collect()
-    return wrapped[0]() is not None
+    assert monitor._plain is not None
+    return [*found, len(hooks[0]), monitor._plain._model is not None]
 
 
 def test_it_lets_go_of_the_model_at_the_end(tmp_path: Path) -> None:
-    assert run_ranks(tmp_path, 1, _ended) == [False]
+    assert run_ranks(tmp_path, 1, _held) == [[1, 0, False]]
 
 
 def test_a_slow_sample_never_stands_for_more_time_than_has_passed() -> None:
