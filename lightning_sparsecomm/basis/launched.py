@@ -33,6 +33,10 @@ def joined(timeout: timedelta) -> Iterator[Wire]:
             raise ValueError(
                 f"{name} must be a whole number; got {os.environ[name]!r}. Leave it to a launcher such as torchrun."
             )
+    if not 0 < int(os.environ["MASTER_PORT"]) < 2**16:
+        raise ValueError(
+            f"MASTER_PORT must be from 1 to 65535; got {os.environ['MASTER_PORT']}. Use 29500, for example."
+        )
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if rank >= world_size:
         raise ValueError(

@@ -36,9 +36,12 @@ def model_named(text: str) -> nn.Module:
         raise ValueError(
             f"{_RULE}; got {text!r}: {error}. Start it in the folder that has {place.partition('.')[0]}."
         ) from error
-    maker = getattr(module, name, None)
-    if not callable(maker):
-        raise ValueError(f"{_RULE}; got {text!r}, but {place} has no {name} that makes one.")
+    if not hasattr(module, name):
+        raise ValueError(f"{_RULE}; got {text!r}, but {place} has no {name}.")
+    maker = getattr(module, name)
+    if not callable(maker) or isinstance(maker, nn.Module):
+        is_one = "is a model already" if isinstance(maker, nn.Module) else f"is of type {type(maker).__name__}"
+        raise ValueError(f"{_RULE}; got {text!r}, which {is_one}. Write a function that makes it, and name that.")
     try:
         inspect.signature(maker).bind()
     except ValueError:

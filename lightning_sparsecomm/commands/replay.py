@@ -25,6 +25,9 @@ _LOOKING_SECONDS = 0.1
 _ENDING_SECONDS = 10.0
 """For replicas to end by themselves once another has failed."""
 
+# The second one comes when the terminal is closed.
+_ENDING = signal.SIGTERM, signal.SIGHUP
+
 STOPPED, FAILED, BROKEN = "stopped", "failed", "broke off"
 
 _ENDS = {
@@ -61,7 +64,8 @@ def run(options: argparse.Namespace) -> None:
         raise ValueError("COMMAND must be what starts a replica; got none. Add it, such as: -- python train.py")
     scripts = scripts_of([entry for log in options.logs for entry in read(log)])
     # As an interrupt: replicas are not left behind.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in _ENDING:
+        signal.signal(number, signal.default_int_handler)
     try:
         ends = replay(scripts, lambda environment: _start(environment, command))
     except KeyboardInterrupt:
@@ -109,7 +113,8 @@ def replay(scripts: Sequence[Script], start: Callable[[dict[str, str]], Process]
                 running[script.replica] = start(said)
             for name, code in [(name, process.poll()) for name, process in running.items()]:
                 if code is not None:
-                    del running[name]
+                    # With what it has left running.
+                    running.pop(name).kill()
                     ends[name] = _end_of(by_name[name], code, store)
             # Others would wait for one that has failed before its log ends.
             if any(end.startswith(BROKEN) for end in ends.values()) or (waiting and not running):
@@ -136,7 +141,9 @@ def _undisturbed() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {
+        number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
     try:
         yield
     finally:

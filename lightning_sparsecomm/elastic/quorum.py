@@ -94,7 +94,7 @@ def address_towards(lighthouse: str) -> str:
 
 
 def _is_loopback(host: str) -> bool:
-    return host in ("localhost", "[::1]", "::1") or host.startswith("127.")
+    return host.lower() in ("localhost", "[::1]", "::1") or host.startswith("127.")
 
 
 def _outwards(loopback: str) -> str:

@@ -9,10 +9,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparsecomm.basis.ledger import DDP_BUFFERS, DDP_SETUP
+from lightning_sparsecomm.basis.overlaps import apart_from
 from lightning_sparsecomm.basis.wire import Wire
 
 # Attributes that plain DDP has not.
-_OWN = ("wire", "_idle", "_was_idle", "_wanted", "_buffers_due", "_broadcasts")
+_OWN = ("wire", "_parts_of_weights", "_idle", "_was_idle", "_wanted", "_buffers_due", "_broadcasts")
 
 
 class CountedDataParallel(DistributedDataParallel):
@@ -51,6 +52,20 @@ class CountedDataParallel(DistributedDataParallel):
     # Private to DDP, which refuses to copy where the group is not the default one. A copy has that.
     def _check_default_group(self) -> None:
         pass
+
+    # Private to DDP: collects the buffers that it broadcasts, also before forward passes. One that is a part of a
+    # weight moves with that, and a rank may be ahead of others there.
+    def _assign_modules_buffers(self) -> None:
+        super()._assign_modules_buffers()  # type: ignore[no-untyped-call]
+        buffers = dict(self.named_module_buffers)
+        if "_parts_of_weights" not in vars(self):
+            trained = [weight for weight in self.module.parameters() if weight.requires_grad]
+            self._parts_of_weights = buffers.keys() - apart_from(buffers, trained).keys()
+        if self._parts_of_weights:
+            self.named_module_buffers = {
+                name: buffer for name, buffer in buffers.items() if name not in self._parts_of_weights
+            }
+            self.modules_buffers = list(self.named_module_buffers.values())
 
     # Private to DDP: the one place where it broadcasts buffers, and no code of the user runs in it.
     @torch.compiler.disable  # type: ignore[untyped-decorator]

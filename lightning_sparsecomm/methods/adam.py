@@ -90,6 +90,5 @@ class local_adam(Method):
         whole = [after, LocalAdam(), ErrorFeedback()]
         weights = GradientSync(Channel(how, [before, LocalAdam(), ErrorFeedback()]), exclude=exclude, min_dimensions=2)
         steps: Steps = delay, every, residual_in_weights
-        exact, rounded = ([after], [after, ErrorFeedback()]) if steps == EACH_STEP else (whole, whole)
-        others = rest(rest_bits, exact, rounded)
+        others = rest(rest_bits, *([[after], [after, ErrorFeedback()]] if steps == EACH_STEP else [whole, whole]))
         super().__init__(with_rows([sync.at(*steps) for sync in (weights, others)], few_rows, exclude, [after]))

@@ -26,7 +26,7 @@ from lightning_sparsecomm.codecs import (
     ValueCoding,
 )
 from lightning_sparsecomm.exchange import CompressedAllReduce, DenseAllReduce, Exchange, Gather, OkTopK, Sparse
-from lightning_sparsecomm.methods.corrected import Steps, corrected
+from lightning_sparsecomm.methods.corrected import corrected
 from lightning_sparsecomm.methods.weights import RestBits, with_rows
 from lightning_sparsecomm.sharing import Averaging, GradientSync, Method
 from lightning_sparsecomm.sharing.local_mode import LOCAL_MODES, LocalName
@@ -198,8 +198,7 @@ class dgc(Method):
     ) -> None:
         _check(momentum_masking, exchange)
         how = sparse(warmed(density, warmup_steps, warmup_epochs, 1000), scope, values, positions, exchange)
-        steps: Steps = delay, every, residual_in_weights
-        others = exclude, follow_rate, rest_bits, steps, few_rows
+        others = exclude, follow_rate, rest_bits, (delay, every, residual_in_weights), few_rows
         super().__init__(corrected(how, clip, momentum_correction, momentum_masking, *others))
 
 

@@ -4,7 +4,7 @@ import math
 import re
 from decimal import Decimal
 
-_RATES = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+_RATES = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
 
 _TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9}

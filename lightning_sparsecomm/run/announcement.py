@@ -44,7 +44,7 @@ def announcement(
             densities = "".join(f"; {_density(each, length, may_end_sooner)} {run}" for each in following)
             warmups = list(dict.fromkeys(filter(None, map(_warmup, _schedules(tracked.method)))))
             densities += "".join(f"; {words}" for words in warmups) + _kept(registry, world_size, usual)
-            trained = [each for _, each in registry.held_by(tracked.optimizer) if each.requires_grad]
+            trained = [each for each in registry.held_by(tracked.optimizer) if each[1].requires_grad]
             or_more = registry.few_rows.may_find(trained, tracked.method.syncs)
             bytes_sent = _words(fewer[number], warms_up or bool(warmups), or_more) if fewer else ""
             call = repr(tracked.method)

@@ -1,6 +1,6 @@
 """Tables whose gradients have few rows, such as embeddings of many ids: found in the first step, once and for all."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from lightning_sparsecomm.sharing.gradients import (
     note_few_rows,
     note_sparse_gradient,
 )
-from lightning_sparsecomm.sharing.sync import Sync
+from lightning_sparsecomm.sharing.sync import Sync, matches
 
 # Rows take at least so many times fewer bytes than ddp's sum of the whole table.
 _FEWER = 20
@@ -42,10 +42,14 @@ class FewRows:
         self._wire = wire
         self._tables: set[int] = set()
         self._judged: set[int] = set()
+        # Parameters of other modules, which may be tables too.
+        self._elsewhere: set[int] = set()
 
     def scan(self, module: nn.Module) -> None:
         """Notes which of a module's own weights are tables, and which have sparse gradients; it may come again."""
         if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            # An output layer that shares a table makes its gradient dense.
+            self._elsewhere |= {id(each) for each in module.parameters(recurse=False)}
             return
         if module.sparse:
             note_sparse_gradient(module.weight)
@@ -72,11 +76,18 @@ class FewRows:
         self._judged |= {id(each) for each in tables}
         return True
 
-    def may_find(self, parameters: Sequence[Parameter], syncs: Iterable[Sync]) -> bool:
+    def may_find(self, parameters: NamedParameters, syncs: Iterable[Sync]) -> bool:
         """Whether tables not judged yet, a tenth of these bytes or more, may turn out to have few rows."""
-        tables = sum(each.nbytes for each in parameters if id(each) in self._tables - self._judged)
-        whole = sum(each.nbytes for each in parameters)
-        return tables > 0 and whole <= 10 * tables and any(sync.takes_few_rows for sync in syncs)
+        taking = [sync for sync in syncs if sync.takes_few_rows]
+        unknown = self._tables - self._judged - self._elsewhere
+        tables = sum(
+            table.nbytes
+            for name, table in parameters
+            if id(table) in unknown
+            and any(not matches(name, sync.exclude) for sync in taking)
+            and _are_few(1, table, self._wire.world_size)
+        )
+        return tables > 0 and sum(each.nbytes for _, each in parameters) <= 10 * tables
 
     @staticmethod
     def state_dict(named: NamedParameters) -> dict[str, int]:

@@ -1,14 +1,14 @@
 """Refusals of parameters that a method cannot exchange."""
 
 import itertools
-from collections import defaultdict
 from collections.abc import Collection, Sequence
 from typing import cast
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import Parameter
 from torch.optim import LBFGS, Optimizer
 
+from lightning_sparsecomm.basis.overlaps import overlapping
 from lightning_sparsecomm.sharing.delta import DeltaSync
 from lightning_sparsecomm.sharing.gradients import NamedParameters, has_sparse_gradient
 from lightning_sparsecomm.sharing.method import Method
@@ -133,25 +133,12 @@ def refuse_moved_by_others(named: NamedParameters, others: Collection[int]) -> N
                 " other's steps. Give it to one optimizer, or use methods.default(every=1) or"
                 " methods.gradient_dropping(), which exchange in each step."
             )
-    by_storage = defaultdict[int, list[tuple[int, int, str]]](list)
-    for name, parameter in named:
-        if parameter.numel():
-            by_storage[parameter.untyped_storage().data_ptr()].append((*_span(parameter), name))
-    for spans in by_storage.values():
-        for (_, end, first), (begin, _, second) in itertools.pairwise(sorted(spans)):
-            if begin < end:
-                raise ValueError(
-                    f"parameters {first!r} and {second!r} must not share memory, as a transposed weight does: each is"
-                    " set to its own anchor, and would undo the other's steps. Register one of them, and compute the"
-                    " other from it in forward; or use methods.default(every=1) or methods.gradient_dropping()."
-                )
-
-
-def _span(tensor: Tensor) -> tuple[int, int]:
-    """The bytes of its storage from its first element to its last."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
-    begin = int(tensor.storage_offset()) * tensor.element_size()
-    return begin, begin + (int(last) + 1) * tensor.element_size()
+    if (found := overlapping(named)) is not None:
+        raise ValueError(
+            f"parameters {found[0]!r} and {found[1]!r} must not share memory, as a transposed weight does: each is set"
+            " to its own anchor, and would undo the other's steps. Register one of them, and compute the other from it"
+            " in forward; or use methods.default(every=1) or methods.gradient_dropping()."
+        )
 
 
 def listed(things: Sequence[object], most: int = 6) -> str:

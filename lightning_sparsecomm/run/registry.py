@@ -181,10 +181,8 @@ class Registry:
         if self.nodes is not None:
             self.nodes.divide(self.named, named)
         parts = parts_of(tracked.method, tracked.parts, named)
-        for sync, piece in parts:
-            if sync.anchored:
-                others = set().union(*(other.members for other in self.optimizers if other is not tracked))
-                refuse_moved_by_others(piece, others)
+        others = set().union(*(other.members for other in self.optimizers if other is not tracked))
+        refuse_moved_by_others([each for sync, piece in parts if sync.anchored for each in piece], others)
         # Only now: whoever catches a refusal and steps again is refused again. A takeover holds this very set.
         tracked.members |= new
         tracked.parts = parts

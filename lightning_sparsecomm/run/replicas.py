@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_sparsecomm.basis.overlaps import apart_from
 from lightning_sparsecomm.basis.wire import Wire
 from lightning_sparsecomm.run.optimizers import TrackedOptimizer
 from lightning_sparsecomm.run.registry import Registry, ignored_by_ddp
@@ -202,7 +203,9 @@ class Replicas:
         }
 
     def _buffers_by_name(self) -> dict[str, Tensor]:
-        return self._kept_equal(lambda module: module.named_buffers())
+        """Buffers, but those that are a part of a trained weight, which they move with."""
+        buffers = self._kept_equal(lambda module: module.named_buffers())
+        return apart_from(buffers, self._parameters_by_name(trained=True).values())
 
     def _parameters_by_name(self, trained: bool) -> dict[str, Tensor]:
         members = {identity for tracked in self._registry.optimizers for identity in tracked.members}
@@ -240,9 +243,7 @@ class Replicas:
         return list({_place(tensor): tensor for tensor in tensors}.values())
 
     def _parts(self) -> Iterator[tuple[TrackedOptimizer, Sync, NamedParameters]]:
-        for tracked in self._registry.optimizers:
-            for sync, piece in tracked.parts:
-                yield tracked, sync, piece
+        return ((tracked, sync, piece) for tracked in self._registry.optimizers for sync, piece in tracked.parts)
 
 
 def _without_anchors(tracked: TrackedOptimizer, warn: bool) -> list[Tensor]:

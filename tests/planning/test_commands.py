@@ -113,6 +113,7 @@ def test_a_single_rank_has_nothing_to_probe(
         ("WORLD_SIZE", "01", "WORLD_SIZE must be at least 2"),
         ("RANK", "7", "RANK must be from 0 to WORLD_SIZE − 1; got 7, and 2 ranks"),
         ("MASTER_PORT", "http", "MASTER_PORT must be a whole number; got 'http'"),
+        ("MASTER_PORT", "99999", "MASTER_PORT must be from 1 to 65535; got 99999"),
     ],
 )
 def test_the_probe_refuses_what_no_launcher_sets(

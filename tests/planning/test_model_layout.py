@@ -108,6 +108,8 @@ def test_an_error_of_ones_own_code_is_shown_as_it_is(
         model_named(f"{name}:small")
 
 
+a_model = nn.Linear(3, 4)
+
 HERE = "tests.planning.test_model_layout"
 
 
@@ -116,8 +118,10 @@ HERE = "tests.planning.test_model_layout"
     [
         ("train.py", r"got 'train\.py'\. Write --model train:Model"),
         ("no_such_file:Model", r"No module named 'no_such_file'\. Start it in the folder that has no_such_file"),
-        (f"{HERE}:Unknown", r"has no Unknown that makes one"),
+        (f"{HERE}:Unknown", r"has no Unknown"),
         (f"{HERE}:needs_a_size", r"missing a required argument: 'size'\. Write a function without arg"),
+        (f"{HERE}:a_model", r"which is a model already\. Write a function that makes it"),
+        (f"{HERE}:HERE", r"which is of type str\. Write a function that makes it"),
         (f"{HERE}:nothing", r"a torch\.nn\.Module; got .*, which makes NoneType"),
         (f"{HERE}:frozen", r"without a parameter that requires a gradient"),
     ],

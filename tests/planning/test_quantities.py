@@ -12,6 +12,7 @@ def test_what_people_write() -> None:
     assert bits_per_second("bandwidth", "50mbit") == 50e6
     assert bits_per_second("bandwidth", " 1.5 Gbit ") == 1.5e9
     assert bits_per_second("bandwidth", "50 Mbit/s") == 50e6
+    assert bits_per_second("bandwidth", "1 Tbit/s") == 1e12
     assert bits_per_second("bandwidth", "unlimited") == math.inf
     assert seconds("rtt", "20ms") == pytest.approx(0.02)
     assert seconds("rtt", "300us") == pytest.approx(3e-4)

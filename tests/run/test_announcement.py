@@ -63,6 +63,23 @@ def test_embeddings_may_send_fewer_bytes_than_the_rehearsal_tells(
     )
 
 
+@pytest.mark.parametrize("case", ["excluded", "output layer", "narrow"])
+def test_nothing_is_promised_of_embeddings_that_are_exchanged_like_all_else(wire: Wire, case: str) -> None:
+    table = nn.Embedding(4, 64) if case == "narrow" else nn.Embedding(1000, 10)
+    output = nn.Linear(table.embedding_dim, table.num_embeddings, bias=False)
+    if case == "output layer":
+        output.weight = table.weight
+    method = dgc(0.1, warmup_steps=0, few_rows=True, exclude=["0.*"] if case == "excluded" else [])
+    engine = Engine(method, wire)
+    engine.registry.add_module(nn.ModuleList([table, output]))
+    engine.register(torch.optim.SGD(table.parameters(), lr=0.1))
+    wire.world_size = 2
+    (line,) = announcement(engine.registry, 20, 2, fewer=[50.0])
+    wire.world_size = 1
+    engine.close()
+    assert line.endswith("times fewer bytes than ddp")
+
+
 def _kept_of(engine: Engine, ranks: int) -> str:
     engine.registry.methods = default().chain
     follow(engine.registry, (562, ranks))

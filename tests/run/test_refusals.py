@@ -47,6 +47,8 @@ def test_weights_that_share_memory() -> None:
     apart = [("first", nn.Parameter(flat[:3])), ("second", nn.Parameter(flat[3:7])), ("none", nn.Parameter(flat[:0]))]
     refuse_moved_by_others(apart, [])
     transposed = nn.Parameter(layer.weight.detach().t())
+    columns = [(f"column {at}", nn.Parameter(part.t())) for at, part in enumerate(torch.zeros(4, 6).split(2, 1))]
+    refuse_moved_by_others(columns, [])
     with pytest.raises(ValueError, match=r"parameters '(there|back)' and '(there|back)' must not share memory"):
         refuse_moved_by_others([("there", layer.weight), ("bias", layer.bias), ("back", transposed)], [])
     with pytest.raises(ValueError, match="parameters 'all' and 'last' must not share memory"):

@@ -95,6 +95,7 @@ def test_the_anchor_is_viewed_without_a_collective_and_own_weights_come_back(mak
 def test_a_buffer_that_is_a_part_of_a_weight_is_not_taken_for_it(make: Make) -> None:
     engine, module, optimizer = make(federated_averaging(every=3))
     module.register_buffer("row", module.trained.weight.detach()[0])
+    module.register_buffer("flat", module.trained.weight.detach().view(-1))
     train(engine, module, optimizer)
     own = weights(module)
     engine.replicas.view_shared()
