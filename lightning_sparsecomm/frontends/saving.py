@@ -53,10 +53,18 @@ class SavingMixin:
         return {**vars(self), "_engine": None, "_chooser": None, "_ended": None, "_uneven": None, "_saves": Saves()}
 
     def _end(self) -> None:
-        """Ends the run, and keeps its state: a Trainer is often asked for a checkpoint after its fit."""
+        """Ends the run, and keeps its state: a Trainer is often asked for a checkpoint after its fit.
+
+        If an error or a signal has ended it, the module is left with the weights that all share, as far as this rank
+        knows them, and not with its own.
+        """
         if self._engine is not None:
             engine = self._engine
-            self._ended = engine.agreement.run, _on_cpu(engine.state.state_dict()), engine.wire
+            state = _on_cpu(engine.state.state_dict())
+            # Of this rank's own weights, copies: the module gets others.
+            state["weights"] = {name: weight.clone() for name, weight in state["weights"].items()}
+            self._ended = engine.agreement.run, state, engine.wire
+            engine.replicas.view_shared(collective=False)
             engine.close()
             self._engine = None
 
