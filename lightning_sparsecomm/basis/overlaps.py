@@ -50,7 +50,7 @@ def overlapping(named: Iterable[tuple[str, Tensor]]) -> tuple[str, str] | None:
 def apart_from(tensors: Mapping[str, Tensor], others: Iterable[Tensor]) -> dict[str, Tensor]:
     """Those tensors, by name, that have no byte in common with any of the others."""
     by_storage = defaultdict[int, list[Tensor]](list)
-    for other in others:
+    for other in others if tensors else ():
         if _has_memory(other):
             by_storage[_storage(other)].append(other)
     return {

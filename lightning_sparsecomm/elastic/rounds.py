@@ -60,8 +60,8 @@ class _Losses:
     def caused_by(self, error: BaseException, names: Sequence[str], rank: int) -> LostPeerError | None:
         """The loss that others see; None for an error that ends this replica.
 
-        Another replica whose gradient is not finite ends by itself. A damaged payload is sent again, up to
-        twice. If it is damaged then too, that is no accident on the way, and this replica ends.
+        Another replica whose gradient is not finite ends by itself. A damaged payload is sent again, up to twice. If it
+        is damaged then too, that is no accident on the way, and this replica ends.
 
         Args:
             error: What an exchange has raised.

@@ -240,7 +240,7 @@ def fetch(place: Place, into: torch.Tensor, timeout: float) -> None:
         raise ConnectionError(
             f"of {len(content):,} bytes from {place.host}:{place.port}, {sum(received):,} have arrived{why}"
         )
-    # TCP's own sums miss one altered segment in some ten thousand.
+    # TCP's own checksum has 16 bits, and nothing else watches over what the weights of a replica begin with.
     if digest_of(into) != place.digest:
         raise ConnectionError(f"the {len(content):,} bytes from {place.host}:{place.port} are damaged")
 

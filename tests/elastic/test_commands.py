@@ -13,8 +13,9 @@ import pytest
 
 from lightning_sparsecomm.commands import main
 from lightning_sparsecomm.commands.lighthouse import _address
-from lightning_sparsecomm.commands.replay import _start
+from lightning_sparsecomm.commands.replay import _start, replay
 from lightning_sparsecomm.elastic.replay import REPLICA
+from lightning_sparsecomm.elastic.script import Script
 from tests.elastic.replicas import lighthouse, needs_torchft
 
 pytestmark = [
@@ -64,6 +65,17 @@ def test_what_a_replicas_command_has_started_ends_with_it(tmp_path: Path) -> Non
     process.wait()
     child = Path("/proc") / written.read_text().strip() / "stat"
     # Gone, or without a parent that looks after the dead.
+    while child.exists() and child.read_text().split()[2] != "Z":
+        time.sleep(0.01)
+
+
+def test_what_a_command_that_has_ended_has_left_running_ends_too(tmp_path: Path) -> None:
+    written = tmp_path / "child"
+    command = ["bash", "-c", f"sleep 1000 & echo $! > {written}; exit 0"]
+    script = Script("a:1", [], [], "", [])
+    ends = replay([script], lambda environment: _start(environment, command))
+    assert ends.keys() == {"a:1"}
+    child = Path("/proc") / written.read_text().strip() / "stat"
     while child.exists() and child.read_text().split()[2] != "Z":
         time.sleep(0.01)
 
