@@ -40,13 +40,13 @@ def test_tables_of_sparse_binary_compression(task: str, seeds: int, monkeypatch:
 @pytest.mark.parametrize(
     ("name", "page"),
     [
-        ("battery", "defaults"),
-        ("battery-gathered", "defaults"),
-        ("battery-two-bit", "defaults"),
-        ("battery-held-out", "defaults"),
+        ("battery", "battery"),
+        ("battery-gathered", "default_choices"),
+        ("battery-two-bit", "default_choices"),
+        ("battery-held-out", "default_choices"),
         ("battery-autoencoder", "defaults"),
         ("battery-recommender", "defaults"),
-        ("battery-short", "defaults"),
+        ("battery-short", "battery"),
         ("powersgd", "quality"),
         ("sums", "quality"),
         ("sparse_loco", "quality"),

@@ -16,7 +16,7 @@ class FewBits(ValueCoding):
     At high densities a second bit for each value loses less than sending more elements does; at lower ones it is the
     other way round. The payload names the codec, so `FewBits` itself has no code.
 
-    Source: ours; measured with Adam's directions (docs/results/defaults.md).
+    Source: ours; measured with Adam's directions (docs/results/default_choices.md).
 
     >>> FewBits().chosen(80, size=100), FewBits().chosen(50, size=100)
     (TwoBit(group=64), OneBit(group=128))

@@ -124,7 +124,7 @@ class ThreeBit(Grouped):
 
     Magnitudes above 2^126 are sent as that. A group whose magnitudes are all below 2^-126 is sent as zeros.
 
-    Source: ours; see docs/methods.md for what it brings.
+    Source: ours; see docs/methods/default.md for what it brings.
 
     >>> codec, layout, at = ThreeBit(), Layout([("weight", (8,))]), torch.arange(4)
     >>> codec.decode(codec.encode(torch.tensor([1.0, -2.0, 4.5, -8.0]), at, layout), count=4, parameter=128)

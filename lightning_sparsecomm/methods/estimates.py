@@ -19,10 +19,10 @@ class ef21(Method):
     it is, and ranks whose data differ cost no more than others.
 
     By default the momentum of torch.optim.SGD comes before the estimate, and is switched off in the optimizer: without,
-    the noise of batches is most of what is sent (docs/methods.md has figures). With Adam and AdamW, each rank keeps its
-    own moments, as in `local_adam`, and estimates are of the direction that they give. Other optimizers apply their own
-    momentum to the mean estimate. With `momentum_correction=False`, which is the EF21 of 2021, all do. Biases and norms
-    are sent whole.
+    the noise of batches is most of what is sent (docs/methods/few_elements.md has figures). With Adam and AdamW, each
+    rank keeps its own moments, as in `local_adam`, and estimates are of the direction that they give. Other optimizers
+    apply their own momentum to the mean estimate. With `momentum_correction=False`, which is the EF21 of 2021, all do.
+    Biases and norms are sent whole.
 
     Bytes per step and rank: 6 for each element sent (2 of position, 4 of value; 4 with float16), 4 for each element of
     biases and norms, and 32 of headers.

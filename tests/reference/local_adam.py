@@ -1,4 +1,4 @@
-"""Adam and AdamW on local moments in plain NumPy, all ranks in one process; see docs/methods.md.
+"""Adam and AdamW on local moments in plain NumPy, all ranks in one process; see docs/methods/few_elements.md.
 
 Adam's moments, decay and corrections follow the documentation of torch.optim. Residuals are changes of weights: they
 take in learning rate times direction, and have no unit.

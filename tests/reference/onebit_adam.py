@@ -1,4 +1,4 @@
-"""1-bit Adam in plain NumPy, all ranks in one process, written from algorithm 1 of the paper; see docs/methods.md.
+"""1-bit Adam in plain NumPy, written from algorithm 1 of the paper; see docs/methods/few_bits.md.
 
 A weight is cut into one chunk for each rank. Each rank sends the compressed chunks of others to their servers, which
 compress the mean with an error of their own. A server knows its own rank's chunk without compression.
