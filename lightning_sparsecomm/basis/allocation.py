@@ -21,7 +21,11 @@ def empty(size: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 def zeros(size: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """`[size]` zeros, with the dtype (or the one given) and the device of `like`."""
-    return empty(size, like, dtype).zero_()
+    dtype = dtype or like.dtype
+    if like.device.type != "cpu" or size * dtype.itemsize < _LARGE:
+        return like.new_zeros(size, dtype=dtype)
+    # Pages that Linux maps are zero: they need not be set to that.
+    return torch.from_numpy(np.zeros(size * dtype.itemsize, np.uint8)).view(dtype)
 
 
 def copied(vector: Tensor) -> Tensor:

@@ -154,7 +154,9 @@ class SparseVector(NamedTuple):
 
     def dense(self) -> Tensor:
         """The whole vector, `[size]`, in the values' dtype."""
-        return zeros(self.size, self.values).index_copy_(0, self.indices, self.values)
+        whole = zeros(self.size, self.values)
+        kernels_for(whole.device, whole.dtype).put_at_(whole, self.indices, self.values)
+        return whole
 
 
 def mean(vectors: Iterable[SparseVector | Tensor], dtype: torch.dtype) -> SparseVector | Tensor:

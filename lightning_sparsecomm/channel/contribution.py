@@ -198,7 +198,7 @@ class Contribution:
                 return hints
         waiting = deque(updates)
         for stretch in self.wanted:
-            if stretch.wants_most:
+            if stretch.wants_many:
                 continue
             while waiting and waiting[0][0] < stretch.start:
                 self._apply(waiting.popleft()[1])

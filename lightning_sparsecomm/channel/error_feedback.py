@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparsecomm.basis import Layout, Round, SparseVector
+from lightning_sparsecomm.basis.allocation import empty
 from lightning_sparsecomm.basis.arguments import check_booleans, is_number
 from lightning_sparsecomm.channel.contribution import Contribution, Step
 from lightning_sparsecomm.channel.memory import Memory
@@ -172,7 +173,7 @@ def scaled_by_segment(vector: SparseVector | Tensor, factors: Sequence[float], l
         counts = torch.tensor(layout.counts(vector.indices), device=vector.values.device)
         each = torch.tensor(factors, dtype=vector.values.dtype, device=vector.values.device).repeat_interleave(counts)
         return vector._replace(values=vector.values * each)
-    result = vector.clone()
-    for view, factor in zip(layout.flats(result), factors):
-        view.mul_(factor)
+    result = empty(vector.numel(), vector)
+    for view, flat, factor in zip(layout.flats(result), layout.flats(vector), factors):
+        torch.mul(flat, factor, out=view)
     return result

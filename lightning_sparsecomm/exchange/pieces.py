@@ -10,6 +10,7 @@ from torch import Tensor
 from lightning_sparsecomm.basis import Layout, SparseVector
 from lightning_sparsecomm.basis.allocation import empty, zeros
 from lightning_sparsecomm.basis.layout import count_of, values_of
+from lightning_sparsecomm.kernels import Moves, kernels_for, position_kernels_for
 
 
 class Pieces:
@@ -86,12 +87,11 @@ class Pieces:
 
     def _write(self, whole: Tensor, number: int, piece: SparseVector | Tensor) -> None:
         """Writes a piece to its place in the whole vector."""
-        if isinstance(piece, SparseVector) and count_of(piece) <= piece.size // 8:
-            indices, values, _ = self._in_place(number, piece)
-            whole.index_copy_(0, indices, values.to(whole.dtype))
+        if isinstance(piece, SparseVector):
+            kernels = kernels_for(whole.device, whole.dtype)
+            kernels.put_at_(whole, piece.indices, piece.values.to(whole.dtype), self._moves(number, piece.indices))
             return
-        dense = piece.dense() if isinstance(piece, SparseVector) else piece
-        for into, part in zip(self.whole.flats(whole), self.layout.flats(dense)):
+        for into, part in zip(self.whole.flats(whole), self.layout.flats(piece)):
             into = into[number * len(part) : (number + 1) * len(part)]
             into.copy_(part[: len(into)])
 
@@ -104,32 +104,32 @@ class Pieces:
 
     def _in_place(self, number: int, piece: SparseVector) -> "_Placed":
         """A piece's elements where they are in the whole vector; without those that it was filled up with."""
-        device = piece.indices.device
-        starts = self.layout.bounds[:-1].to(device)
-        first = torch.searchsorted(piece.indices, starts)
-        counts = torch.searchsorted(piece.indices, starts + self._valid[number].to(device)) - first
+        first, counts, shifts = self._moves(number, piece.indices)
         indices, values = piece.indices, piece.values
         if int(counts.sum()) < indices.numel():
             # In the order of segments, so that what is left stays sorted.
-            kept = _ranges(first, counts)
+            kept = position_kernels_for(first.device).spans(first, counts)
             indices, values = indices[kept], values[kept]
-        shifts = self.whole.bounds[:-1].to(device) - starts + number * self.layout.bounds.diff().to(device)
         return indices + shifts.repeat_interleave(counts), values, counts
+
+    def _moves(self, number: int, indices: Tensor) -> Moves:
+        """From a piece's sorted indices to those of the whole; without elements that it was filled up with."""
+        device = indices.device
+        starts = self.layout.bounds[:-1].to(device)
+        first = torch.searchsorted(indices, starts)
+        counts = torch.searchsorted(indices, starts + self._valid[number].to(device)) - first
+        shifts = self.whole.bounds[:-1].to(device) - starts + number * self.layout.bounds.diff().to(device)
+        return Moves(first, counts, shifts)
 
     def _merged(self, placed: "Sequence[_Placed]") -> SparseVector:
         """Sorted: for each tensor, its parts in order."""
         indices, values = torch.cat([each[0] for each in placed]), torch.cat([each[1] for each in placed])
         counts = torch.stack([each[2] for each in placed])
         first = (counts.view(-1).cumsum(0) - counts.view(-1)).view_as(counts)
-        order = _ranges(first.t().reshape(-1), counts.t().reshape(-1))
+        spans = position_kernels_for(first.device).spans
+        order = spans(first.t().reshape(-1), counts.t().reshape(-1))
         return SparseVector(indices[order], values[order], self.whole.size)
 
 
 _Placed = tuple[Tensor, Tensor, Tensor]
 """Indices and values, each `[k]`, and how many are in each segment."""
-
-
-def _ranges(first: Tensor, counts: Tensor) -> Tensor:
-    """`[sum of counts]`: the numbers from each of `first` on, as many as `counts` says."""
-    begin = counts.cumsum(0) - counts
-    return torch.arange(int(counts.sum()), device=first.device) + (first - begin).repeat_interleave(counts)

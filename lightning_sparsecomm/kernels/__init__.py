@@ -18,6 +18,7 @@ from lightning_sparsecomm.kernels.updates.reference import LIMIT as LIMIT
 from lightning_sparsecomm.kernels.updates.reference import OutOfRangeError as OutOfRangeError
 from lightning_sparsecomm.kernels.updates.reference import Reference as Reference
 from lightning_sparsecomm.kernels.updates.reference import Update as Update
+from lightning_sparsecomm.kernels.updates.sums import Moves as Moves
 from lightning_sparsecomm.kernels.values.reference import LARGEST_THREE_BIT as LARGEST_THREE_BIT
 from lightning_sparsecomm.kernels.values.reference import ValueKernels as ValueKernels
 

@@ -23,6 +23,7 @@ Bytes = NDArray[np.uint8]
 Flags = NDArray[np.uint8]
 Positions = NDArray[np.int64]
 Scalar = np.float32 | np.float64
+Unsigned = np.uint32 | np.uint64
 
 
 _names: set[str] = set()

@@ -400,8 +400,8 @@ def test_guards_notice_a_kernel_that_writes_too_far() -> None:
     class Careless(CpuPositionKernels):
         def read_bitmap(self, section: Tensor, count: int) -> Any:
             parsed = super().read_bitmap(section, count)
-            # The array has room for one more than `count`.
-            np.lib.stride_tricks.as_strided(parsed.indices.numpy(), (count + 2,))[count + 1] = 7
+            # The array has room for eight more than `count`.
+            np.lib.stride_tricks.as_strided(parsed.indices.numpy(), (count + 9,))[count + 8] = 7
             return parsed
 
     with pytest.raises(AssertionError, match="written out of range"), kernels_in_use(Careless()):

@@ -103,7 +103,7 @@ def _balanced(layout: Layout, density: float) -> tuple[float, ...]:
 def largest_of_each(x: Tensor, stretches: Sequence[Wanted], seed: int, hints: Hints) -> Tensor:
     """Sorted positions of each stretch's min(k, non-zeros) largest magnitudes. Ties are broken as `TopK` says."""
     kernels = kernels_for(x.device, x.dtype)
-    if not hints and (kernels.many_at_once or all(stretch.wants_most for stretch in stretches)):
+    if not hints and (kernels.many_at_once or all(stretch.wants_many for stretch in stretches)):
         return kernels.largest_of_each(x, stretches, seed)
     parts = [_largest_of(x, stretch, seed, hints.get(stretch)) for stretch in stretches]
     return joined(parts) if parts else x.new_empty(0, dtype=torch.int64)
@@ -115,7 +115,7 @@ def _largest_of(x: Tensor, stretch: Wanted, seed: int, candidates: Tensor | None
     if candidates is not None:
         return picked(candidates, kernels.largest(picked(x, candidates), k, seed))
     values = x[start:stop]
-    candidates = candidates_of(values, k)
+    candidates = None if stretch.wants_many else candidates_of(values, k)
     if candidates is None:
         return kernels.largest(values, k, seed).add_(start)
     return picked(candidates, kernels.largest(picked(values, candidates), k, seed)).add_(start)

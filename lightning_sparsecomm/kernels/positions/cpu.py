@@ -52,7 +52,7 @@ class CpuPositionKernels(CpuBlockKernels, PositionKernels):
         return torch.from_numpy(section)
 
     def read_bitmap(self, section: Tensor, count: int) -> Parsed:
-        found = np.empty(min(count, 8 * section.numel()) + 1, np.int64)
+        found = np.empty(min(count, 8 * section.numel()) + 8, np.int64)
         held, byte = _read_bitmap(section.contiguous().numpy(), found)
         end = 8 * byte + int(section[byte]).bit_length() if held else 0
         return Parsed(torch.from_numpy(found[: min(held, count)]), held, end)
@@ -219,23 +219,32 @@ def _write_bitmap(indices: Positions, section: Bytes) -> None:
 
 @compiled
 def _read_bitmap(section: Bytes, found: Positions) -> tuple[int, int]:
-    """Returns how many positions there are, and the byte that holds the last one. `found` has one spare entry."""
+    """Returns how many positions there are, and the byte that holds the last one.
+
+    `found` has eight spare entries; positions beyond it are counted only.
+    """
     words = _words(section)
     flags = words.view(np.uint8)
-    last = found.size - 1
-    held = 0
-    last_byte = 0
-    for word in range(words.size):
+    room = np.uint64(found.size - 8)
+    zero, one, eight = np.uint64(0), np.uint64(1), np.uint64(8)
+    # Unsigned: else each access would look whether its place is negative.
+    held, last_byte = zero, zero
+    for word in range(zero, np.uint64(words.size)):
         if words[word]:
-            for byte in range(8 * word, 8 * word + 8):
-                bits = int(np.int64(flags[byte]))
-                if bits:
+            for byte in range(eight * word, eight * word + eight):
+                bits = np.uint64(flags[byte])
+                if bits and held <= room:
+                    first = np.int64(eight * byte)
                     # Always write, and keep it only if the bit is set: a branch on data would be mispredicted.
-                    for bit in range(8):
-                        found[min(held, last)] = 8 * byte + bit
-                        held += bits >> bit & 1
-                    last_byte = byte
-    return held, last_byte
+                    for bit in range(zero, eight):
+                        found[held] = first + np.int64(bit)
+                        held += bits >> bit & one
+                    last_byte = np.uint64(byte)
+                elif bits:
+                    for bit in range(zero, eight):
+                        held += bits >> bit & one
+                    last_byte = np.uint64(byte)
+    return int(np.int64(held)), int(np.int64(last_byte))
 
 
 @compiled

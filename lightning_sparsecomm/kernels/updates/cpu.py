@@ -13,6 +13,7 @@ from lightning_sparsecomm.kernels.updates.cpu_reductions import (
     add_at,
     find_largest,
     kth_largest_key,
+    put_at,
     sum_equal_indices,
     sum_squares,
 )
@@ -28,6 +29,7 @@ from lightning_sparsecomm.kernels.updates.reference import (
     Stretch,
     Update,
 )
+from lightning_sparsecomm.kernels.updates.sums import Moves
 
 # Flags tested at once, as one 64-bit word; most words are zero.
 FLAGS_PER_WORD = 8
@@ -97,6 +99,13 @@ class Cpu(Reference):
         wrong = add_at(sums, indices.numpy(), values.numpy(), sums.dtype.type(factor))
         if wrong >= 0:
             raise IndexError(f"index {wrong} is {int(indices[wrong])}, which is not from 0 to {total.numel() - 1}.")
+
+    def put_at_(self, total: Tensor, indices: Tensor, values: Tensor, moves: Moves | None = None) -> None:
+        places = indices.numpy()
+        whole = np.array([[0, places.size, 0]]) if moves is None else torch.stack(moves, 1).numpy()
+        wrong = put_at(total.numpy(), places, values.numpy(), whole)
+        if wrong >= 0:
+            raise IndexError(f"index {wrong} is {int(indices[wrong])}: its place is not from 0 to {total.numel() - 1}.")
 
     def add_up(self, indices: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         # A stable sort, which is fast on sorted runs.

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightning_sparsecomm.kernels.updates.moments import Moments, advance_, direction, retreat_
 from lightning_sparsecomm.kernels.updates.rows import Rows
+from lightning_sparsecomm.kernels.updates.sums import Sums
 
 # Checked gradients must stay below this magnitude. `take_back_` is exact only up to the round-off of the gradient, so
 # taking back an exploding gradient would destroy the residual. Healthy training never has gradients this large.
@@ -70,7 +71,7 @@ Stretch = tuple[int, int, int]
 """Where elements of a vector begin and stop, and k: how many of the largest of them are asked for, at least 1."""
 
 
-class Reference(Rows):
+class Reference(Rows, Sums):
     """The kernels in torch. Subclasses are faster and give the same bits.
 
     Attributes:
@@ -218,33 +219,6 @@ class Reference(Rows):
         """What `largest` finds in each stretch of `x`: sorted positions in `x`. Stretches are in order, not empty."""
         found = [self.largest(x[start:stop], k, seed).add_(start) for start, stop, k in stretches]
         return torch.cat(found) if found else torch.empty(0, dtype=torch.int64, device=x.device)
-
-    def add_at_(self, total: Tensor, indices: Tensor, values: Tensor, factor: float) -> None:
-        """Adds `factor` times `values`, `[k]`, to the elements of `total`, `[n]`, at distinct `indices`, `[k]` int64.
-
-        `values` has the dtype of `total`.
-
-        Raises:
-            IndexError: An index is negative, or not below n. Those before it have been added to.
-        """
-        total.index_add_(0, indices, values, alpha=factor)
-
-    def add_up(self, indices: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Sums the values of equal indices, in the order in which they appear.
-
-        `indices` (`[m]` int64) concatenate sorted runs. Returns strictly increasing indices and their sums.
-        """
-        ordered, order = torch.sort(indices, stable=True)
-        unique, slots, counts = torch.unique_consecutive(ordered, return_inverse=True, return_counts=True)
-        # Start from −0: a single −0 must sum to −0.
-        sums = values.new_full((unique.numel(),), -0.0)
-        values = values[order]
-        # Each pass adds at most one value to each sum, so the order of additions does not depend on the device.
-        ordinals = torch.arange(ordered.numel(), device=indices.device) - (counts.cumsum(0) - counts)[slots]
-        for ordinal in range(int(counts.max()) if counts.numel() else 0):
-            chosen = ordinals == ordinal
-            sums[slots[chosen]] += values[chosen]
-        return unique, sums
 
     def energies(self, x: Tensor, bounds: Tensor) -> Tensor:
         """Sums the squares of each stretch of `x` (`[n]`): `[stretches]` float64, 0 only for stretches of zeros.

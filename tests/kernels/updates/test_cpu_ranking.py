@@ -60,6 +60,28 @@ def test_largest(kind, dtype):
 
 @each_dtype
 @each_values
+def test_largest_of_many(kind, dtype):
+    """Of so many that a sample tells where the k-th largest is about; of some kinds there are too many about there."""
+    size = 70_001
+    x = values(kind, size, dtype)
+    for k in (0, 1, 20, size // 100, size // 5, size // 2, size - 5000, size - 1, size):
+        expected = torch.tensor(top_k(x.numpy(), k, 12345), dtype=torch.int64)
+        assert same_bits(Cpu().largest(x, k, 12345), expected), k
+
+
+@each_dtype
+@pytest.mark.parametrize("sampled", [0.0, 1e-3, 1e3])
+def test_largest_where_the_sample_misleads(dtype, sampled):
+    x = values("normal", 70_001, dtype)
+    # Any element that a sample with a fixed odd stride of up to 9 can have.
+    for stride in range(1, 10, 2):
+        x[::stride][:: 9 // stride + 1] *= sampled
+    for k in (1, 700, 35_000, 69_000):
+        assert same_bits(Cpu().largest(x, k, 0), Reference().largest(x, k, 0))
+
+
+@each_dtype
+@each_values
 def test_kth_largest(kind, dtype):
     for size in (1, 33, 2049):
         magnitudes = values(kind, size, dtype).abs()

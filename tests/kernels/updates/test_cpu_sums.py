@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_sparsecomm.kernels import Reference
+from lightning_sparsecomm.kernels import Moves, Reference
 from lightning_sparsecomm.kernels.updates.cpu import Cpu
 from tests.kernels.bits import DTYPES, each_dtype, same_bits
 
@@ -112,6 +112,30 @@ def test_adds_at_indices(kernels: Reference, dtype: torch.dtype, factor: float):
     expected[indices] += factor * values
     kernels.add_at_(total, indices, values, factor)
     assert same_bits(total, expected)
+
+
+@each_kernels
+@each_dtype
+def test_puts_elements_in_their_places(kernels: Reference, dtype: torch.dtype):
+    indices, x = torch.tensor([0, 2, 3, 7]), torch.tensor([1.0, -0.0, 3.0, 4.0], dtype=dtype)
+    total = torch.full((9,), 5.0, dtype=dtype)
+    kernels.put_at_(total, indices, x)
+    assert same_bits(total, torch.tensor([1.0, 5, -0.0, 3, 5, 5, 5, 4, 5], dtype=dtype))
+    # The first two by one further, none from 2 on, and the last by two fewer.
+    moves = Moves(torch.tensor([0, 2, 3]), torch.tensor([2, 0, 1]), torch.tensor([1, 100, -2]))
+    total = torch.full((9,), 5.0, dtype=dtype)
+    kernels.put_at_(total, indices, x, moves)
+    assert same_bits(total, torch.tensor([5, 1.0, 5, -0.0, 5, 4, 5, 5, 5], dtype=dtype))
+
+
+@each_kernels
+@pytest.mark.parametrize("wrong", [-1, 3, 2**40])
+def test_places_out_of_range_are_refused(kernels: Reference, wrong: int):
+    total = torch.zeros(5)[1:4]
+    moves = Moves(torch.tensor([0, 1]), torch.tensor([1, 1]), torch.tensor([0, wrong]))
+    with pytest.raises(IndexError, match=r"out of|not from 0 to 2"):
+        kernels.put_at_(total, torch.tensor([0, 0]), torch.ones(2), moves)
+    assert total[1:].tolist() == [0.0, 0.0]
 
 
 @each_kernels
