@@ -65,15 +65,17 @@ class CpuValueKernels(ValueKernels):
         if values.dtype not in (torch.float32, torch.float64) or not count:
             return super().write_two_bits(values, group)
         levels, packed = np.empty((-(-count // group), 2), np.float64), np.empty((count + 3) // 4, np.uint8)
-        write_two(values.detach().contiguous().numpy(), group, levels, np.empty(4 * packed.size, np.uint8), packed)
+        array = values.detach().contiguous().numpy()
+        codes = np.empty(4 * packed.size, np.uint8)
+        write_two(array, array.view(f"u{array.itemsize}"), group, levels, codes, packed)
         heads = torch.from_numpy(np.minimum(levels, LARGEST_FLOAT16)).to(torch.float16)
         return torch.cat([heads.view(-1).view(torch.uint8), torch.from_numpy(packed)])
 
     def read_two_bits(self, section: Tensor, count: int, group: int) -> Tensor:
         heads_end = 4 * -(-count // group)
         levels = section[:heads_end].clone().view(torch.float16).view(-1, 2).to(torch.float32)
-        values = np.empty(count, np.float32)
-        read_two(section[heads_end:].contiguous().numpy(), group, levels.numpy(), values)
+        packed, values = section[heads_end:].contiguous().numpy(), np.empty(count, np.float32)
+        read_two(packed, group, levels.numpy(), np.empty(4 * packed.size, np.uint8), values)
         return torch.from_numpy(values)
 
     def write_short_three_bits(self, values: Tensor, group: int) -> Tensor:

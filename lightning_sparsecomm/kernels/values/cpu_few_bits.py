@@ -2,9 +2,12 @@
 
 import numpy as np
 
-from lightning_sparsecomm.kernels.numba_jit import Bytes, Floats, compiled
+from lightning_sparsecomm.kernels.numba_jit import Bits, Bytes, Floats, Scalar, Unsigned, compiled
 
-_ZERO, _ONE, _TWO, _FOUR = map(np.uint64, (0, 1, 2, 4))
+# Places are unsigned in inner loops: else each access would look whether its place is negative.
+_ZERO, _ONE, _TWO, _THREE, _FOUR = map(np.uint64, (0, 1, 2, 3, 4))
+
+_BYTE, _TWO_OF_EACH = np.uint32(0xFF), np.uint32(0x03030303)
 
 
 @compiled
@@ -29,79 +32,108 @@ def read_signs(packed: Bytes, group: int, magnitudes: Floats, values: Floats) ->
 
 
 @compiled
-def write_two(values: Floats, group: int, levels: Floats, codes: Bytes, packed: Bytes) -> None:
-    """Each group's two magnitudes, not rounded, and two bits for each value; `codes` has room for four per byte."""
+def write_two(values: Floats, bits: Bits, group: int, levels: Floats, codes: Bytes, packed: Bytes) -> None:
+    """Each group's two magnitudes, not rounded, and two bits for each value.
+
+    `bits` views the values as unsigned integers; `codes` has room for four for each byte of `packed`.
+    """
+    # Bits of a float, less the sign, order its magnitude.
+    key = np.empty(1, bits.dtype)
+    most = key.view(values.dtype)
+    unsigned = bits.dtype.type((1 << (8 * bits.itemsize - 1)) - 1)
     for at in range(levels.shape[0]):
         first, end = at * group, min((at + 1) * group, values.size)
-        middle = _middle(values[first:end])
-        # Unsigned, also below: else each access would look whether its place is negative.
-        for i in range(np.uint64(first), np.uint64(end)):
-            value = np.float64(values[i])
-            codes[i] = np.uint8(abs(value) >= middle) << 1 | np.uint8(value < 0)
-        levels[at, 0], levels[at, 1] = _means(values[first:end], codes[first:end])
-    for i in range(values.size, codes.size):
-        codes[i] = 0
+        part = values[first:end]
+        key[0] = _largest_key(bits[first:end], unsigned)
+        # Rounding can make the mean of equal numbers greater than each of them.
+        mean = min(_sum(part) / part.size, np.float64(most[0]))
+        middle = values.dtype.type(mean)
+        if np.float64(middle) < mean:
+            middle = np.nextafter(middle, values.dtype.type(np.inf))
+        large = _choose(part, middle, codes[first:end])
+        above, below = _sums(part, middle)
+        levels[at, 1] = above / max(large, 1)
+        levels[at, 0] = below / (part.size - large) if large < part.size else levels[at, 1]
+    codes[values.size :] = 0
     quads = codes.view(np.uint32)
-    for i in range(packed.size):
+    for i in range(_ZERO, np.uint64(packed.size)):
         quad = quads[i]
-        packed[i] = np.uint8((quad | quad >> 6 | quad >> 12 | quad >> 18) & 0xFF)
+        packed[i] = np.uint8((quad | quad >> np.uint32(6) | quad >> np.uint32(12) | quad >> np.uint32(18)) & _BYTE)
 
 
 @compiled
-def _middle(values: Floats) -> float:
-    """The mean magnitude, or the largest one if it is less by rounding."""
-    # Four sums, because each addition waits for the one before it.
-    a = b = c = d = largest = 0.0
-    quads = values.size // 4
-    for i in range(_ZERO, np.uint64(4 * quads), _FOUR):
-        w, x = abs(np.float64(values[i])), abs(np.float64(values[i + _ONE]))
-        y, z = abs(np.float64(values[i + _TWO])), abs(np.float64(values[i + _TWO + _ONE]))
-        a += w
-        b += x
-        c += y
-        d += z
-        largest = w if w > largest else largest
-        largest = x if x > largest else largest
-        largest = y if y > largest else largest
-        largest = z if z > largest else largest
-    for i in range(4 * quads, values.size):
-        magnitude = abs(np.float64(values[i]))
-        a += magnitude
-        largest = magnitude if magnitude > largest else largest
-    return min((a + b + c + d) / values.size, largest)
+def _largest_key(bits: Bits, unsigned: Unsigned) -> Unsigned:
+    """The greatest, less its sign bit."""
+    most = bits.dtype.type(0)
+    for i in range(_ZERO, np.uint64(bits.size)):
+        most = max(most, bits[i] & unsigned)
+    return most
 
 
 @compiled
-def _means(values: Floats, codes: Bytes) -> tuple[float, float]:
-    """The mean of the magnitudes whose codes are 0 or 1, and of the others; the first is the second where none is."""
-    # Products, since a branch on data would be mispredicted.
-    even_above = odd_above = even_below = odd_below = 0.0
-    count = 0
-    for i in range(_ZERO, np.uint64(values.size // 2 * 2), _TWO):
-        even, odd = abs(np.float64(values[i])), abs(np.float64(values[i + _ONE]))
-        even_large, odd_large = even * np.float64(codes[i] >> 1), odd * np.float64(codes[i + _ONE] >> 1)
-        even_above += even_large
-        odd_above += odd_large
-        even_below += even - even_large
-        odd_below += odd - odd_large
-        count += int(np.int64(codes[i] >> 1) + np.int64(codes[i + _ONE] >> 1))
-    if values.size % 2:
-        last = abs(np.float64(values[-1]))
-        large = last * np.float64(codes[-1] >> 1)
-        even_above += large
-        even_below += last - large
-        count += int(np.int64(codes[-1] >> 1))
-    above = (even_above + odd_above) / max(count, 1)
-    below = (even_below + odd_below) / (values.size - count) if count < values.size else above
-    return below, above
+def _sum(values: Floats) -> float:
+    """The sum of magnitudes."""
+    # Four sums, here and below, because each addition waits for the one before it.
+    a = b = c = d = 0.0
+    quads = np.uint64(values.size // 4 * 4)
+    for i in range(_ZERO, quads, _FOUR):
+        a += abs(np.float64(values[i]))
+        b += abs(np.float64(values[i + _ONE]))
+        c += abs(np.float64(values[i + _TWO]))
+        d += abs(np.float64(values[i + _THREE]))
+    for i in range(quads, np.uint64(values.size)):
+        a += abs(np.float64(values[i]))
+    return a + b + c + d
 
 
 @compiled
-def read_two(packed: Bytes, group: int, levels: Floats, values: Floats) -> None:
+def _choose(values: Floats, middle: Scalar, codes: Bytes) -> int:
+    """2 for each large magnitude, and one more for each negative value; returns how many are large, at most 255."""
+    zero, large = values.dtype.type(0), np.uint8(0)
+    for i in range(_ZERO, np.uint64(values.size)):
+        is_large = np.uint8(abs(values[i]) >= middle)
+        codes[i] = is_large * np.uint8(2) + np.uint8(values[i] < zero)
+        large += is_large
+    return int(np.int64(large))
+
+
+@compiled
+def _sums(values: Floats, middle: Scalar) -> tuple[float, float]:
+    """The sum of large magnitudes, and of the others."""
+    a = b = c = d = 0.0
+    e = f = g = h = 0.0
+    zero = values.dtype.type(0)
+    quads = np.uint64(values.size // 4 * 4)
+    for i in range(_ZERO, quads, _FOUR):
+        w, x = abs(values[i]), abs(values[i + _ONE])
+        y, z = abs(values[i + _TWO]), abs(values[i + _THREE])
+        # Additions of zero, since a branch on data would be mispredicted.
+        a += np.float64(w if w >= middle else zero)
+        b += np.float64(x if x >= middle else zero)
+        c += np.float64(y if y >= middle else zero)
+        d += np.float64(z if z >= middle else zero)
+        e += np.float64(zero if w >= middle else w)
+        f += np.float64(zero if x >= middle else x)
+        g += np.float64(zero if y >= middle else y)
+        h += np.float64(zero if z >= middle else z)
+    for i in range(quads, np.uint64(values.size)):
+        w = abs(values[i])
+        a += np.float64(w if w >= middle else zero)
+        e += np.float64(zero if w >= middle else w)
+    return (a + b) + (c + d), (e + f) + (g + h)
+
+
+@compiled
+def read_two(packed: Bytes, group: int, levels: Floats, codes: Bytes, values: Floats) -> None:
+    """What two bits stand for. `codes` has room for four for each byte of `packed`."""
+    quads = codes.view(np.uint32)
+    for i in range(_ZERO, np.uint64(packed.size)):
+        byte = np.uint32(packed[i])
+        quads[i] = (byte | byte << np.uint32(6) | byte << np.uint32(12) | byte << np.uint32(18)) & _TWO_OF_EACH
     # What each pair of bits stands for in this group.
     meanings = np.empty(4, levels.dtype)
     for at in range(levels.shape[0]):
         for code in range(4):
             meanings[code] = -levels[at, code >> 1] if code & 1 else levels[at, code >> 1]
-        for i in range(at * group, min((at + 1) * group, values.size)):
-            values[i] = meanings[packed[i >> 2] >> np.uint8(2 * (i & 3)) & 3]
+        for i in range(np.uint64(at * group), np.uint64(min((at + 1) * group, values.size))):
+            values[i] = meanings[np.uint64(codes[i])]
