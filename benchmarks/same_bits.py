@@ -133,7 +133,7 @@ INPUTS = {
     "batch_isend_irecv": "p2p_op_list",
 }
 # Names, digests of texts and numbers of runs are gathered under these rows of the ledger.
-NOT_OF_TRAINING = ("set-up", "comparison of replicas")
+NOT_OF_TRAINING = ("set-up", "comparison of replicas", "checkpoints")
 
 
 class Collectives:
@@ -182,8 +182,8 @@ class Collectives:
         tensors: list[Any] = [handed] if isinstance(handed, Tensor) else list(handed or [])
         if name == "batch_isend_irecv":
             tensors = [each.tensor for each in tensors if each.op.__name__ == "isend"]
-        # Lightning says before each batch whether rank 0 was told to stop.
-        if name == "broadcast" and [(each.numel(), each.dtype) for each in tensors] == [(1, torch.int64)]:
+        # Whether rank 0 was told to stop, as often as a second or so allows, and for how many steps that is.
+        if name == "broadcast" and [(each.numel(), each.dtype) for each in tensors] == [(2, torch.int64)]:
             return
         count, counted = self._count(), self._counted
         self._counted = count
