@@ -160,8 +160,10 @@ def plan_of(members: Sequence[Member], meeting: int) -> Plan:
     else:
         leader = max(range(len(members)), key=lambda rank: (members[rank].steps, -rank))
         healthy, round_, state = [leader], 0, successor(NOTHING, [members[leader].name], meeting)
+    # One that has the state, and not one that can only commit to it: so one is left that exchanges.
+    reference = next((rank for rank in healthy if members[rank].state == state), healthy[0])
     for rank, member in enumerate(members):
-        topic = _difference(members[healthy[0]].setup, member.setup)
+        topic = _difference(members[reference].setup, member.setup)
         if topic is not None:
             refused[rank] = topic
     healthy = [rank for rank in healthy if rank not in refused]

@@ -59,7 +59,7 @@ def write_report(folder: Path) -> Path:
         FileNotFoundError: There is no run in the folder.
         ValueError: A file of a run is damaged.
     """
-    files = sorted(folder.glob(f"*{SUFFIX}"))
+    files = sorted(file for file in folder.glob(f"*{SUFFIX}") if file.is_file())
     if not files:
         raise FileNotFoundError(
             f"{folder} holds no run: no file ends with {SUFFIX}. Train with the callback"

@@ -205,6 +205,14 @@ def test_those_set_up_otherwise_are_refused() -> None:
     assert plan_of([member("a", setup={"method": "m", "more": "x"}), new], 1).refused == {}
 
 
+def test_one_that_is_set_up_otherwise_and_has_yet_to_commit_is_refused() -> None:
+    """It comes first. It has no gradients of the state that the other has, which is not refused by its word."""
+    gradients = OFFER._replace(kind="gradients")
+    late = member("a", "before", 2, pending="s", setup={"method": "other"}, offer=gradients)
+    plan = plan_of([late, member("b", offer=gradients)], 1)
+    assert (plan.refused, plan.healthy, plan.exchanging, plan.leader) == ({0: "method"}, [1], [1], 1)
+
+
 def test_states_have_names_of_their_own() -> None:
     names = {
         successor("s", ["a", "b"], 1),
