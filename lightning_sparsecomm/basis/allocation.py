@@ -24,7 +24,7 @@ def zeros(size: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     dtype = dtype or like.dtype
     if like.device.type != "cpu" or size * dtype.itemsize < _LARGE:
         return like.new_zeros(size, dtype=dtype)
-    # Pages that Linux maps are zero: they need not be set to that.
+    # Of memory that is mapped anew, pages are zero already: `calloc` knows, and sets only other memory to zero.
     return torch.from_numpy(np.zeros(size * dtype.itemsize, np.uint8)).view(dtype)
 
 

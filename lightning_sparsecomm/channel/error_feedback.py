@@ -174,6 +174,8 @@ def scaled_by_segment(vector: SparseVector | Tensor, factors: Sequence[float], l
         each = torch.tensor(factors, dtype=vector.values.dtype, device=vector.values.device).repeat_interleave(counts)
         return vector._replace(values=vector.values * each)
     result = empty(vector.numel(), vector)
+    if len(set(factors)) == 1:
+        return torch.mul(vector, factors[0], out=result)
     for view, flat, factor in zip(layout.flats(result), layout.flats(vector), factors):
         torch.mul(flat, factor, out=view)
     return result

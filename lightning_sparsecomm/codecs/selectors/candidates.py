@@ -14,9 +14,9 @@ from lightning_sparsecomm.kernels import kernels_for
 # Sample size in units of √n. Ranking the sample takes well under a millisecond, and only a few times k elements pass.
 _SAMPLE = 8
 
-# Of so many elements, at least a fiftieth is ranked sooner without candidates. Measured on CPUs; on GPUs nothing is
-# noted.
-_LARGE, _MANY_OF_LARGE = 2**16, 50
+# Of so many elements, a larger part than one of these is ranked sooner without candidates: measured on CPUs, for whose
+# kernels it is meant. Those for GPUs note nothing.
+_LARGE, _MANY_OF_LARGE = 2**16, 32
 
 # The smallest positive number of each dtype, which every non-zero element reaches.
 _LEAST = {
@@ -33,7 +33,7 @@ class Wanted(NamedTuple):
 
     @property
     def wants_many(self) -> bool:
-        """Whether to rank all elements takes less time than to find candidates, and to rank these."""
+        """Whether to rank all elements usually takes less time than to find candidates, and to rank these."""
         size = self.stop - self.start
         return self.k * (_MANY_OF_LARGE if size >= _LARGE else 2) >= size
 

@@ -9,15 +9,9 @@ from torch import Tensor
 
 from lightning_sparsecomm.kernels.numba_jit import Bits, Flags, Floats, Positions, Scalar, compiled
 from lightning_sparsecomm.kernels.updates.cpu_moments import add_direction_
-from lightning_sparsecomm.kernels.updates.cpu_reductions import (
-    add_at,
-    find_largest,
-    kth_largest_key,
-    put_at,
-    sum_equal_indices,
-    sum_squares,
-)
+from lightning_sparsecomm.kernels.updates.cpu_ranking import find_largest, kth_largest_key
 from lightning_sparsecomm.kernels.updates.cpu_rows import largest_in_rows
+from lightning_sparsecomm.kernels.updates.cpu_sums import add_at, put_at, sum_equal_indices, sum_squares
 from lightning_sparsecomm.kernels.updates.moments import Moments
 from lightning_sparsecomm.kernels.updates.reference import (
     LIMIT,

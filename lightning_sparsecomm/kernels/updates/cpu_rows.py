@@ -1,6 +1,6 @@
 """The largest magnitudes of every row in numba, for rows that fit into the processor's first cache.
 
-As in `cpu_reductions`, bits of a float, less the sign, order its magnitude. One pass counts the leading bits of a row,
+As in `cpu_ranking`, bits of a float, less the sign, order its magnitude. One pass counts the leading bits of a row,
 one takes what is above the bin of the k-th largest and sets that bin aside, and what is set aside is cut the same way.
 """
 

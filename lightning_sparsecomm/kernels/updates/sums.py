@@ -38,7 +38,8 @@ class Sums:
     def put_at_(self, total: Tensor, indices: Tensor, values: Tensor, moves: Moves | None = None) -> None:
         """Sets the elements of `total`, `[n]`, at distinct `indices`, `[k]` int64, to `values`, `[k]`, of its dtype.
 
-        `moves` says which of the elements to set, and by how far beside their indices; all, and there, by default.
+        `moves` says which of the elements to set, and by how far beside their indices; all, and there, by default. Its
+        stretches must lie within the k elements.
 
         Raises:
             IndexError: A place is negative, or not below n. Those before it have been set.

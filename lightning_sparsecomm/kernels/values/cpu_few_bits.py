@@ -83,12 +83,12 @@ def _sum(values: Floats) -> float:
         d += abs(np.float64(values[i + _THREE]))
     for i in range(quads, np.uint64(values.size)):
         a += abs(np.float64(values[i]))
-    return a + b + c + d
+    return (a + b) + (c + d)
 
 
 @compiled
 def _choose(values: Floats, middle: Scalar, codes: Bytes) -> int:
-    """2 for each large magnitude, and one more for each negative value; returns how many are large, at most 255."""
+    """2 for each large magnitude, and one more for each negative value; returns how many are large, of at most 255."""
     zero, large = values.dtype.type(0), np.uint8(0)
     for i in range(_ZERO, np.uint64(values.size)):
         is_large = np.uint8(abs(values[i]) >= middle)

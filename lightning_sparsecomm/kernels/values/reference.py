@@ -17,7 +17,8 @@ LOWEST_OF_MEAN = 7 / 8
 
 
 class ValueKernels:
-    """The kernels in torch. Subclasses are faster and give the same bits.
+    """The kernels in torch. Subclasses are faster and give the same bits; but the heads of float64 values may differ in
+    their last bit, as sums are in another order.
 
     A section of three-bit values begins with two bfloat16 numbers for each group: its least magnitude a, and a ratio r.
     Its magnitudes are a, ar, ar² and ar³; or 0, a, a|r| and ar², if r is negative. Products are rounded to float32, one

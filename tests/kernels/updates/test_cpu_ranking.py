@@ -70,6 +70,18 @@ def test_largest_of_many(kind, dtype):
 
 
 @each_dtype
+@pytest.mark.parametrize("rows", [0.01, 0.05, 0.3])
+def test_largest_where_most_are_zero(rows, dtype):
+    """As in gradients of embeddings, in which few rows are not: of k, near their number, and more."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1100, 64, dtype=dtype, generator=generator)
+    x = (x * (torch.rand(1100, 1, generator=generator) < rows)).view(-1)
+    found = int(x.count_nonzero())
+    for k in (1, found // 2, found - 1, found, found + 1, 2 * found, 60_000):
+        assert same_bits(Cpu().largest(x, k, 7), Reference().largest(x, k, 7)), k
+
+
+@each_dtype
 @pytest.mark.parametrize("sampled", [0.0, 1e-3, 1e3])
 def test_largest_where_the_sample_misleads(dtype, sampled):
     x = values("normal", 70_001, dtype)

@@ -1,4 +1,4 @@
-"""Selection and sums in numba.
+"""Selection of the largest magnitudes in numba.
 
 Bits of a float, less the sign, order its magnitude. So these kernels compare bits. A sample says between which two
 magnitudes the k-th largest most likely is. One pass finds those between, few, and radix selection the one among them:
@@ -6,14 +6,11 @@ no sort, and if the sample misled, radix selection of all.
 """
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lightning_sparsecomm.kernels.numba_jit import (
     Bits,
     Flags,
-    Floats,
     Positions,
-    Scalar,
     Unsigned,
     compiled,
     zeros_after,
@@ -22,15 +19,16 @@ from lightning_sparsecomm.kernels.numba_jit import (
 # Bits looked at in one pass of the radix selection.
 _DIGIT = 11
 
-# From so many magnitudes on, a sample pays. It has this many, in units of √n: 1.6% of all are then between the two that
-# it gives, whose ranks in the sample are four standard deviations from that of the k-th largest.
+# From so many magnitudes on, a sample pays. It has this many, in units of √n. The ranks in it of the two that it gives
+# are four standard deviations, and 8, from that of the k-th largest: 0.3 to 5% of all are between them, the less the
+# more there are.
 _MANY, _SAMPLE, _DEVIATIONS = 2**16, 32, 4
+
+# Where no more than this part is found, positions are collected from flags, most of which are not set.
+_FEW = 1 / 8
 
 # Magnitudes that are compared at once, and stay in the L1 cache. A multiple of 8.
 _PIECE = 4096
-
-# Replaces a sum of squares that underflows in float64.
-_TINY = float(np.finfo(np.float64).tiny)
 
 
 @compiled
@@ -93,12 +91,32 @@ def _kth_largest_by_sample(bits: Bits, k: int) -> tuple[int, int, int]:
         high = bits.dtype.type(kth_largest_key(sample, first)[0])
     if last <= sample.size:
         low = bits.dtype.type(kth_largest_key(sample, last)[0])
-    between = np.empty(min(size, 4 * margin * (size // sample.size + 1)) + _PIECE, bits.dtype)
+    room = 4 * margin * (size // sample.size + 1)
+    if low == 0:
+        # Often there are no more than k that are not zero, as in gradients of embeddings.
+        room = _count_nonzero(bits, unsigned)
+        if room <= k:
+            # Unsigned, as the others: of both kinds together, numba would make floats.
+            return int(np.uint64(0)), room, size - room
+        low = bits.dtype.type(1)
+    between = np.empty(min(size, room) + _PIECE, bits.dtype)
     count, above = _find_between(bits, low, high, unsigned, between)
     if not 0 < k - above <= count:
         return kth_largest_key(bits, k)
     key, further, ties = kth_largest_key(between[:count], k - above)
     return key, above + further, ties
+
+
+@compiled
+def _count_nonzero(bits: Bits, unsigned: Unsigned) -> int:
+    count = 0
+    for start in range(0, bits.size, _PIECE):
+        # In the bits' own width, so that the loop vectorizes.
+        part, found = bits[start : start + _PIECE], bits.dtype.type(0)
+        for i in range(np.uint64(0), np.uint64(part.size)):
+            found += bits.dtype.type((part[i] & unsigned) != 0)
+        count += int(np.int64(found))
+    return count
 
 
 @compiled
@@ -146,6 +164,33 @@ def _flag_between(bits: Bits, low: Unsigned, high: Unsigned, unsigned: Unsigned,
 
 
 @compiled
+def _append_reaching(bits: Bits, least: Unsigned, start: int, found: Positions) -> int:
+    """Writes start + i to `found` for each of the bits, less their sign, that is at least `least`; returns how many."""
+    unsigned = bits.dtype.type((1 << (8 * bits.itemsize - 1)) - 1)
+    flags, places = np.zeros(_PIECE, np.uint8), np.empty(_PIECE // 8 + 1, np.uint64)
+    words = flags.view(np.uint64)
+    zero, one, eight = np.uint64(0), np.uint64(1), np.uint64(8)
+    count = zero
+    for first in range(0, bits.size, _PIECE):
+        piece = bits[first : first + _PIECE]
+        if piece.size < _PIECE:
+            flags[:] = 0
+        for i in range(zero, np.uint64(piece.size)):
+            flags[i] = np.uint8((piece[i] & unsigned) >= least)
+        held = zero
+        for word in range(zero, np.uint64(words.size)):
+            places[held] = word
+            held += np.uint64(words[word] != 0)
+        for i in range(zero, held):
+            left, begin = words[places[i]], start + first + np.int64(eight * places[i])
+            while left:
+                found[count] = begin + (zeros_after(left) >> 3)
+                count += one
+                left &= left - one
+    return int(np.int64(count))
+
+
+@compiled
 def find_largest(bits: Bits, k: int, seed: int, start: int, found: Positions) -> int:
     """Writes the positions of `Reference.largest`, each plus `start`, to `found`, and returns how many there are.
 
@@ -162,6 +207,8 @@ def find_largest(bits: Bits, k: int, seed: int, start: int, found: Positions) ->
     # A threshold of zero means at most k non-zeros: take them all, and no zero.
     if threshold == 0 or above + ties == k:
         least = max(threshold, np.uint64(1))
+        if bits.size >= _MANY and (above if threshold == 0 else k) < _FEW * bits.size:
+            return _append_reaching(bits, bits.dtype.type(least), start, found)
         for i in range(bits.size):
             found[count] = start + i
             count += int(np.int64(np.uint64(bits[i]) & unsigned >= least))
@@ -180,76 +227,3 @@ def find_largest(bits: Bits, k: int, seed: int, start: int, found: Positions) ->
             count += int(np.int64(j < np.uint64(places) and j * np.uint64(ties) // np.uint64(places) == distance))
             tie += 1
     return count
-
-
-@compiled
-def add_at(sums: Floats, indices: Positions, values: Floats, factor: Scalar) -> int:
-    """Adds `factor` times each value to the sum at its index. Returns the place of an index out of range, or -1."""
-    size = np.uint64(sums.size)
-    for i in range(indices.size):
-        # Negative ones are large.
-        at = np.uint64(indices[i])
-        if at >= size:
-            return i
-        sums[at] += factor * values[i]
-    return -1
-
-
-@compiled
-def put_at(total: Floats, indices: Positions, values: Floats, moves: Positions) -> int:
-    """Sets elements to values; each row of `moves` is where some of them start, how many, and what to add to indices.
-
-    Returns the number of an element whose place is out of range, or -1.
-    """
-    size = np.uint64(total.size)
-    for move in range(moves.shape[0]):
-        start, count, shift = moves[move]
-        for i in range(np.uint64(start), np.uint64(start + count)):
-            # Negative ones are large.
-            at = np.uint64(indices[i] + shift)
-            if at >= size:
-                return int(np.int64(i))
-            total[at] = values[i]
-    return -1
-
-
-@compiled
-def sum_equal_indices(indices: Positions, values: Floats, order: Positions, unique: Positions, sums: Floats) -> int:
-    """Writes the indices of `Reference.add_up` and their sums, and returns how many there are.
-
-    `order` (`[m]`) sorts `indices` stably. `unique` and `sums` have room for m.
-    """
-    count = 0
-    for i in range(order.size):
-        index = indices[order[i]]
-        if count and unique[count - 1] == index:
-            sums[count - 1] += values[order[i]]
-        else:
-            unique[count] = index
-            sums[count] = values[order[i]]
-            count += 1
-    return count
-
-
-@compiled
-def sum_squares(x: Floats, bounds: Positions, energies: NDArray[np.float64]) -> None:
-    """Writes the sums of `Reference.energies` to `energies` (`[stretches]`)."""
-    for stretch in range(energies.size):
-        start, stop = bounds[stretch], bounds[stretch + 1]
-        # Four sums, because in a single one each addition would wait for the one before it.
-        a = b = c = d = 0.0
-        quads = (stop - start) // 4
-        for quad in range(quads):
-            i = start + 4 * quad
-            a += np.float64(x[i]) * np.float64(x[i])
-            b += np.float64(x[i + 1]) * np.float64(x[i + 1])
-            c += np.float64(x[i + 2]) * np.float64(x[i + 2])
-            d += np.float64(x[i + 3]) * np.float64(x[i + 3])
-        energy = (a + b) + (c + d)
-        for i in range(start + 4 * quads, stop):
-            energy += np.float64(x[i]) * np.float64(x[i])
-        if energy == 0:
-            for i in range(start, stop):
-                if x[i] != 0:
-                    energy = _TINY
-        energies[stretch] = energy
