@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from lightning_sparsecomm.basis.arguments import check_booleans
 from lightning_sparsecomm.codecs.blockwise import Bits
 from lightning_sparsecomm.exchange import QuantizedAllReduce
-from lightning_sparsecomm.methods.weights import weights_by
+from lightning_sparsecomm.methods.weights import weights_by, with_rows
 from lightning_sparsecomm.sharing import Method
 
 
@@ -30,6 +30,7 @@ class quantized(Method):
         exclude: Patterns of more parameter names whose gradients are sent whole, such as "head.*".
         follow_rate: Whether the residual follows SGD's learning rate, so that a gradient counts as much as in the step
             that computed it, and what still waits after the last step is applied.
+        few_rows: As for `gradient_dropping`.
 
     Raises:
         ValueError: `bits` is none of these.
@@ -42,6 +43,8 @@ class quantized(Method):
         error_feedback: bool = True,
         exclude: Sequence[str] = (),
         follow_rate: bool = True,
+        few_rows: bool = False,
     ) -> None:
         check_booleans(error_feedback=error_feedback, follow_rate=follow_rate)
-        super().__init__(weights_by(QuantizedAllReduce(bits), error_feedback, exclude, follow_rate))
+        syncs = weights_by(QuantizedAllReduce(bits), error_feedback, exclude, follow_rate)
+        super().__init__(with_rows(syncs, few_rows, exclude))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sparsecomm.basis import GRADIENTS, Wire
-from lightning_sparsecomm.methods import dgc, gradient_dropping, local_adam
+from lightning_sparsecomm.methods import dgc, gradient_dropping, local_adam, quantized
 from lightning_sparsecomm.run.engine import Engine
 from lightning_sparsecomm.run.switching import switch
 from lightning_sparsecomm.sharing import Method
@@ -91,6 +91,7 @@ CASES: list[tuple[Callable[..., Method], Any, dict[str, Any]]] = [
     (lambda **o: local_adam(0.2, every=2, residual_in_weights=True, **o), torch.optim.Adam, {}),
     (lambda **o: local_adam(0.2, delay=1, **o), torch.optim.Adam, {}),
     (lambda **o: gradient_dropping(0.2, **o), torch.optim.Adagrad, {"lr": 0.1}),
+    (lambda **o: quantized(bits=8, **o), torch.optim.RMSprop, {"momentum": 0.9}),
 ]
 
 

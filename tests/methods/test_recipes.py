@@ -25,6 +25,7 @@ from lightning_sparsecomm.methods import (
     federated_averaging,
     gradient_dropping,
     local_adam,
+    quantized,
 )
 from lightning_sparsecomm.sharing import DeltaSync, GradientSync, Method
 
@@ -74,6 +75,9 @@ def test_the_default_is_dgc_then_local_adam_then_gradient_dropping() -> None:
     others: Any = {**options, "exchange": "all_reduce", "few_rows": True}
     density = ByLength(0.063, 0.78, least=0.002, most=0.15)
     assert repr(adam.fallback) == repr(gradient_dropping(density, values="bfloat16", **others))
+    # Short runs send all to other optimizers.
+    for steps, expected in ((1999, quantized(8, few_rows=True)), (2000, adam.fallback), (math.inf, adam.fallback)):
+        assert repr(default().for_run(steps, 4).chain[2]) == repr(expected)
 
 
 def _bits(density: float, adam: bool) -> float:
