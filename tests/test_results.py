@@ -161,6 +161,31 @@ def test_table_of_what_auto_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [line for line in printed if line not in lines] == []
 
 
+def test_how_much_faster_the_default_is_by_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table in choosing.md, and the README's row, are of the steps of two ranks."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    auto = import_module("auto")
+    stored = json.loads((RESULTS / "auto.json").read_text())
+    found: dict[str, list[float]] = {}
+    for row in auto.table([auto.Run(**run) for run in stored["runs"]]).splitlines()[2:]:
+        _, ranks, network, *milliseconds = [cell.strip().replace(",", "") for cell in row.strip("|").split(" | ")[:6]]
+        network = network.replace(" rtt", ", rtt")
+        ddp, rounded, ours = map(float, milliseconds)
+        if ranks == "2":
+            found.setdefault(network, []).append(min(ddp, rounded) / ours)
+    lines = (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8").splitlines()
+    names = {"10 Mbit/s": "10mbit", "100 Mbit/s": "100mbit", "1 Gbit/s": "1gbit", "no limit": "unlimited"}
+    for name, rate in names.items():
+        (line,) = [line for line in lines if line.startswith(f"| {name} |")]
+        cells = line.strip("| ").split(" | ")[1:]
+        for cell, network in zip(cells, [rate, f"{rate}, rtt 20ms", f"{rate}, rtt 100ms"], strict=True):
+            gains = found.get(network)
+            assert cell == (f"{min(gains):.1f} – {max(gains):.1f} ×" if gains else "–"), network
+    whole, fast = found["100mbit"], found["1gbit"]
+    said = f"is {min(whole):.1f} to {max(whole):.1f} times faster than ddp's in bfloat16; at 1 Gbit {min(fast):.1f} to"
+    assert f"{said} {max(fast):.1f} times" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
 def test_table_of_a_gpt_over_a_slow_link() -> None:
     """The last points, and when a row has reached what ddp ends with."""
     runs = json.loads((RESULTS / "gpt.json").read_text())["runs"]

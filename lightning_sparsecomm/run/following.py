@@ -45,10 +45,15 @@ def run_followed(saved: RunSize | float | None) -> RunSize | None:
 def form_for(registry: Registry, method: Method, run: RunSize) -> Method:
     """The method's form for a run, see `Method.for_run`; itself if the run has begun.
 
-    It also stays as it is where it is `Registry.fixed`, and where ranks cannot step by themselves.
+    It also stays as it is where it is `Registry.fixed`, and where ranks would have to step by themselves and cannot.
     """
-    begun = any(tracked.steps for tracked in registry.optimizers)
-    return method if registry.fixed or begun or not can_step_alone(registry) else method.for_run(*run)
+    if registry.fixed or any(tracked.steps for tracked in registry.optimizers):
+        return method
+    form = method.for_run(*run)
+    if form is method or can_step_alone(registry):
+        return form
+    chosen = [method_for(each.optimizer, form.chain, registry.held_by(each.optimizer)) for each in registry.optimizers]
+    return method if any(sync.anchored for each in chosen for sync in each.syncs) else form
 
 
 def can_step_alone(registry: Registry) -> bool:

@@ -13,6 +13,7 @@ from torch.optim import SGD, AdamW, RMSprop
 
 from lightning_sparsecomm.basis import ByLength, Wire
 from lightning_sparsecomm.basis.parts import parts_in
+from lightning_sparsecomm.exchange import CompressedAllReduce, QuantizedAllReduce
 from lightning_sparsecomm.methods import default, dense, dgc
 from lightning_sparsecomm.run.engine import Engine
 from lightning_sparsecomm.run.following import follow
@@ -75,6 +76,40 @@ def test_steps_between_exchanges_follow_the_length(kind: Any, length: float, exp
     assert in_weights == {(length <= 5000 or length == math.inf) and (kind is SGD or expected == 2)}
     train(engine, module, 1)
     assert every(engine) == {expected}
+
+
+class Sign(torch.optim.Optimizer):
+    """A rule of the user's own."""
+
+    def __init__(self, parameters: Any, lr: float = 1e-3) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.sub_(self.param_groups[0]["lr"] * parameter.grad.sign())
+
+
+class Scaled(SGD):
+    """A rule of the user's own, derived from torch's."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            torch._foreach_mul_([each.grad for each in group["params"]], 0.5)
+        return super().step(closure)
+
+
+@pytest.mark.usefixtures("wire")
+@pytest.mark.parametrize("kind", [RMSprop, Sign, Scaled])
+@pytest.mark.parametrize(("length", "whole"), [(1999, True), (2000, False), (math.inf, False)])
+def test_short_runs_send_all_to_other_optimizers(kind: Any, length: float, whole: bool) -> None:
+    """Also to one with a step of its own, in which ranks could not step by themselves."""
+    engine, module = engine_of(default(), kind, length=length)
+    engine.follow_length()
+    for steps in range(2):
+        (tracked,) = engine.registry.optimizers
+        assert any(parts_in(tracked.method, QuantizedAllReduce)) is whole
+        assert any(parts_in(tracked.method, CompressedAllReduce)) is not whole
+        train(engine, module, steps + 1)
 
 
 @pytest.mark.usefixtures("wire")

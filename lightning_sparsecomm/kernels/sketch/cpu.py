@@ -23,7 +23,7 @@ from lightning_sparsecomm.kernels.sketch.reference import (
     position_dtype,
     sampled_size,
 )
-from lightning_sparsecomm.kernels.updates.cpu import FLAGS_PER_WORD, append_flagged, flag
+from lightning_sparsecomm.kernels.updates.cpu_flags import FLAGS_PER_WORD, append_flagged, flag
 
 _GOLDEN = np.uint64(GOLDEN)
 _FIRST, _SECOND = (np.uint64(multiplier) for multiplier in MULTIPLIERS)

@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_sparsecomm.kernels.numba_jit import Bits, Flags, Floats, Positions, Scalar, compiled
+from lightning_sparsecomm.kernels.numba_jit import Flags, Floats, Positions, Scalar, compiled
+from lightning_sparsecomm.kernels.updates.cpu_flags import FLAGS_PER_WORD, PIECE, append_flagged, flag
 from lightning_sparsecomm.kernels.updates.cpu_moments import add_direction_
 from lightning_sparsecomm.kernels.updates.cpu_ranking import find_largest, kth_largest_key
 from lightning_sparsecomm.kernels.updates.cpu_rows import largest_in_rows
@@ -24,12 +25,6 @@ from lightning_sparsecomm.kernels.updates.reference import (
     Update,
 )
 from lightning_sparsecomm.kernels.updates.sums import Moves
-
-# Flags tested at once, as one 64-bit word; most words are zero.
-FLAGS_PER_WORD = 8
-
-# Elements per piece, so that a piece of residual, velocity, gradient and flags stays in the L1 cache.
-_PIECE = 4096
 
 
 class Cpu(Reference):
@@ -77,7 +72,7 @@ class Cpu(Reference):
     def largest_of_each(self, x: Tensor, stretches: Sequence[Stretch], seed: int) -> Tensor:
         values = x.numpy()
         bits = values.view(f"u{values.itemsize}")
-        found = np.empty(sum(min(k, stop - start) for start, stop, k in stretches) + 1, np.int64)
+        found = np.empty(sum(min(k, stop - start) for start, stop, k in stretches) + FLAGS_PER_WORD, np.int64)
         count = 0
         for start, stop, k in stretches:
             count += find_largest(bits[start:stop], k, seed, start, found[count:])
@@ -130,39 +125,13 @@ def _within_capacity(found: Positions, count: int) -> Tensor | None:
 
 
 @compiled
-def flag(x: Floats, threshold: Scalar, flags: Flags) -> None:
-    """Sets flags[i] to whether |x[i]| reaches `threshold`."""
-    for i in range(x.size):
-        flags[i] = abs(x[i]) >= threshold
-
-
-@compiled
-def append_flagged(flags: Flags, words: Bits, size: int, start: int, found: Positions, count: int) -> int:
-    """Appends start + i to `found` for each of the `size` flags that is 1, and returns the new count.
-
-    `words` views `flags` as 64-bit words. `found` has `FLAGS_PER_WORD` entries more than its capacity; a count above
-    the capacity means that positions are missing.
-    """
-    capacity = found.size - FLAGS_PER_WORD
-    for word in range((size + FLAGS_PER_WORD - 1) // FLAGS_PER_WORD):
-        if words[word]:
-            if count > capacity:
-                return count
-            # Always write, and keep it only if flagged: a branch on data would be mispredicted.
-            for i in range(FLAGS_PER_WORD * word, min(FLAGS_PER_WORD * word + FLAGS_PER_WORD, size)):
-                found[count] = start + i
-                count += int(flags[i])
-    return count
-
-
-@compiled
 def _reaching(x: Floats, threshold: Scalar, found: Positions) -> int:
-    flags = np.zeros(_PIECE, np.uint8)
+    flags = np.zeros(PIECE, np.uint8)
     words = flags.view(np.uint64)
     count = 0
-    for start in range(0, x.size, _PIECE):
-        piece = x[start : start + _PIECE]
-        if piece.size < _PIECE:
+    for start in range(0, x.size, PIECE):
+        piece = x[start : start + PIECE]
+        if piece.size < PIECE:
             flags[:] = 0
         flag(piece, threshold, flags)
         count = append_flagged(flags, words, piece.size, start, found, count)
@@ -210,14 +179,14 @@ def _update(
 
     An empty `found` notes nothing.
     """
-    flags = np.zeros(_PIECE, np.uint8)
+    flags = np.zeros(PIECE, np.uint8)
     words = flags.view(np.uint64)
     count = 0
     in_range = True
-    for start in range(0, residual.size, _PIECE):
-        part = slice(start, start + _PIECE)
+    for start in range(0, residual.size, PIECE):
+        part = slice(start, start + PIECE)
         v, u, g = residual[part], velocity[part], gradient[part]
-        if v.size < _PIECE:
+        if v.size < PIECE:
             flags[:] = 0
         if kind == PLAIN:
             in_range &= _update_plain(v, u, g, factors, checked, flags)

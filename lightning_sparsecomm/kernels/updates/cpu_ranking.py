@@ -7,14 +7,8 @@ no sort, and if the sample misled, radix selection of all.
 
 import numpy as np
 
-from lightning_sparsecomm.kernels.numba_jit import (
-    Bits,
-    Flags,
-    Positions,
-    Unsigned,
-    compiled,
-    zeros_after,
-)
+from lightning_sparsecomm.kernels.numba_jit import Bits, Flags, Positions, Unsigned, compiled
+from lightning_sparsecomm.kernels.updates.cpu_flags import FLAGS_PER_WORD, PIECE, append_flagged
 
 # Bits looked at in one pass of the radix selection.
 _DIGIT = 11
@@ -26,9 +20,6 @@ _MANY, _SAMPLE, _DEVIATIONS = 2**16, 32, 4
 
 # Where no more than this part is found, positions are collected from flags, most of which are not set.
 _FEW = 1 / 8
-
-# Magnitudes that are compared at once, and stay in the L1 cache. A multiple of 8.
-_PIECE = 4096
 
 
 @compiled
@@ -99,7 +90,7 @@ def _kth_largest_by_sample(bits: Bits, k: int) -> tuple[int, int, int]:
             # Unsigned, as the others: of both kinds together, numba would make floats.
             return int(np.uint64(0)), room, size - room
         low = bits.dtype.type(1)
-    between = np.empty(min(size, room) + _PIECE, bits.dtype)
+    between = np.empty(min(size, room) + PIECE, bits.dtype)
     count, above = _find_between(bits, low, high, unsigned, between)
     if not 0 < k - above <= count:
         return kth_largest_key(bits, k)
@@ -110,9 +101,9 @@ def _kth_largest_by_sample(bits: Bits, k: int) -> tuple[int, int, int]:
 @compiled
 def _count_nonzero(bits: Bits, unsigned: Unsigned) -> int:
     count = 0
-    for start in range(0, bits.size, _PIECE):
+    for start in range(0, bits.size, PIECE):
         # In the bits' own width, so that the loop vectorizes.
-        part, found = bits[start : start + _PIECE], bits.dtype.type(0)
+        part, found = bits[start : start + PIECE], bits.dtype.type(0)
         for i in range(np.uint64(0), np.uint64(part.size)):
             found += bits.dtype.type((part[i] & unsigned) != 0)
         count += int(np.int64(found))
@@ -123,32 +114,23 @@ def _count_nonzero(bits: Bits, unsigned: Unsigned) -> int:
 def _find_between(bits: Bits, low: Unsigned, high: Unsigned, unsigned: Unsigned, between: Bits) -> tuple[int, int]:
     """Writes those from `low` to `high` to `between`, and returns how many they are and how many are above.
 
-    `between` has room for `_PIECE` more than its capacity; a count of -1 means that there are more.
+    `between` has room for `PIECE` more than its capacity; a count of -1 means that there are more.
     """
-    flags, places = np.zeros(_PIECE, np.uint8), np.empty(_PIECE // 8 + 1, np.uint64)
+    flags, places = np.zeros(PIECE, np.uint8), np.empty(PIECE + FLAGS_PER_WORD, np.int64)
     words = flags.view(np.uint64)
-    zero, one, eight = np.uint64(0), np.uint64(1), np.uint64(8)
-    count, capacity = zero, np.uint64(between.size - _PIECE)
-    above = 0
-    for start in range(0, bits.size, _PIECE):
-        piece = bits[start : start + _PIECE]
-        if piece.size < _PIECE:
+    count = above = 0
+    for start in range(0, bits.size, PIECE):
+        if count > between.size - PIECE:
+            return -1, above
+        piece = bits[start : start + PIECE]
+        if piece.size < PIECE:
             flags[:] = 0
         above += _flag_between(piece, low, high, unsigned, flags)
-        # Most words are zero. Always write, and keep it only if it is not: a branch on data would be mispredicted.
-        held = zero
-        for word in range(zero, np.uint64(words.size)):
-            places[held] = word
-            held += np.uint64(words[word] != 0)
-        if count > capacity:
-            return -1, above
-        for i in range(zero, held):
-            left, first = words[places[i]], eight * places[i]
-            while left:
-                between[count] = piece[first + np.uint64(zeros_after(left) >> 3)]
-                count += one
-                left &= left - one
-    return int(np.int64(count)), above
+        held = append_flagged(flags, words, piece.size, 0, places, 0)
+        for i in range(held):
+            between[count + i] = piece[places[i]]
+        count += held
+    return count, above
 
 
 @compiled
@@ -164,38 +146,28 @@ def _flag_between(bits: Bits, low: Unsigned, high: Unsigned, unsigned: Unsigned,
 
 
 @compiled
-def _append_reaching(bits: Bits, least: Unsigned, start: int, found: Positions) -> int:
+def _find_reaching(bits: Bits, least: Unsigned, start: int, found: Positions) -> int:
     """Writes start + i to `found` for each of the bits, less their sign, that is at least `least`; returns how many."""
     unsigned = bits.dtype.type((1 << (8 * bits.itemsize - 1)) - 1)
-    flags, places = np.zeros(_PIECE, np.uint8), np.empty(_PIECE // 8 + 1, np.uint64)
+    flags = np.zeros(PIECE, np.uint8)
     words = flags.view(np.uint64)
-    zero, one, eight = np.uint64(0), np.uint64(1), np.uint64(8)
-    count = zero
-    for first in range(0, bits.size, _PIECE):
-        piece = bits[first : first + _PIECE]
-        if piece.size < _PIECE:
+    count = 0
+    for first in range(0, bits.size, PIECE):
+        piece = bits[first : first + PIECE]
+        if piece.size < PIECE:
             flags[:] = 0
-        for i in range(zero, np.uint64(piece.size)):
+        for i in range(np.uint64(0), np.uint64(piece.size)):
             flags[i] = np.uint8((piece[i] & unsigned) >= least)
-        held = zero
-        for word in range(zero, np.uint64(words.size)):
-            places[held] = word
-            held += np.uint64(words[word] != 0)
-        for i in range(zero, held):
-            left, begin = words[places[i]], start + first + np.int64(eight * places[i])
-            while left:
-                found[count] = begin + (zeros_after(left) >> 3)
-                count += one
-                left &= left - one
-    return int(np.int64(count))
+        count = append_flagged(flags, words, piece.size, start + first, found, count)
+    return count
 
 
 @compiled
 def find_largest(bits: Bits, k: int, seed: int, start: int, found: Positions) -> int:
     """Writes the positions of `Reference.largest`, each plus `start`, to `found`, and returns how many there are.
 
-    `found` has room for one more than `min(k, n)`: each position is written, and kept if it counts, since a branch on
-    data would be mispredicted.
+    `found` has room for `FLAGS_PER_WORD` more than `min(k, n)`: each position is written, and kept if it counts, since
+    a branch on data would be mispredicted.
     """
     unsigned = np.uint64((1 << (8 * bits.itemsize - 1)) - 1)
     threshold = np.uint64(0)
@@ -208,7 +180,7 @@ def find_largest(bits: Bits, k: int, seed: int, start: int, found: Positions) ->
     if threshold == 0 or above + ties == k:
         least = max(threshold, np.uint64(1))
         if bits.size >= _MANY and (above if threshold == 0 else k) < _FEW * bits.size:
-            return _append_reaching(bits, bits.dtype.type(least), start, found)
+            return _find_reaching(bits, bits.dtype.type(least), start, found)
         for i in range(bits.size):
             found[count] = start + i
             count += int(np.int64(np.uint64(bits[i]) & unsigned >= least))

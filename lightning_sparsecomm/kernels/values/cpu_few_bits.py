@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from lightning_sparsecomm.kernels.numba_jit import Bits, Bytes, Floats, Scalar, Unsigned, compiled
+from lightning_sparsecomm.kernels.numba_jit import Bits, Bytes, Floats, Scalar, compiled
+from lightning_sparsecomm.kernels.values.cpu_magnitudes import extreme_keys, sum_of_magnitudes
 
 # Places are unsigned in inner loops: else each access would look whether its place is negative.
 _ZERO, _ONE, _TWO, _THREE, _FOUR = map(np.uint64, (0, 1, 2, 3, 4))
@@ -38,15 +39,15 @@ def write_two(values: Floats, bits: Bits, group: int, levels: Floats, codes: Byt
     `bits` views the values as unsigned integers; `codes` has room for four for each byte of `packed`.
     """
     # Bits of a float, less the sign, order its magnitude.
-    key = np.empty(1, bits.dtype)
-    most = key.view(values.dtype)
+    keys = np.empty(2, bits.dtype)
+    extremes = keys.view(values.dtype)
     unsigned = bits.dtype.type((1 << (8 * bits.itemsize - 1)) - 1)
     for at in range(levels.shape[0]):
         first, end = at * group, min((at + 1) * group, values.size)
         part = values[first:end]
-        key[0] = _largest_key(bits[first:end], unsigned)
+        keys[0], keys[1] = extreme_keys(bits[first:end], unsigned)
         # Rounding can make the mean of equal numbers greater than each of them.
-        mean = min(_sum(part) / part.size, np.float64(most[0]))
+        mean = min(sum_of_magnitudes(part) / part.size, np.float64(extremes[1]))
         middle = values.dtype.type(mean)
         if np.float64(middle) < mean:
             middle = np.nextafter(middle, values.dtype.type(np.inf))
@@ -59,31 +60,6 @@ def write_two(values: Floats, bits: Bits, group: int, levels: Floats, codes: Byt
     for i in range(_ZERO, np.uint64(packed.size)):
         quad = quads[i]
         packed[i] = np.uint8((quad | quad >> np.uint32(6) | quad >> np.uint32(12) | quad >> np.uint32(18)) & _BYTE)
-
-
-@compiled
-def _largest_key(bits: Bits, unsigned: Unsigned) -> Unsigned:
-    """The greatest, less its sign bit."""
-    most = bits.dtype.type(0)
-    for i in range(_ZERO, np.uint64(bits.size)):
-        most = max(most, bits[i] & unsigned)
-    return most
-
-
-@compiled
-def _sum(values: Floats) -> float:
-    """The sum of magnitudes."""
-    # Four sums, here and below, because each addition waits for the one before it.
-    a = b = c = d = 0.0
-    quads = np.uint64(values.size // 4 * 4)
-    for i in range(_ZERO, quads, _FOUR):
-        a += abs(np.float64(values[i]))
-        b += abs(np.float64(values[i + _ONE]))
-        c += abs(np.float64(values[i + _TWO]))
-        d += abs(np.float64(values[i + _THREE]))
-    for i in range(quads, np.uint64(values.size)):
-        a += abs(np.float64(values[i]))
-    return (a + b) + (c + d)
 
 
 @compiled
@@ -100,6 +76,7 @@ def _choose(values: Floats, middle: Scalar, codes: Bytes) -> int:
 @compiled
 def _sums(values: Floats, middle: Scalar) -> tuple[float, float]:
     """The sum of large magnitudes, and of the others."""
+    # Several sums, because each addition waits for the one before it.
     a = b = c = d = 0.0
     e = f = g = h = 0.0
     zero = values.dtype.type(0)

@@ -3,7 +3,8 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_sparsecomm.kernels.numba_jit import Bits, Bytes, Floats, Scalar, Unsigned, Words, compiled
+from lightning_sparsecomm.kernels.numba_jit import Bits, Bytes, Floats, Scalar, Words, compiled
+from lightning_sparsecomm.kernels.values.cpu_magnitudes import extreme_keys, sum_of_magnitudes
 from lightning_sparsecomm.kernels.values.reference import (
     LARGEST_THREE_BIT,
     LOWEST_OF_MEAN,
@@ -24,10 +25,10 @@ def write_heads(values: Floats, bits: Bits, group: int, heads: Floats) -> None:
     unsigned = bits.dtype.type((1 << (8 * bits.itemsize - 1)) - 1)
     for at in range(heads.shape[0]):
         first, end = at * group, min((at + 1) * group, values.size)
-        keys[0], keys[1] = _extreme_keys(bits[first:end], unsigned)
+        keys[0], keys[1] = extreme_keys(bits[first:end], unsigned)
         smallest, largest = float(np.float64(extremes[0])), float(np.float64(extremes[1]))
         if smallest >= SMALLEST_THREE_BIT and largest <= LARGEST_THREE_BIT:
-            total = _sum(values[first:end])
+            total = sum_of_magnitudes(values[first:end])
         else:
             smallest, largest, total = _limited(values[first:end])
         mean = total / (end - first)
@@ -39,32 +40,6 @@ def write_heads(values: Floats, bits: Bits, group: int, heads: Floats) -> None:
         span = largest / least
         heads[at, 0] = least
         heads[at, 1] = -np.sqrt(span) if with_zero else span ** (1 / 3)
-
-
-@compiled
-def _extreme_keys(bits: Bits, unsigned: Unsigned) -> tuple[Unsigned, Unsigned]:
-    """The least and the greatest, less their sign bit."""
-    least, most = unsigned, bits.dtype.type(0)
-    for i in range(_ZERO, np.uint64(bits.size)):
-        key = bits[i] & unsigned
-        least, most = min(least, key), max(most, key)
-    return least, most
-
-
-@compiled
-def _sum(values: Floats) -> float:
-    """The sum of magnitudes."""
-    # Four sums, because each addition waits for the one before it.
-    a = b = c = d = 0.0
-    quads = np.uint64(values.size // 4 * 4)
-    for i in range(_ZERO, quads, np.uint64(4)):
-        a += abs(np.float64(values[i]))
-        b += abs(np.float64(values[i + _ONE]))
-        c += abs(np.float64(values[i + _TWO]))
-        d += abs(np.float64(values[i + _THREE]))
-    for i in range(quads, np.uint64(values.size)):
-        a += abs(np.float64(values[i]))
-    return (a + b) + (c + d)
 
 
 @compiled
