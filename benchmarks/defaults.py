@@ -22,6 +22,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,6 +54,17 @@ DENSE_STEPS = 2  # of torch's PowerSGD, which needs them
 WARM_STEPS = 10  # whose time does not count: kernels are loaded in them
 
 
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": partial(torch.optim.SGD, momentum=0.9, weight_decay=1e-4),
+    "plain": partial(torch.optim.SGD, weight_decay=1e-4),
+    "adamw": torch.optim.AdamW,
+    "amsgrad": partial(torch.optim.AdamW, amsgrad=True),
+    "rmsprop": torch.optim.RMSprop,
+    "nadam": torch.optim.NAdam,
+    "adamax": torch.optim.Adamax,
+}
+
+
 class Learner(pl.LightningModule):
     """Plain Lightning: nothing in it knows of compression."""
 
@@ -66,13 +78,8 @@ class Learner(pl.LightningModule):
         return self.loss(self.network(inputs), targets)
 
     def configure_optimizers(self) -> Any:
-        """SGD with momentum, plain SGD without, or AdamW; the learning rate falls along a cosine to 0."""
-        momentum = 0.9 if self.optimizer == "sgd" else 0.0
-        optimizer: torch.optim.Optimizer = (
-            torch.optim.AdamW(self.parameters(), self.rate)
-            if self.optimizer == "adamw"
-            else torch.optim.SGD(self.parameters(), self.rate, momentum=momentum, weight_decay=1e-4)
-        )
+        """The optimizer; its learning rate falls along a cosine to 0."""
+        optimizer = OPTIMIZERS[self.optimizer](self.parameters(), self.rate)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -452,7 +459,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-dir", type=folder, default=Path("data"), help="Fashion-MNIST and shakespeare.txt")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
-    parser.add_argument("--optimizers", nargs="+", choices=["sgd", "adamw"], default=["sgd", "adamw"])
+    parser.add_argument("--optimizers", nargs="+", choices=TRIED, default=["sgd", "adamw"])
     parser.add_argument("--steps", nargs="+", type=at_least(1), default=[300, 1000, 4000])
     parser.add_argument("--strategies", nargs="+", type=known_strategy, default=list(STRATEGIES))
     parser.add_argument("--seeds", type=at_least(1), default=5)
@@ -467,6 +474,10 @@ def main() -> None:
     parser.add_argument("--only-print", action="store_true", help="print the table of --output")
     parser.add_argument("--summary", metavar="STRATEGY", help="print a short table of this strategy alone")
     options = parser.parse_args()
+    for task, optimizer in itertools.product(options.tasks, options.optimizers):
+        if task not in RATES[optimizer]:
+            known = ", ".join(RATES[optimizer])
+            parser.error(f"--optimizers {optimizer} has learning rates for {known}; got {task}. Name these as --tasks.")
     options.held_out |= options.tune
     quieten()
     warnings.filterwarnings("ignore", message=".*does not end before.*|.*sync_dist.*|.*num_workers.*")

@@ -280,6 +280,10 @@ TRIED = {
         "autoencoder": (2e-3, 4e-3, 8e-3, 1.6e-2),
         "recommender": (5e-3, 1e-2, 2e-2, 4e-2, 8e-2),
     },
+    "amsgrad": {"convolution": (2e-3, 4e-3, 8e-3, 1.6e-2), "teacher": (2e-3, 4e-3, 8e-3)},
+    "rmsprop": {"convolution": (5e-4, 1e-3, 2e-3, 4e-3), "teacher": (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3)},
+    "nadam": {"convolution": (2e-3, 4e-3, 8e-3, 1.6e-2), "teacher": (2e-3, 4e-3, 8e-3)},
+    "adamax": {"convolution": (4e-3, 8e-3, 1.6e-2, 3.2e-2), "teacher": (4e-3, 8e-3, 1.6e-2)},
 }
 """Learning rates that `--tune` tries with ddp."""
 
@@ -304,5 +308,9 @@ RATES = {
         "autoencoder": 8e-3,
         "recommender": 4e-2,
     },
+    "amsgrad": {"convolution": 8e-3, "teacher": 4e-3},
+    "rmsprop": {"convolution": 2e-3, "teacher": 2e-3},
+    "nadam": {"convolution": 8e-3, "teacher": 4e-3},
+    "adamax": {"convolution": 8e-3, "teacher": 8e-3},
 }
 """What trains ddp. Those of convolution and digits were chosen before, likewise; what was tried is not recorded."""

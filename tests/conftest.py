@@ -57,7 +57,7 @@ def _compile_sketches() -> None:
 def _kernels() -> None:
     """Compiles the kernels, or loads them, once for all the ranks that tests fork."""
     parts = [_compile_updates, _compile_positions, _compile_sketches]
-    # What one of two workers has compiled, the other finds on disk, if they begin at different ends.
+    # What one worker has compiled, others find on disk, if they begin at different ends.
     for part in parts if os.environ.get("PYTEST_XDIST_WORKER") != "gw1" else reversed(parts):
         part()
 

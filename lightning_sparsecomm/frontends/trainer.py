@@ -66,11 +66,12 @@ class TrainerMixin(UnevenMixin, CheckpointingMixin, DDPStrategy):
         super().setup(trainer)
         self.engine.agreement.on_optimizers(self.optimizers)
         self.engine.registry.check()
+        threshold = _threshold_of(trainer)
+        self.engine.registry.clips_by_value = threshold is not None and trainer.gradient_clip_algorithm == "value"
         for optimizer in self.optimizers:
             self.engine.register(optimizer)
-        # As in Lightning, 0 and less mean no clipping.
-        if trainer.gradient_clip_val is not None and not trainer.gradient_clip_val <= 0:
-            self.engine.take_over_clipping(float(trainer.gradient_clip_val), trainer.gradient_clip_algorithm == "value")
+        if threshold is not None:
+            self.engine.take_over_clipping(threshold)
         self._share_before_clipping()
         warn_of_late_clipping(self.engine.registry.optimizers, type(trainer.lightning_module), self.is_global_zero)
         self._add_callbacks(trainer)
@@ -228,3 +229,9 @@ class TrainerMixin(UnevenMixin, CheckpointingMixin, DDPStrategy):
         self._question = NoQuestion()
         vars(self.precision_plugin).pop("clip_gradients", None)
         super().teardown()
+
+
+def _threshold_of(trainer: "pl.Trainer") -> float | None:
+    """By which gradients are clipped. As in Lightning, 0 and less mean no clipping."""
+    threshold = trainer.gradient_clip_val
+    return None if threshold is None or threshold <= 0 else float(threshold)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from lightning_sparsecomm.basis.arguments import check_whole_number
 from lightning_sparsecomm.basis.schedules import LIKELY_STEPS, ByLength
 from lightning_sparsecomm.methods.adam import local_adam
-from lightning_sparsecomm.methods.dropping import dgc, gradient_dropping
+from lightning_sparsecomm.methods.dropping import dgc
 from lightning_sparsecomm.methods.quantized import quantized
 from lightning_sparsecomm.sharing import Method
 
@@ -23,12 +23,12 @@ def default(delay: int = 0, every: int | None = None, residual_in_weights: bool 
     in about as many bytes altogether. In between, each rank steps along its own gradients. In runs of up to 5,000 steps
     (by Adam and AdamW from 563 on), a rank's weights also contain what it has not sent yet. `every` says when.
 
-    Other optimizers are given the whole gradient, in 8 bits, in a Trainer's runs of fewer than 2,000 steps: 4 times
-    fewer bytes than with ddp. In longer ones gradients are dropped for them, with bfloat16 values. Tables of embeddings
-    of which a step meets few rows travel row by row, and are trained as with ddp.
+    Other optimizers are given the whole gradient, in 8 bits: 4 times fewer bytes than with ddp. So are all optimizers
+    where the Trainer clips by value, as that needs the mean gradient. Tables of embeddings of which a step meets few
+    rows travel row by row, and are trained as with ddp.
 
     >>> default().fallback.fallback
-    gradient_dropping(density=ByLength(...), scope='balanced', values='bfloat16', positions='short', exchange=...)
+    quantized(few_rows=True)
 
     Args:
         delay: 1 exchanges while the next step computes, as `dgc` and `local_adam` say; other optimizers wait. 0 waits.
@@ -68,9 +68,6 @@ class _Local(NamedTuple):
 # A run makes local steps from so many steps on, by SGD, and by Adam and AdamW.
 _LOCAL_SGD, _LOCAL_ADAM = 2000, 563
 
-# In fewer steps than these, sparse gradients leave the moments of other optimizers too far from ddp's.
-_WHOLE = 2000
-
 # With so many ranks, the direction of one by Adam may be mostly noise, so that they exchange in each step.
 _MANY_RANKS = 5
 
@@ -82,20 +79,13 @@ def _for_run(steps: float, ranks: int) -> Method:
         return _exchanging(0, _Local(4), _Local(2))
     of_sgd = _Local(1 if steps < _LOCAL_SGD else 2, in_weights=True)
     of_adam = _Local(1) if steps < _LOCAL_ADAM else _Local(1 if ranks >= _MANY_RANKS else 2, in_weights=True)
-    return _exchanging(0, of_sgd, of_adam, whole=steps < _WHOLE)
+    return _exchanging(0, of_sgd, of_adam)
 
 
-def _exchanging(delay: int, of_sgd: _Local, of_adam: _Local, whole: bool = False) -> Method:
-    """The default with such local steps by SGD, and by Adam and AdamW; `whole` sends all elements for others."""
-    dropped = gradient_dropping(
-        ByLength(0.063, 0.78, least=0.002, most=0.15),
-        scope="balanced",
-        values="bfloat16",
-        positions="short",
-        exchange="all_reduce",
-        few_rows=True,
-    )
-    others = quantized(bits=8, few_rows=True) if whole else dropped
+def _exchanging(delay: int, of_sgd: _Local, of_adam: _Local) -> Method:
+    """The default with such local steps by SGD, and by Adam and AdamW."""
+    # Sparse gradients would leave the moments of other optimizers too far from ddp's.
+    others = quantized(bits=8, few_rows=True)
     adam = local_adam(
         _density(0.45, 1.0, (0.74, 0.77), of_adam.every, 1.16),
         scope="balanced",

@@ -26,7 +26,7 @@ def usable(choices: Mapping[str, Method], engine: Engine) -> dict[str, Method]:
             held = ((tracked.optimizer, registry.held_by(tracked.optimizer)) for tracked in registry.optimizers)
             chosen = [method_for(optimizer, chain, named) for optimizer, named in held]
             if engine.max_norm is not None:
-                check_trainers_clipping(chosen, engine.max_norm, engine.clips_by_value)
+                check_trainers_clipping(chosen, engine.max_norm, registry.clips_by_value)
         except (TypeError, ValueError):
             # What cannot be used is no choice; used by itself, it says why.
             continue

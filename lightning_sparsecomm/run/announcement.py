@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from lightning_sparsecomm.basis import Layout, Round
 from lightning_sparsecomm.basis.parts import parts_in
 from lightning_sparsecomm.basis.schedules import LIKELY_STEPS, ByLength, Schedule, every_for
-from lightning_sparsecomm.run.choice import advice_on_signs
+from lightning_sparsecomm.run.choice import advice_on_clipping, advice_on_signs
 from lightning_sparsecomm.run.registry import Registry
 from lightning_sparsecomm.sharing.gradient import GradientSync
 from lightning_sparsecomm.sharing.method import Method
@@ -58,6 +58,8 @@ def announcement(
             ranks += f" on {len(registry.nodes.groups)} nodes" if registry.nodes is not None else ""
             lines.append(f"sparsecomm: {ranks}, {by}{densities}{bytes_sent}")
             lines += advice_on_signs(tracked.optimizer, tracked.method)
+            if registry.clips_by_value:
+                lines += advice_on_clipping(tracked.optimizer, registry.methods, registry.held_by(tracked.optimizer))
     return lines
 
 

@@ -19,11 +19,14 @@ from lightning_sparsecomm.sharing.sync import Sync
 from lightning_sparsecomm.sharing.takeover import MomentumTakeover, Takeover, momentum_rules
 
 
-def method_for(optimizer: Optimizer, methods: Sequence[Method], held: NamedParameters) -> Method:
+def method_for(
+    optimizer: Optimizer, methods: Sequence[Method], held: NamedParameters, clips_by_value: bool = False
+) -> Method:
     """The first method that is defined for an optimizer.
 
     If one of its syncs applies momentum or clipping instead of the optimizer, all its syncs do, for all parameters.
-    Where the optimizer has a rule of its own, a fallback is preferred that leaves momentum and moments to it.
+    Where the optimizer has a rule of its own, a fallback is preferred that leaves momentum and moments to it; where the
+    Trainer clips by value, one that leaves clipping to the Trainer.
 
     Raises:
         TypeError: No method is defined for the optimizer.
@@ -33,11 +36,26 @@ def method_for(optimizer: Optimizer, methods: Sequence[Method], held: NamedParam
     for method in methods:
         objections = (sync.objection(optimizer) for sync, _ in method.candidates(held))
         objection = next((each for each in objections if each), None)
-        if objection is None and method is not methods[-1] and _takes_over(method, held) and has_own_rule(optimizer):
-            continue
+        if objection is None and method is not methods[-1]:
+            if _takes_over(method, held) and has_own_rule(optimizer):
+                continue
+            if clips_by_value and any(parts_in(method.syncs, ClipLocalNorm)):
+                continue
         if objection is None:
             return _joined(method, optimizer, held)
     raise TypeError(f"the method is not defined for {type(optimizer).__name__}: {objection}")
+
+
+def advice_on_clipping(optimizer: Optimizer, methods: Sequence[Method], held: NamedParameters) -> list[str]:
+    """A line where a method is passed over since the Trainer clips by value; none otherwise."""
+    usual, chosen = method_for(optimizer, methods, held), method_for(optimizer, methods, held, clips_by_value=True)
+    if repr(usual) == repr(chosen):
+        return []
+    name = repr(usual).partition("(")[0]
+    return [
+        "sparsecomm: gradient_clip_algorithm='value' clips each element of the mean gradient, so all of it is sent."
+        f" With 'norm', {name} is used, which sends fewer bytes"
+    ]
 
 
 def advice_on_signs(optimizer: Optimizer, method: Method) -> list[str]:

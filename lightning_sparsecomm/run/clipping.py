@@ -114,8 +114,8 @@ def _check_local(memories: Iterable[ClipLocalNorm], max_norm: float, by_value: b
         if by_value:
             raise ValueError(
                 "gradient_clip_algorithm must be 'norm' with a method that clips each rank's own gradient, by its norm;"
-                " got 'value'. Use 'norm' (max_norm in Fabric), or methods.gradient_dropping(), which clips the shared"
-                " gradient."
+                " got 'value'. Use 'norm' (max_norm in Fabric), or methods.quantized(), with which the mean gradient is"
+                " clipped as with ddp."
             )
         if memory.max_norm is not None and memory.max_norm != max_norm:
             raise ValueError(

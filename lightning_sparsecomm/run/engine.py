@@ -41,7 +41,7 @@ class Engine:
     Attributes:
         scaling: None without a loss scaler.
         hook: Averages DDP's buckets; None if the method does not.
-        max_norm, clips_by_value: The Trainer's clipping, for methods that clip each rank's own gradient.
+        max_norm: The Trainer's threshold, for methods that clip each rank's own gradient.
         turns: How shares exchange; by default, between all ranks of the run.
         chooser: May choose other methods while the run goes on; None for one method.
         epoch, ends_epoch: Epochs finished, including a fraction; whether one ends with this step, on all ranks.
@@ -64,9 +64,8 @@ class Engine:
         self.check_replicas_every = check_replicas_every
         self.max_norm: float | None = None
         self.chooser: Chooser | None = None
-        self.epoch, self.clips_by_value, self.ends_epoch = 0.0, False, False
+        self.epoch, self.ends_epoch, self.length, self.may_end_sooner = 0.0, False, math.inf, False
         self.warmup: Warmup | None = None
-        self.length, self.may_end_sooner = math.inf, False
         self.scaling = LossScaling(scaler) if scaler is not None else None
         self.registry = Registry(method, wire, self.hook)
         self.agreement = Agreement(self.registry, wire, seed, check_replicas_every, scaler is not None)
@@ -148,10 +147,11 @@ class Engine:
         self.synchronize(optimizer)
         return True
 
-    def take_over_clipping(self, max_norm: float, by_value: bool) -> None:
+    def take_over_clipping(self, max_norm: float) -> None:
         """Takes the Trainer's threshold, for methods that clip each rank's own gradient; see `clipping`."""
-        check_trainers_clipping((tracked.method for tracked in self.registry.optimizers), max_norm, by_value)
-        self.max_norm, self.clips_by_value = max_norm, by_value
+        chosen = [each.method for each in self.registry.optimizers]
+        check_trainers_clipping(chosen, max_norm, self.registry.clips_by_value)
+        self.max_norm = max_norm
 
     def clip(self, optimizer: Optimizer, max_norm: float, by_value: bool) -> bool:
         """Shares an optimizer's gradients, after clipping each rank's own if the method does; see `check_clipping`.

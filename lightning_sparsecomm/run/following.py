@@ -52,7 +52,10 @@ def form_for(registry: Registry, method: Method, run: RunSize) -> Method:
     form = method.for_run(*run)
     if form is method or can_step_alone(registry):
         return form
-    chosen = [method_for(each.optimizer, form.chain, registry.held_by(each.optimizer)) for each in registry.optimizers]
+    chosen = [
+        method_for(each.optimizer, form.chain, registry.held_by(each.optimizer), registry.clips_by_value)
+        for each in registry.optimizers
+    ]
     return method if any(sync.anchored for each in chosen for sync in each.syncs) else form
 
 
@@ -76,7 +79,7 @@ def adopt(registry: Registry, method: Method) -> None:
     methods = method.chain
     for tracked in registry.optimizers:
         # What cannot be used is refused before anything changes.
-        method_for(tracked.optimizer, methods, registry.held_by(tracked.optimizer))
+        method_for(tracked.optimizer, methods, registry.held_by(tracked.optimizer), registry.clips_by_value)
     registry.methods = methods
     for tracked in registry.optimizers:
         tracked.end_takeover()

@@ -41,6 +41,7 @@ class Registry:
         ignored: Identities of the parameters that DDP is told to ignore.
         leading: The optimizer whose exchanges of weights also average buffers; None before the first.
         nodes: Who is on a node with this rank, where methods work between nodes; None where all ranks are alike.
+        clips_by_value: Whether the Trainer clips the mean gradient's elements.
         fixed: Whether the method stays as it was given, whatever the run's length.
         followed: The run for which the method was taken, see `follow`; None for none.
         few_rows: Finds tables whose gradients have few rows.
@@ -54,6 +55,7 @@ class Registry:
         self.optimizers: list[TrackedOptimizer] = []
         self.leading: TrackedOptimizer | None = None
         self.nodes: Nodes | None = None
+        self.clips_by_value = False
         self.fixed = False
         self.followed: RunSize | None = None
         self.few_rows = FewRows(wire)
@@ -117,7 +119,7 @@ class Registry:
             return
         optimizer = tracked.optimizer
         refuse_lbfgs(optimizer, self.nodes is not None)
-        method = method_for(optimizer, self.methods, held)
+        method = method_for(optimizer, self.methods, held, self.clips_by_value)
         if any(sync.drifts or not sync.shares_gradients for sync in method.syncs):
             # Before a takeover, which may move weights itself.
             tracked.watch_updates()

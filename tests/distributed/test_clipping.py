@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from lightning_sparsecomm.methods import dgc
+from lightning_sparsecomm.methods import default, dgc
 from tests import laws
 from tests.distributed.scenarios import Classifier, Scenario, SeveralBackwards, fit
 
@@ -79,6 +79,18 @@ def test_a_call_in_manual_optimization_is_taken_over(tmp_path: Path) -> None:
     automatic = train(tmp_path / "automatic", dgc(**FULL), gradient_clip_val=0.01)
     by_hand = fit(tmp_path / "manual", Scenario(ByHand, steps=6), 2, dgc(**FULL))
     laws.bit_equal(by_hand[0], automatic[0])
+
+
+def test_by_default_clipping_by_value_is_ddps(tmp_path: Path) -> None:
+    """What is clipped is each element of the mean, which is rounded to 8 bits."""
+    options: dict[str, Any] = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+    scenario = Scenario(Classifier, steps=6)
+    ours = fit(tmp_path / "default", scenario, 2, default(), **options)
+    ddps = fit(tmp_path / "ddp", scenario, 2, **options)
+    laws.replicas_are_equal(ours)
+    for name, before in Classifier().named_parameters():
+        after, expected = ours[0]["weights"][name], ddps[0]["weights"][name]
+        assert (after - expected).norm() < 0.05 * (before - expected).norm(), name
 
 
 class AnotherThreshold(Clipped):

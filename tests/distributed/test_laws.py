@@ -60,7 +60,7 @@ SIZES = [
 ]
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(5)
 @pytest.mark.parametrize(("name", "world_size"), SIZES)
 def test_full_density_equals_ddp(tmp_path: Path, name: str, world_size: int) -> None:
     scenario = SCENARIOS[name]
@@ -186,7 +186,7 @@ def test_dgc_obeys_the_laws(tmp_path: Path, name: str) -> None:
             laws.sent_plus_residual_is_compensated(rank, memory=-1)
 
 
-@pytest.mark.few(13)
+@pytest.mark.few(9)
 @pytest.mark.parametrize(
     ("method", "name"),
     [

@@ -117,7 +117,8 @@ def test_a_trial_is_resumed_with_fewer_methods() -> None:
 
 def test_a_choice_that_cannot_clip_so_is_not_resumed() -> None:
     _, chooser = run()
-    engines[0].take_over_clipping(0.5, by_value=True)
+    engines[0].registry.clips_by_value = True
+    engines[0].take_over_clipping(0.5)
     with pytest.warns(UserWarning, match="used sparsecomm, which is not among its methods now: ddp, ddp-bf16"):
         chooser.load_state_dict(state(current="sparsecomm", settled=True))
     assert chooser.record.current == "ddp"
@@ -234,7 +235,7 @@ def test_local_steps_that_the_run_cannot_make_are_left_out() -> None:
     module, _ = run()
     assert usable_of(candidate)
     assert usable_of(unclipped)
-    engines[-1].take_over_clipping(0.5, by_value=False)
+    engines[-1].take_over_clipping(0.5)
     assert usable_of(candidate)
     assert not usable_of(unclipped)
     # Its parameters have an optimizer already.

@@ -106,7 +106,7 @@ def test_what_a_method_does_for_an_optimizer_does_not_depend_on_tables(few: int)
     joined = method_for(torch.optim.SGD([table, head], lr=0.1, momentum=0.9), [mixed], both)
     assert all(any(parts_in(sync, Velocity)) for sync in joined.syncs)
     method = method_for(torch.optim.RMSprop([table]), default().chain, both[:1])
-    assert "gradient_dropping" in repr(default().chain[2])
+    assert "quantized" in repr(default().chain[2])
     assert len(method.syncs) == len(default().chain[2].syncs)
     assert repr(method.syncs) == repr(default().chain[2].syncs)
     assert few_rows_of(table) == few
