@@ -1,5 +1,6 @@
 """What all tests share: compiled kernels, a fixed seed, and a process group of one rank."""
 
+import gc
 import os
 from collections import defaultdict
 from collections.abc import Iterator
@@ -60,6 +61,9 @@ def _kernels() -> None:
     # What one worker has compiled, others find on disk, if they begin at different ends.
     for part in parts if os.environ.get("PYTEST_XDIST_WORKER") != "gw1" else reversed(parts):
         part()
+    # What is loaded by now stays. Forked ranks need not look through it for garbage, which would copy its memory.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

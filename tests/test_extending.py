@@ -63,7 +63,7 @@ def test_the_page_has_no_other_code() -> None:
     assert len(CHECKS) == len(FILES)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("check", CHECKS, ids=lambda text: re.findall(r"check_\w+", text)[0])
 def test_the_laws_hold_as_the_page_says(check: str) -> None:
     exec(check, {})
@@ -104,7 +104,7 @@ METHODS = {
 }
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name == "scaled_values" else ()) for name in METHODS]
 )

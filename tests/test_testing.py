@@ -121,7 +121,7 @@ def test_our_selectors(selector: Selector) -> None:
     check_selector(selector)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("codec", "tolerance"),
     [
@@ -146,6 +146,7 @@ def test_our_index_codecs(coding: IndexCoding) -> None:
     check_index_codec(coding)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("compressor", "tolerance"),
     [
@@ -203,7 +204,7 @@ EXCHANGES: dict[str, tuple[Callable[[], Exchange], float | None]] = {
 QUICK = ("gather", "regions", "staged", "blocks", "compressed", "quantized", "power sgd, in groups", "ternary")
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in EXCHANGES]
 )
@@ -220,7 +221,7 @@ def test_one_rank_is_enough() -> None:
 MEMORIES = [ErrorFeedback, MomentumCorrection, Momentum, EF21, SharedSign]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("memory", MEMORIES, ids=lambda memory: memory.__name__)
 def test_our_memories(memory: Callable[[], Memory]) -> None:
     check_memory(memory)
@@ -503,7 +504,7 @@ def test_an_exchange_without_a_fault() -> None:
     check_exchange(Mean)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("kind", "message"),
     [

@@ -140,7 +140,7 @@ METHODS = {
 WITH_ADAM = ("sbc_1", "sbc_7", "sbc_4_ahead", "diloco")
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("name", "adam"),
     [
@@ -280,7 +280,7 @@ _SLOW = (
 )
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name in _SLOW else ()) for name in FRAGMENTED]
 )
@@ -352,6 +352,7 @@ def test_fragments_and_delays_step_by_step(tmp_path: Path, name: str) -> None:
             np.testing.assert_allclose(held, residual, rtol=2e-5, atol=2e-6 * scale)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("delay", [0, 2])
 @pytest.mark.parametrize("adam", [True, False], ids=["adam", "momentum"])
 def test_moments_are_averaged_less_often_than_weights(tmp_path: Path, adam: bool, delay: int) -> None:

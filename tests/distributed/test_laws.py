@@ -60,7 +60,7 @@ SIZES = [
 ]
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("name", "world_size"), SIZES)
 def test_full_density_equals_ddp(tmp_path: Path, name: str, world_size: int) -> None:
     scenario = SCENARIOS[name]
@@ -127,7 +127,7 @@ METHODS: dict[str, Method] = {
 NOT_CLIPPING = [name for name in SCENARIOS if name not in ("clip_norm", "clip_value", "several_backwards")]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("name", "recipe"),
     [
@@ -166,7 +166,7 @@ def test_factors_that_are_no_shorter_equal_ddp(tmp_path: Path, name: str) -> Non
         laws.equal_to_round_off(ours[rank], ddp[rank], scenario.tolerance)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", quick_and_slow(name for name in SCENARIOS if name != "clip_value"))
 def test_dgc_obeys_the_laws(tmp_path: Path, name: str) -> None:
     """Without momentum and clipping, what is sent plus the residual is the sum of the rank's gradients."""
@@ -186,7 +186,7 @@ def test_dgc_obeys_the_laws(tmp_path: Path, name: str) -> None:
             laws.sent_plus_residual_is_compensated(rank, memory=-1)
 
 
-@pytest.mark.few(9)
+@pytest.mark.few(7)
 @pytest.mark.parametrize(
     ("method", "name"),
     [

@@ -309,6 +309,7 @@ def _set_every(rank: int, every: int) -> tuple[list[bytes], bool]:
     return shared, ahead
 
 
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:other code than the optimizer has changed")
 @pytest.mark.parametrize(("every", "ahead"), [(9, True), (4, False), (1, False)])
 def test_ranks_stay_ahead_where_weights_are_seldom_set(tmp_path: Path, every: int, ahead: bool) -> None:

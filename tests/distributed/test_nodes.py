@@ -226,7 +226,7 @@ def cases() -> Iterator[Any]:
             yield pytest.param(name, groups, marks=() if quick else pytest.mark.slow, id=f"{name}, {groups}")
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("name", "groups"), list(cases()))
 def test_a_node_is_one_rank(name: str, groups: Groups) -> None:
     method, adam = METHODS[name]

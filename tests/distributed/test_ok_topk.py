@@ -21,7 +21,7 @@ WEIGHTS = sum(size for size, shape in zip(SIZES, SHAPES) if len(shape) > 1)
 DENSITY, BALANCE_EVERY = 0.2, 7
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("positions", ["fast", "short"])
 @pytest.mark.parametrize("world_size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4)), 5])
 def test_step_by_step(tmp_path: Path, world_size: int, positions: str) -> None:

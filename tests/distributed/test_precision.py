@@ -28,6 +28,7 @@ class WithAdam(Classifier):
 COMPILED = ("dense", "gradient_dropping", "dgc", "federated_averaging")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("precision", "names"),
     [

@@ -97,7 +97,7 @@ CASES: dict[str, tuple[Method, Any]] = {
 }
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("world_size", [3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CASES)
 def test_step_by_step(tmp_path: Path, name: str, world_size: int) -> None:

@@ -65,7 +65,7 @@ def _both(
     return found
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(5)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.slow), 4, 5])
 def test_shares_the_bits_of_a_gather(tmp_path: Path, world_size: int, kind: str) -> None:

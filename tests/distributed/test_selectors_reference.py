@@ -35,7 +35,7 @@ CASES: dict[str, tuple[Method, Quantize]] = {
 }
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", CASES)
 def test_step_by_step(tmp_path: Path, name: str) -> None:
     method, quantize = CASES[name]

@@ -43,7 +43,7 @@ METHODS = {
 }
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("world_size", [3, 4, 5])
 @pytest.mark.parametrize("name", METHODS)
 def test_step_by_step(tmp_path: Path, name: str, world_size: int) -> None:

@@ -85,7 +85,7 @@ def test_sketched_sgd(
             np.testing.assert_allclose(trained.weights[step], np.concatenate(reference.weights), rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("density", "block_size", "sketch_ratio", "rows"),
     [(0.1, 256, None, 1), (0.1, 3, None, 1), (0.2, 4, 0.5, 1), (0.1, 256, 0.6, 3), (1.0, 5, 0.5, 2)],

@@ -156,6 +156,7 @@ def test_a_signal_to_rank_0_stops_all_ranks_in_the_same_step(tmp_path: Path, met
     assert how == "SIGTERMException" and heard and 3 < step < 5000
 
 
+@pytest.mark.few(1)
 @asks
 @pytest.mark.parametrize("method", METHODS.values(), ids=list(METHODS))
 def test_another_rank_that_is_told_alone_leaves_and_the_others_learn_it(tmp_path: Path, method: Method) -> None:
@@ -195,6 +196,7 @@ def _fit_told_late(rank: int, method: Method, batch: int, validates: bool) -> tu
     return how, trainer.global_step, model.validated, model.layer.weight.flatten().tolist()
 
 
+@pytest.mark.few(4)
 @asks
 @pytest.mark.parametrize("method", METHODS.values(), ids=list(METHODS))
 @pytest.mark.parametrize(("batch", "validates"), [(4, True), (9, True), (9, False)])

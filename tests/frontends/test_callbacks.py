@@ -256,7 +256,7 @@ def test_two_optimizers(every: int, entries: int, tmp_path: Path) -> None:
         assert row["sparsecomm/compression_ratio"] == pytest.approx(4 * sum(stepped) / sent)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "method",
     [

@@ -74,6 +74,7 @@ def _noted(
     return found
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("optimizers", [1, 2])
 @pytest.mark.parametrize(("options", "steps"), [({"max_epochs": 3}, 3 * BATCHES), ({"max_epochs": -1}, 6)])
 def test_manual_optimization_is_expected_to_step_once_for_each_batch(

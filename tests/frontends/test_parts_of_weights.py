@@ -35,6 +35,7 @@ def weights_of(tmp_path: Path, method: Any, view: str | None, validates: bool) -
     return {name: value for name, value in first.items() if name != "view"}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "method", [methods.default(every=5), methods.streaming_diloco(every=6), methods.federated_averaging(every=5)]
 )

@@ -102,7 +102,7 @@ class Swapping(pl.Callback):
                 self.average[index].copy_(held)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("how", ["values", "data"])
 @pytest.mark.parametrize(
     "method",

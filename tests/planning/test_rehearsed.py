@@ -27,6 +27,7 @@ def test_bytes_do_not_depend_on_the_size_of_the_stand_ins() -> None:
     assert small.held_bytes == pytest.approx(whole.held_bytes, rel=0.05)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("timed", [True, False])
 @pytest.mark.parametrize("method", [methods.powersgd(2), methods.onebit_sgd()], ids=repr)
 def test_nor_where_bytes_grow_with_rows_and_columns_too(method: Method, timed: bool) -> None:
@@ -49,6 +50,7 @@ def test_models_of_any_size_and_shape_are_rehearsed(shape: tuple[int, ...]) -> N
         assert 0 < seen.link_bytes < 7 * math.prod(shape)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("elements", [4_000_000, 400_000])
 @pytest.mark.parametrize("length", [1000, 3000])
 def test_a_table_with_gradients_of_few_rows_sends_those(length: int, elements: int) -> None:

@@ -33,7 +33,7 @@ def _said(rank: int, folder: str, method: Method) -> Any:
     return said, ratios[0]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "method",
     [

@@ -109,6 +109,7 @@ SCHEDULES = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_no_fragment_waits_long_where_a_schedule_changes_every(wire: Wire, name: str) -> None:
     every, count = SCHEDULES[name]

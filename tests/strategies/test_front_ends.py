@@ -195,6 +195,7 @@ def test_popen(tmp_path: Path) -> None:
     assert 0 < ranks[0]["link_bytes"] < ranks[0]["ddp_link_bytes"] / 20
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("package", TRAINERS + FABRICS)
 def test_every_method_has_a_name_for_every_way_to_start_processes(package: str) -> None:
     strategies = importlib.import_module(f"{package}.strategies")
@@ -310,7 +311,7 @@ def run_fabric(package: str, folder: Path, loop: Callable[[Any, int], dict[str, 
 
 
 # The two packages' Fabrics are the same code under two names: once is enough for most of it.
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("package", "loop"),
     [

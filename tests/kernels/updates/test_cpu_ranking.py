@@ -58,6 +58,7 @@ def test_largest(kind, dtype):
         assert same_bits(x, before)
 
 
+@pytest.mark.few(8)
 @each_dtype
 @each_values
 def test_largest_of_many(kind, dtype):
